@@ -1,0 +1,1 @@
+"""Connectors: bytes and manifests between stages, one file or folder a transport."""

@@ -1,0 +1,215 @@
+"""The contracts of a connector: bytes and manifests only, no torch, no model.
+
+A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry point names it.
+`check_connector` in `omni_kvlink.testing` holds it to what is written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import KVLinkError, TransferFailed, TransferTimeout
+from ..ledger import Ledger
+from ..memory import Lease, Region
+from .exchange import State, Transfer
+from .messages import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a link is set up; a connector takes what concerns it.
+
+    Args:
+        quota: bytes of memory that all payloads not yet released may take together.
+        mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
+            memory file of its own, so that a peer sees nothing but what it was offered.
+        prefault: bytes to map and touch when serving starts, so that the first put is as fast as
+            the later ones.
+        directory: where the shared-memory sockets live; a private default.
+    """
+
+    quota: int = 4 << 30
+    mode: str = "pooled"
+    prefault: int = 0
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("pooled", "sealed"):
+            raise ValueError(f"mode {self.mode!r}; wanted 'pooled' or 'sealed'")
+        if not 0 <= self.prefault <= self.quota:
+            raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
+
+
+class Receipt:
+    """What became of a payload that was put."""
+
+    def __init__(self, transfer: Transfer, ledger: Ledger):
+        self._transfer = transfer
+        self.ledger = ledger
+
+    @property
+    def key(self) -> str:
+        return self._transfer.key
+
+    @property
+    def state(self) -> str:
+        """ "committed", "leased", or finally "released", "failed" or "expired"."""
+        return self._transfer.state.value
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is final; never blocks."""
+        return self._transfer.settled.is_set()
+
+    def wait(self, *, timeout: float) -> None:
+        """Return when every declared reader has let go of the payload.
+
+        Raises:
+            TransferFailed: it failed, was aborted or rejected, or expired.
+            TransferTimeout: `timeout` seconds passed and it is still on its way.
+        """
+        transfer = self._transfer
+        if not transfer.settled.wait(timeout):
+            raise TransferTimeout(
+                f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
+                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
+                key=self.key,
+                waited=timeout,
+                phase=self.state,
+            )
+        if transfer.state is not State.RELEASED:
+            raise TransferFailed(
+                f"payload {self.key!r} {self.state}: {transfer.reason}",
+                key=self.key,
+                reason=transfer.reason,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Receipt {self.key!r}: {self.state}>"
+
+
+class Delivery:
+    """A payload that arrived. It is released when the last view of its region is gone.
+
+    Args:
+        release: tells the producer; called once, from any thread, must not block or lock.
+    """
+
+    def __init__(self, key: str, region: Region, release: Callable[[Outcome, str], None]):
+        self.key = key
+        self.region: Region | None = region
+        self._release = release
+        self._finalizer = weakref.finalize(region.span, release, "read", "")
+        self._finalizer.atexit = False  # at exit the connection's end says it
+
+    def reject(self, reason: str) -> None:
+        """The payload is not what was committed: the producer's receipt shall say so."""
+        if self._finalizer.detach():
+            self._release("rejected", reason[:4096])
+        self.region = None
+
+    def drop(self) -> None:
+        """Let go of the region; views made from it keep it until they die."""
+        self.region = None
+
+
+class Connector(ABC):
+    """One end of a link."""
+
+    @abstractmethod
+    def health(self) -> dict[str, Any]:
+        """State and counters, as JSON values."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse new work, wake who waits, free what can be freed; a second call does nothing."""
+
+
+class Producer(Connector):
+    """The end that payloads leave from."""
+
+    @abstractmethod
+    def reserve(self, key: str, nbytes: int, *, timeout: float) -> Lease:
+        """Memory for one payload, in the place it will be sent from.
+
+        Raises:
+            DuplicateKeyError: a live payload has this key.
+            CapacityError: no room within `timeout` seconds, or ever.
+        """
+
+    @abstractmethod
+    def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
+        """Commit a reserved payload; the lease is spent. Readers that wait are woken now.
+
+        Raises:
+            TransferFailed: the key was aborted meanwhile.
+        """
+
+    @abstractmethod
+    def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
+        """Whoever waits for `key`, or asks later, gets TransferFailed with this reason."""
+
+
+class Consumer(Connector):
+    """The end that payloads arrive at."""
+
+    @abstractmethod
+    def begin(self, key: str, *, timeout: float) -> Want:
+        """Ask for a payload without waiting for it; `timeout` bounds a reconnection only.
+
+        Raises:
+            PeerLostError: the producer is gone and did not come back in time.
+        """
+
+    @abstractmethod
+    def abort(self, key: str, reason: str) -> None:
+        """End this key for both sides; own waiting calls raise TransferFailed."""
+
+    def receive(self, key: str, *, timeout: float) -> Delivery:
+        """Wait for a payload; a wake-up, never a sleep loop.
+
+        Raises:
+            TransferTimeout: names how far the payload had come.
+            TransferFailed: the producer said it failed, or it expired.
+            PeerLostError: the producer died, or closed.
+        """
+        return self.begin(key, timeout=timeout).wait(timeout=timeout)
+
+
+class Want(ABC):
+    """A payload that was asked for and may not have come yet."""
+
+    future: Future[Any]
+
+    @abstractmethod
+    def wait(self, *, timeout: float) -> Delivery:
+        """Sleep until it comes; the errors of `Consumer.receive`."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask for it no more; if it came meanwhile, it goes back for another reader."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What a connector module offers.
+
+    Args:
+        serve: `(address, options)` to a producer; `address` is the URL without its scheme.
+        connect: `(address, options, timeout)` to a consumer, waiting for the producer to appear.
+        unavailable: why this cannot run here, with the cure, or None if it can.
+    """
+
+    serve: Callable[[str, Options], Producer]
+    connect: Callable[[str, Options, float], Consumer]
+    unavailable: Callable[[], str | None] = lambda: None
+
+
+def wrong_side(verb: str, cure: str) -> KVLinkError:
+    """The error for a producer's verb at a consumer, or the other way round."""
+    return KVLinkError(f"this end of the link cannot {verb}: {cure}")

@@ -1,0 +1,160 @@
+"""What every consumer does alike: one session at a time, renewed when the producer comes back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+from .. import _faults
+from ..errors import ClosedError, IntegrityError, KVLinkError, PeerLostError, TransferFailed
+from ..memory import Region
+from .base import Consumer, Delivery, Want
+from .inbox import Inbox, Wanted
+from .messages import Abort, Location, Offer, short
+from .producer import is_committed, payload_of
+
+
+class Session(ABC):
+    """One connection to one life of a producer."""
+
+    inbox: Inbox
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the producer is gone."""
+
+    @abstractmethod
+    def slot(self, location: Location) -> Region:
+        """The slot that was offered, mapped.
+
+        Raises:
+            WireError: no such place; nothing a peer says is believed.
+        """
+
+    @abstractmethod
+    def send(self, message: Abort) -> None:
+        """Carry a message to the producer; does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say good-bye; every waiting `get` ends with ClosedError."""
+
+
+class PooledWant(Want):
+    """A want at a producer whose payloads lie in memory that both sides map."""
+
+    def __init__(self, session: Session, wanted: Wanted):
+        self._session, self._wanted = session, wanted
+        self.future = wanted.future
+
+    def wait(self, *, timeout: float) -> Delivery:
+        left = self._wanted.started + timeout - time.monotonic()
+        return self._deliver(self._session.inbox.wait(self._wanted, left))
+
+    def cancel(self) -> None:
+        if not self._session.inbox.cancel(self._wanted):
+            error = self._wanted.future.exception()
+            if error is None:
+                epoch = self._wanted.future.result().epoch
+                self._session.inbox.release(self._wanted.number, epoch, "unread")
+
+    def _deliver(self, offer: Offer) -> Delivery:
+        release = partial(self._session.inbox.release, self._wanted.number, offer.epoch)
+        try:
+            _faults.point("get.offered")
+            slot = self._session.slot(offer.location)
+            if not is_committed(slot, offer.epoch, offer.location.nbytes):
+                raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")
+            region = payload_of(slot).slice(0, offer.location.nbytes)
+            _faults.point("get.mapped")
+        except BaseException as error:
+            release("rejected", short(repr(error)))
+            raise
+        return Delivery(self._wanted.key, region, release)
+
+
+class SessionConsumer(Consumer):
+    """A consumer that finds its producer again after a restart; subclasses open sessions."""
+
+    def __init__(self, url: str):
+        self._url = url
+        self._pid = os.getpid()
+        self._closed = False
+        self._opening = threading.Lock()
+        self._session: Session | None = None
+        self._sessions = 0
+
+    @abstractmethod
+    def _open(self, timeout: float) -> Session:
+        """Wait for a producer and shake hands; TransferTimeout if none comes."""
+
+    def connect(self, timeout: float) -> None:
+        """The first session; later ones are opened by whoever needs them."""
+        self._session = self._open(timeout)
+        self._sessions = 1
+
+    def begin(self, key: str, *, timeout: float) -> Want:
+        session = self._live_session(timeout)
+        return PooledWant(session, session.inbox.want(key))
+
+    def abort(self, key: str, reason: str) -> None:
+        self._check_open()
+        session = self._session
+        if session is not None and not session.is_over:
+            session.send(Abort(key, short(reason)))
+            error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
+            session.inbox.fail(key, error)
+
+    def health(self) -> dict[str, Any]:
+        session = self._session
+        return {
+            "role": "consumer",
+            "url": self._url,
+            "closed": self._closed,
+            "connected": session is not None and not session.is_over,
+            "sessions": self._sessions,
+            "waiting": session.inbox.waiting if session else 0,
+        }
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return
+        self._closed = True
+        with self._opening:
+            if self._session is not None:
+                self._session.close()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"link {self._url} belongs to process {self._pid}; "
+                "after fork the child must open its own"
+            )
+        if self._closed:
+            raise ClosedError(f"link {self._url} is closed")
+
+    def _live_session(self, timeout: float) -> Session:
+        self._check_open()
+        session = self._session
+        if session is not None and not session.is_over:
+            return session
+        with self._opening:
+            self._check_open()
+            if self._session is None or self._session.is_over:
+                try:
+                    self._session = self._open(timeout)
+                except TimeoutError as error:
+                    raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
+                self._sessions += 1
+            return self._session
+
+
+def closed_here(url: str) -> KVLinkError:
+    """What a waiting `get` raises when its own link is closed."""
+    return ClosedError(f"link {url} was closed on this side")

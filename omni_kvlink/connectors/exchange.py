@@ -1,0 +1,272 @@
+"""The producer's half of the protocol: one state machine for every connector, without I/O.
+
+    RESERVED --commit--> COMMITTED --offer--> LEASED --every reader released--> RELEASED
+        |                    |  ttl: EXPIRED    |  reader lost: COMMITTED again
+        +-------- fail, abort, close: FAILED ---+
+
+It is driven by calls and answers through `send` and `free`, both called under the owner's lock,
+so neither may block or call back. Time is an argument: tests drive it with a clock of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from ..errors import DuplicateKeyError, TransferFailed
+from .messages import Ending, Failed, Location, Message, Offer, Outcome, Status, short
+
+MAX_TOMBSTONES = 4096
+TOMBSTONE_SECONDS = 300.0
+MAX_WANTS = 1 << 16
+
+Peer = Hashable
+Claim = tuple[Peer, int]
+"""Who has or wants a payload: a peer, and the number it gave its want."""
+
+
+class State(enum.Enum):
+    """Where a transfer is; the last three are final."""
+
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    LEASED = "leased"
+    RELEASED = "released"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (State.RELEASED, State.FAILED, State.EXPIRED)
+
+
+class Transfer:
+    """One payload on its way; `(key, epoch)` never comes twice."""
+
+    def __init__(self, key: str, epoch: int):
+        self.key, self.epoch = key, epoch
+        self.state = State.RESERVED
+        self.reason = ""
+        self.location: Location | None = None
+        self.expires = float("inf")
+        self.unclaimed = 0
+        self.leases: set[Claim] = set()
+        self.settled = threading.Event()
+        self.block: object = None
+
+    @property
+    def is_offerable(self) -> bool:
+        return self.unclaimed > 0 and self.state in (State.COMMITTED, State.LEASED)
+
+
+class Exchange:
+    """All transfers of a producer, and who waits for which.
+
+    Args:
+        send: takes a message for a peer; may drop it if the peer is gone.
+        free: told when a transfer's memory may be reused.
+    """
+
+    def __init__(self, send: Callable[[Peer, Message], None], free: Callable[[Transfer], None]):
+        self._send, self._free = send, free
+        self._epoch = 0
+        self._live: dict[str, Transfer] = {}
+        self._leased: dict[int, Transfer] = {}
+        self._wants: dict[str, OrderedDict[Claim, None]] = {}
+        self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
+        self.counters = dict.fromkeys(
+            ("committed", "released", "failed", "expired", "redelivered", "stale"), 0
+        )
+
+    # Calls of the producer itself
+
+    def reserve(self, key: str) -> Transfer:
+        """Claim a key for a payload in the making.
+
+        Raises:
+            DuplicateKeyError: a live payload has it.
+        """
+        other = self._live.get(key)
+        if other is not None:
+            raise DuplicateKeyError(
+                f"key {key!r} is taken by a payload that is {other.state.value}; "
+                "wait for its receipt, or abort it"
+            )
+        self._epoch += 1
+        transfer = self._live[key] = Transfer(key, self._epoch)
+        self._tombstones.pop(key, None)
+        for peer, want in self._wants.get(key, ()):
+            self._send(peer, Status(want, _PHASE[State.RESERVED]))
+        return transfer
+
+    def discard(self, transfer: Transfer) -> None:
+        """Give up a reservation that was never committed; who waits goes on waiting."""
+        if self._live.get(transfer.key) is transfer:
+            del self._live[transfer.key]
+        self._free(transfer)
+
+    def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
+        """The payload is whole: offer it to `readers` readers until `expires`.
+
+        Raises:
+            TransferFailed: it was aborted while it was being written.
+        """
+        if transfer.state is not State.RESERVED:
+            raise TransferFailed(
+                f"key {transfer.key!r} was aborted while it was being put: {transfer.reason}",
+                key=transfer.key,
+                reason=transfer.reason,
+            )
+        transfer.location, transfer.unclaimed, transfer.expires = location, readers, expires
+        transfer.state = State.COMMITTED
+        self.counters["committed"] += 1
+        self._offer(transfer)
+
+    def fail(self, key: str, reason: str, ending: Ending, now: float) -> None:
+        """There is, or will be, no payload `key`: tell who waits, remember it for who comes."""
+        transfer = self._live.get(key)
+        if transfer is not None:
+            self._end(transfer, State.FAILED, reason)
+        self._bury(key, reason, ending, now)
+
+    def close(self, reason: str) -> None:
+        """End everything; every want is answered."""
+        for transfer in list(self._live.values()):
+            self._end(transfer, State.FAILED, reason)
+        for claims in self._wants.values():
+            for peer, want in claims:
+                self._send(peer, Failed(want, reason, "closed"))
+        self._wants.clear()
+
+    def tick(self, now: float) -> float:
+        """Expire what is due; returns when to call next."""
+        for transfer in list(self._live.values()):
+            if transfer.expires <= now and transfer.is_offerable:
+                reason = f"its time to live passed with {transfer.unclaimed} readers missing"
+                self._end(transfer, State.EXPIRED, reason)
+                self._bury(transfer.key, reason, "expired", now)
+        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
+            self._tombstones.popitem(last=False)
+        return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
+
+    # What peers say
+
+    def want(self, peer: Peer, want: int, key: str, now: float) -> None:
+        """A reader asks, before or after the payload exists."""
+        transfer, claim = self._live.get(key), (peer, want)
+        if transfer is None and key in self._tombstones:
+            _, reason, ending = self._tombstones[key]
+            self._send(peer, Failed(want, reason, ending))
+            return
+        claims = self._wants.get(key, OrderedDict())
+        if len(self._wants) >= MAX_WANTS or len(claims) >= MAX_WANTS:
+            self._send(peer, Failed(want, f"more than {MAX_WANTS} readers wait already", "failed"))
+            return
+        self._wants.setdefault(key, claims)[claim] = None
+        if transfer is not None:
+            self._offer(transfer)
+            if claim in self._wants.get(key, ()):
+                self._send(peer, Status(want, _PHASE[transfer.state]))
+
+    def unwant(self, peer: Peer, want: int) -> None:
+        """A reader's deadline passed."""
+        for key, claims in self._wants.items():
+            if (peer, want) in claims:
+                self._forget(key, (peer, want))
+                return
+
+    def release(
+        self, peer: Peer, want: int, epoch: int, outcome: Outcome, reason: str, now: float
+    ) -> None:
+        """A reader let go. Stale words (of an earlier epoch, or said twice) change nothing."""
+        transfer = self._leased.get(epoch)
+        if transfer is None or (peer, want) not in transfer.leases:
+            self.counters["stale"] += 1
+            return
+        if outcome == "rejected":
+            self._end(transfer, State.FAILED, f"a reader rejected it: {reason}")
+            self._bury(transfer.key, transfer.reason, "failed", now)
+        self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
+
+    def lost(self, peer: Peer) -> None:
+        """A peer is gone: its wants are void, what it held can be delivered again."""
+        for key, claims in list(self._wants.items()):
+            for claim in [claim for claim in claims if claim[0] == peer]:
+                self._forget(key, claim)
+        for transfer in list(self._leased.values()):
+            for claim in [claim for claim in transfer.leases if claim[0] == peer]:
+                self._drop_lease(transfer, claim, redeliver=True)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers now (live, leased, waiting) and since the start."""
+        waiting = sum(len(claims) for claims in self._wants.values())
+        leased = sum(len(transfer.leases) for transfer in self._leased.values())
+        return {"live": len(self._live), "leased": leased, "waiting": waiting, **self.counters}
+
+    # The machine
+
+    def _offer(self, transfer: Transfer) -> None:
+        claims = self._wants.get(transfer.key, OrderedDict())
+        while claims and transfer.is_offerable and transfer.location is not None:
+            claim = next(iter(claims))
+            self._forget(transfer.key, claim)
+            transfer.unclaimed -= 1
+            transfer.leases.add(claim)
+            transfer.state = State.LEASED
+            self._leased[transfer.epoch] = transfer
+            self._send(claim[0], Offer(claim[1], transfer.epoch, transfer.location))
+
+    def _drop_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
+        transfer.leases.discard(claim)
+        if not transfer.leases:
+            self._leased.pop(transfer.epoch, None)
+        if transfer.state.is_final:
+            if not transfer.leases:
+                self._free(transfer)
+            return
+        if redeliver:
+            transfer.unclaimed += 1
+            self.counters["redelivered"] += 1
+        if transfer.unclaimed and not transfer.leases:
+            transfer.state = State.COMMITTED
+        if redeliver:
+            self._offer(transfer)
+        elif not transfer.unclaimed and not transfer.leases:
+            self._end(transfer, State.RELEASED, "")
+
+    def _end(self, transfer: Transfer, state: State, reason: str) -> None:
+        """Reach a final state; the memory is freed now, or with the last lease on it.
+
+        A payload still being written belongs to its writer, whose lease frees it.
+        """
+        was_reserved = transfer.state is State.RESERVED
+        transfer.state, transfer.reason = state, reason
+        if self._live.get(transfer.key) is transfer:
+            del self._live[transfer.key]
+        self.counters[state.value] += 1
+        transfer.settled.set()
+        if not transfer.leases and not was_reserved:
+            self._free(transfer)
+
+    def _bury(self, key: str, reason: str, ending: Ending, now: float) -> None:
+        reason = short(reason)
+        self._tombstones.pop(key, None)
+        self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        for peer, want in self._wants.pop(key, ()):
+            self._send(peer, Failed(want, reason, ending))
+
+    def _forget(self, key: str, claim: Claim) -> None:
+        self._wants[key].pop(claim, None)
+        if not self._wants[key]:
+            del self._wants[key]
+
+
+_PHASE = {
+    State.RESERVED: "announced, the producer is still writing it",
+    State.COMMITTED: "announced, not fetched",
+    State.LEASED: "announced, but every declared reader has it already",
+}

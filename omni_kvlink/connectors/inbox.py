@@ -1,0 +1,145 @@
+"""The consumer's half of the protocol: what is wanted, what came, without I/O."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from ..errors import KVLinkError, PeerLostError, TransferFailed, TransferTimeout
+from .messages import Failed, Message, Offer, Outcome, Release, Status, Unwant, Want, unexpected
+
+NEVER_ANNOUNCED = "never announced by the producer"
+
+
+class Wanted:
+    """One waiting `get`: its future ends with the producer's Offer, or the error to raise."""
+
+    def __init__(self, number: int, key: str):
+        self.number, self.key = number, key
+        self.phase = NEVER_ANNOUNCED
+        self.started = time.monotonic()
+        self.future: Future[Offer] = Future()
+
+    def timed_out(self) -> TransferTimeout:
+        waited = time.monotonic() - self.started
+        return TransferTimeout(
+            f"no payload {self.key!r} after {waited:.3f} s: {self.phase}",
+            key=self.key,
+            waited=waited,
+            phase=self.phase,
+        )
+
+
+class Inbox:
+    """The wants of one connection; thread-safe.
+
+    Args:
+        send: takes a message for the producer; must not block.
+        post: the same for finalizers: it may not even take a lock.
+    """
+
+    def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
+        self._send, self._post = send, post
+        self._lock = threading.Lock()
+        self._open: dict[int, Wanted] = {}
+        self._number = 0
+        self._over: KVLinkError | None = None
+
+    def want(self, key: str) -> Wanted:
+        """Ask for a key.
+
+        Raises:
+            PeerLostError: the connection is over.
+        """
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            self._number += 1
+            wanted = self._open[self._number] = Wanted(self._number, key)
+        self._send(Want(wanted.number, key))
+        return wanted
+
+    def cancel(self, wanted: Wanted) -> bool:
+        """Stop waiting; False if the answer came first, so that the caller must take it."""
+        with self._lock:
+            if self._open.pop(wanted.number, None) is None:
+                return False
+        self._send(Unwant(wanted.number))
+        return True
+
+    def wait(self, wanted: Wanted, timeout: float) -> Offer:
+        """Sleep until the answer comes.
+
+        Raises:
+            TransferTimeout, TransferFailed, PeerLostError
+        """
+        try:
+            return wanted.future.result(max(0.0, timeout))
+        except TransferTimeout:
+            raise
+        except TimeoutError:
+            if not self.cancel(wanted):
+                return wanted.future.result()
+            raise wanted.timed_out() from None
+        except BaseException:
+            if not wanted.future.done() and not self.cancel(wanted):
+                self.release(wanted.number, wanted.future.result().epoch, "unread")
+            raise
+
+    def release(self, want: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
+        self._post(Release(want, epoch, outcome, reason))
+
+    def on_message(self, message: Message) -> None:
+        """Wake the `get` a message is for; an offer that came too late goes back unread."""
+        if isinstance(message, Status):
+            with self._lock:
+                if message.want in self._open:
+                    self._open[message.want].phase = message.phase
+        elif isinstance(message, Offer):
+            wanted = self._take(message.want)
+            if wanted is None:
+                self.release(message.want, message.epoch, "unread")
+            else:
+                wanted.future.set_result(message)
+        elif isinstance(message, Failed):
+            wanted = self._take(message.want)
+            if wanted is not None:
+                wanted.future.set_exception(_failure(wanted.key, message))
+        else:
+            unexpected(message)
+
+    def end(self, error: KVLinkError) -> None:
+        """The connection is over: every waiting `get` raises, and so does every later one."""
+        with self._lock:
+            if self._over is None:
+                self._over = error
+            waiting, self._open = list(self._open.values()), {}
+        for wanted in waiting:
+            wanted.future.set_exception(type(error)(f"{error}; {wanted.key!r} was awaited"))
+
+    def fail(self, key: str, error: KVLinkError) -> None:
+        """Wake every waiting `get` of one key with an error."""
+        with self._lock:
+            waiting = [wanted for wanted in self._open.values() if wanted.key == key]
+            for wanted in waiting:
+                del self._open[wanted.number]
+        for wanted in waiting:
+            wanted.future.set_exception(error)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._open)
+
+    def _take(self, number: int) -> Wanted | None:
+        with self._lock:
+            return self._open.pop(number, None)
+
+
+def _failure(key: str, message: Failed) -> KVLinkError:
+    if message.ending == "closed":
+        return PeerLostError(f"the producer closed the link while {key!r} was awaited")
+    return TransferFailed(
+        f"payload {key!r} {message.ending}: {message.reason}", key=key, reason=message.reason
+    )

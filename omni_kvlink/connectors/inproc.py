@@ -1,0 +1,129 @@
+"""`inproc://name`: both ends in one process; the protocol of the others, without a socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+from ..errors import BusyError, PeerLostError, TransferTimeout
+from ..memory import Mapping, Region
+from .base import Backend, Options
+from .consumer import Session, SessionConsumer, closed_here
+from .exchange import Peer
+from .inbox import Inbox
+from .messages import Abort, Location, Message
+from .producer import SLOT, PooledProducer
+
+_names: dict[str, InprocProducer] = {}
+_changed = threading.Condition()
+
+
+class InprocProducer(PooledProducer):
+    """Payloads in memory of this process; readers of the same process get views of it."""
+
+    def __init__(self, name: str, options: Options):
+        self._sessions: set[InprocSession] = set()
+        super().__init__(name, options, Mapping.anonymous)
+        with _changed:
+            if name in _names:
+                self.close()
+                raise BusyError(f"inproc://{name} is served already in this process")
+            _names[name] = self
+            _changed.notify_all()
+
+    def attach(self, session: InprocSession) -> None:
+        self._sessions.add(session)
+
+    def hear(self, session: InprocSession, message: Message) -> None:
+        """Take a reader's message to the loop; safe in finalizers."""
+        self._loop.call(partial(self._on_message, session, message))
+
+    def detach(self, session: InprocSession) -> None:
+        self._loop.call(partial(self._leave, session))
+
+    def region(self, location: Location) -> Region:
+        whole = self._pool.mapping(location.arena).region
+        return Region(
+            whole.address + location.offset,
+            SLOT + location.nbytes,
+            whole.owner,
+            readonly=True,
+        )
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        assert isinstance(peer, InprocSession)
+        peer.inbox.on_message(message)
+
+    def _leave(self, session: InprocSession) -> None:
+        self._sessions.discard(session)
+        self._on_lost(session)
+
+    def _disconnect(self) -> None:
+        with _changed:
+            if _names.get(self._name) is self:
+                del _names[self._name]
+        for session in self._sessions:
+            session.end(PeerLostError(f"inproc://{self._name} was closed by its producer"))
+        self._sessions.clear()
+
+
+class InprocSession(Session):
+    """A reader's place at a producer."""
+
+    def __init__(self, producer: InprocProducer):
+        self._producer = producer
+        self._over = False
+        post = partial(producer.hear, self)
+        self.inbox = Inbox(post, post)
+        producer.attach(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    def slot(self, location: Location) -> Region:
+        return self._producer.region(location)
+
+    def send(self, message: Abort) -> None:
+        self._producer.hear(self, message)
+
+    def end(self, error: PeerLostError) -> None:
+        self._over = True
+        self.inbox.end(error)
+
+    def close(self) -> None:
+        self._over = True
+        self.inbox.end(closed_here("inproc"))
+        self._producer.detach(self)
+
+
+class InprocConsumer(SessionConsumer):
+    """The reading end."""
+
+    def __init__(self, name: str):
+        super().__init__(f"inproc://{name}")
+        self._name = name
+
+    def _open(self, timeout: float) -> Session:
+        deadline = time.monotonic() + timeout
+        with _changed:
+            while self._name not in _names:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"nobody serves {self._url} after {timeout:g} s",
+                        waited=timeout,
+                        phase="connecting",
+                    )
+                _changed.wait(left)
+            return InprocSession(_names[self._name])
+
+
+def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:
+    consumer = InprocConsumer(name)
+    consumer.connect(timeout)
+    return consumer
+
+
+BACKEND = Backend(serve=InprocProducer, connect=_connect)

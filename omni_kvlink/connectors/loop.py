@@ -1,0 +1,141 @@
+"""One thread that sleeps until a descriptor, a call or a deadline needs it; never polls."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+Handler = Callable[[int], None]
+
+
+def _never(now: float) -> float:
+    return float("inf")
+
+
+def _ignore(error: BaseException) -> None:
+    pass
+
+
+class Loop:
+    """A daemon thread around a selector.
+
+    `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and
+    writes an eventfd. Handlers and `tick` run in the loop's thread.
+
+    Args:
+        name: the thread's name.
+        tick: does what is due and returns the monotonic time when it wants to run again.
+        crashed: told of an error that ends the thread, so that nobody waits for it in vain.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tick: Callable[[float], float] = _never,
+        crashed: Callable[[BaseException], None] = _ignore,
+    ):
+        self._tick, self._crashed = tick, crashed
+        self._calls: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._sleeps_until = 0.0
+        self._running = True
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` soon, in the loop's thread."""
+        self._calls.append(function)
+        self._poke()
+
+    def remind(self, when: float) -> None:
+        """Make sure `tick` runs at `when`."""
+        if when < self._sleeps_until:
+            self._poke()
+
+    def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
+        """Call `handler(events)` when they happen; in the loop's thread only."""
+        try:
+            self._selector.modify(what, events, handler)
+        except KeyError:
+            self._selector.register(what, events, handler)
+
+    def unwatch(self, what: int | HasFileno) -> None:
+        try:
+            self._selector.unregister(what)
+        except (KeyError, ValueError):
+            pass  # already gone
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
+    def stop(self) -> None:
+        """Run what was called so far, then end the thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread, and shares the descriptors
+        self.call(self._finish)
+        if not self.is_here:
+            self._thread.join()
+
+    def _finish(self) -> None:
+        self._running = False
+
+    def _poke(self) -> None:
+        if os.getpid() == self._pid:  # a forked child shares the descriptor, not the thread
+            os.eventfd_write(self._wake, 1)
+
+    def _woken(self, events: int) -> None:
+        os.eventfd_read(self._wake)
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                while self._calls:
+                    self._calls.popleft()()
+                now = time.monotonic()
+                self._sleeps_until = float("inf")  # a `remind` during the tick must poke
+                self._sleeps_until = self._tick(now)
+                if self._calls or not self._running:
+                    continue
+                self._sleep(self._sleeps_until - now)
+        except BaseException as error:
+            self._crashed(error)
+            raise
+        finally:
+            self._selector.close()
+            self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
+            self._calls.clear()
+
+    def __del__(self) -> None:
+        # Not in `stop`: a late finalizer may still write to it, and its number must not be reused.
+        os.close(self._wake)
+
+    def _sleep(self, seconds: float) -> None:
+        timeout = None if seconds == float("inf") else max(0.0, seconds)
+        for key, events in self._selector.select(timeout):
+            key.data(events)
+
+
+def readable_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends, or -1 where that cannot be had."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1
+
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

@@ -1,0 +1,60 @@
+"""Connectors by URL scheme; a module is imported only when its scheme is used."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from ..errors import UnavailableError
+from .base import Backend
+
+GROUP = "omni_kvlink.connectors"
+"""The entry-point group for connectors of other packages: `scheme = "module:BACKEND"`."""
+
+_ROWS: dict[str, tuple[str, str]] = {
+    "inproc": ("omni_kvlink.connectors.inproc:BACKEND", ""),
+    "shm": ("omni_kvlink.connectors.shm:BACKEND", ""),
+}
+
+
+def register(scheme: str, target: str, install: str = "") -> None:
+    """Add a connector: `target` is "module:attribute", `install` the command that provides it."""
+    _ROWS[scheme] = (target, install)
+
+
+def schemes() -> list[str]:
+    """Every scheme that is known, whether or not it can run here."""
+    return sorted({*_ROWS, *(point.name for point in entry_points(group=GROUP))})
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """`"shm://bagel"` as `("shm", "bagel")`."""
+    scheme, separator, address = url.partition("://")
+    if not separator or not scheme or not address:
+        raise ValueError(f"{url!r} is no link URL; one looks like shm://name")
+    return scheme, address
+
+
+def backend(scheme: str) -> Backend:
+    """The connector of a scheme, ready to use.
+
+    Raises:
+        UnavailableError: unknown, not installed, or unable to run here; names the cure.
+    """
+    target, install = _ROWS.get(scheme) or _from_entry_points(scheme)
+    module, _, attribute = target.partition(":")
+    try:
+        found: Backend = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        cure = f"; {install}" if install else ""
+        raise UnavailableError(f"connector {scheme!r} cannot be loaded: {error}{cure}") from error
+    why = found.unavailable()
+    if why is not None:
+        raise UnavailableError(f"connector {scheme!r} cannot run here: {why}")
+    return found
+
+
+def _from_entry_points(scheme: str) -> tuple[str, str]:
+    for point in entry_points(group=GROUP, name=scheme):
+        return point.value, ""
+    raise UnavailableError(f"no connector {scheme!r}; there are {', '.join(schemes())}")

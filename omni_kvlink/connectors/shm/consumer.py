@@ -1,0 +1,202 @@
+"""The connecting end: maps each memory file once, and is woken by the producer's words."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from functools import partial
+
+from ...arena import GRAIN
+from ...errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    VersionError,
+    WireError,
+)
+from ...memory import Mapping, Region, is_sealed
+from ..base import Options
+from ..consumer import Session, SessionConsumer, closed_here
+from ..inbox import Inbox
+from ..loop import READ, WRITE, Loop, readable_pidfd
+from ..messages import (
+    PROTOCOL,
+    Abort,
+    Hello,
+    Location,
+    Memory,
+    Message,
+    Refused,
+    Retire,
+    agree,
+    own_hello,
+)
+from ..producer import SLOT
+from .channel import Channel
+from .rendezvous import dial, peer_identity, socket_path
+
+
+class ShmConsumer(SessionConsumer):
+    """The reading end of `shm://name`."""
+
+    def __init__(self, name: str, options: Options):
+        super().__init__(f"shm://{name}")
+        self._path = socket_path(name, options.directory)
+
+    def _open(self, timeout: float) -> Session:
+        deadline = time.monotonic() + timeout
+        while True:
+            sock = dial(self._path, deadline - time.monotonic())
+            try:
+                return ShmSession(self._url, sock, deadline)
+            except ConnectionError:
+                if time.monotonic() >= deadline:  # it died in the handshake: wait for the next
+                    raise
+
+
+class ShmSession(Session):
+    """One connection, its mapped arenas, and the thread that listens."""
+
+    def __init__(self, url: str, sock: socket.socket, deadline: float):
+        self._url = url
+        pid, uid = peer_identity(sock)
+        if uid != os.geteuid():
+            sock.close()
+            raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
+        self._arenas: dict[int, Mapping] = {}
+        self._over = False
+        self._channel = Channel(sock, self._on_backlog)
+        try:
+            self._shake_hands(deadline)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._pidfd = readable_pidfd(pid) if pid > 0 else -1
+        self.inbox = Inbox(self._channel.send, self._post)
+        self._loop = Loop("kvlink-reader", crashed=self._crashed)
+        self._loop.call(self._watch)
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    def slot(self, location: Location) -> Region:
+        mapping = self._arenas.get(location.arena)
+        if mapping is None:
+            raise WireError(f"a payload was offered in arena {location.arena}, which nobody passed")
+        nbytes = SLOT + location.nbytes
+        if location.offset % GRAIN or location.offset + nbytes > mapping.nbytes:
+            raise WireError(
+                f"a payload of {location.nbytes} bytes was offered at {location.offset} "
+                f"in an arena of {mapping.nbytes}"
+            )
+        return mapping.region.slice(location.offset, nbytes)
+
+    def send(self, message: Abort) -> None:
+        self._channel.send(message)
+
+    def close(self) -> None:
+        self._loop.call(partial(self._end, closed_here(self._url)))
+        self._loop.stop()
+
+    def _shake_hands(self, deadline: float) -> None:
+        self._channel.send(own_hello())
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._channel], [], [], left)[0]:
+                raise TransferTimeout(
+                    f"{self._url}: the producer does not answer", phase="shaking hands"
+                )
+            for message, fd in self._channel.receive():
+                if fd >= 0:
+                    os.close(fd)
+                self._check_greeting(message)
+                return
+
+    def _check_greeting(self, message: Message) -> None:
+        if isinstance(message, Refused) and agree(message.versions) is not None:
+            raise ConnectorError(f"{self._url} refused this process: {message.reason}")
+        if not isinstance(message, (Hello, Refused)):
+            raise WireError(f"{self._url} does not speak this protocol")
+        if agree(message.versions) is None:
+            raise VersionError(
+                f"{self._url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
+                f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
+            )
+
+    # In the loop's thread
+
+    def _watch(self) -> None:
+        self._loop.watch(self._channel, READ, self._on_events)
+        if self._pidfd >= 0:
+            self._loop.watch(self._pidfd, READ, self._on_death)
+
+    def _post(self, message: Message) -> None:
+        """For finalizers: no lock, no socket."""
+        self._loop.call(partial(self._channel.send, message))
+
+    def _on_backlog(self) -> None:
+        self._loop.call(self._rearm)
+
+    def _rearm(self) -> None:
+        if not self._over:
+            wanted = READ if self._channel.flush() else READ | WRITE
+            self._loop.watch(self._channel, wanted, self._on_events)
+
+    def _on_events(self, events: int) -> None:
+        if events & WRITE:
+            self._rearm()
+        try:
+            for message, fd in self._channel.receive():
+                self._on_message(message, fd)
+        except ConnectionError:
+            self._end(PeerLostError(f"{self._url}: the producer is gone"))
+        except KVLinkError as error:
+            self._end(error)
+
+    def _on_message(self, message: Message, fd: int) -> None:
+        if isinstance(message, Memory):
+            self._map(message, fd)
+            return
+        if fd >= 0:
+            os.close(fd)
+            raise WireError(f"{self._url} passed a descriptor that was not announced")
+        if isinstance(message, Retire):
+            self._arenas.pop(message.arena, None)
+        else:
+            self.inbox.on_message(message)
+
+    def _map(self, message: Memory, fd: int) -> None:
+        """Trust nothing: an unsealed or shorter file would be a SIGBUS later."""
+        if fd < 0:
+            raise WireError(f"{self._url} announced an arena without its descriptor")
+        if not is_sealed(fd) or os.fstat(fd).st_size != message.nbytes or message.nbytes == 0:
+            os.close(fd)
+            raise WireError(
+                f"{self._url} passed an arena that is not sealed or not of {message.nbytes} bytes"
+            )
+        self._arenas[message.arena] = Mapping.readonly(fd, message.nbytes)
+
+    def _on_death(self, events: int) -> None:
+        self._on_events(READ)
+        self._end(PeerLostError(f"{self._url}: the producer's process ended"))
+
+    def _end(self, error: KVLinkError) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._channel.flush()
+        self._loop.unwatch(self._channel)
+        if self._pidfd >= 0:
+            self._loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+        self._channel.close()
+        self._arenas.clear()
+        self.inbox.end(error)
+        self._loop.stop()
+
+    def _crashed(self, error: BaseException) -> None:
+        self._end(PeerLostError(f"{self._url}: the reading thread broke down: {error!r}"))

@@ -1,0 +1,167 @@
+"""Where two processes find each other: a socket in a private directory, never a guessed port."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+
+from ...errors import BusyError, ConnectorError, TransferTimeout
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+_BACKLOG = 128
+_IN_MOVED_TO = 0x80  # linux/inotify.h
+
+
+def socket_path(name: str, directory: str = "") -> str:
+    """The socket of `shm://name`, its directory made and checked.
+
+    Raises:
+        ValueError: the name is no plain file name.
+        ConnectorError: the directory is not this user's alone.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"shm://{name}: a name is 1 to 48 letters, digits, '.', '_' or '-', a letter first"
+        )
+    directory = directory or _default_directory()
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConnectorError(
+            f"{directory} must be a directory of uid {os.geteuid()} that nobody else can write to; "
+            f"it is of uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
+        )
+    path = os.path.join(directory, f"{name}.sock")
+    if len(os.fsencode(path)) > 90:  # sun_path holds 107, the draft's suffix needs some
+        raise ValueError(f"{path} is too long for a Unix socket; give a shorter directory=")
+    return path
+
+
+def listen(path: str) -> socket.socket:
+    """A listening socket that appears under `path` in one step, replacing a dead one.
+
+    Raises:
+        BusyError: a live producer listens there.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    draft = f"{path}.{os.getpid()}"
+    try:
+        with _locked(os.path.dirname(path)):
+            if _is_alive(path):
+                raise BusyError(f"{path}: another producer serves this name")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+            listener.bind(draft)
+            listener.listen(_BACKLOG)
+            os.rename(draft, path)  # waiting consumers see one event, of a socket that listens
+    except BaseException:
+        listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def unlink(path: str, listener: socket.socket) -> None:
+    """Remove the socket file, unless a successor has put its own there."""
+    with _locked(os.path.dirname(path)), contextlib.suppress(FileNotFoundError):
+        listener.close()
+        if not _is_alive(path):
+            os.unlink(path)
+
+
+def dial(path: str, timeout: float) -> socket.socket:
+    """Connect as soon as somebody listens at `path`; woken by the directory, never polling.
+
+    Raises:
+        TransferTimeout: nobody came within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    with _watching(os.path.dirname(path)) as events:
+        while True:
+            left = deadline - time.monotonic()
+            found = _try_dial(path, max(left, 0.001))
+            if found is not None:
+                return found
+            if left <= 0 or not select.select([events], [], [], left)[0]:
+                raise TransferTimeout(
+                    f"nobody serves {path} after {timeout:g} s; "
+                    "start the producer, or give a longer timeout",
+                    waited=timeout,
+                    phase="connecting",
+                )
+            os.read(events, 65536)
+
+
+def peer_identity(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, as the kernel vouches."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def _default_directory() -> str:
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "kvlink")
+    return f"/tmp/kvlink-{os.geteuid()}"
+
+
+def _try_dial(path: str, timeout: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The kernel's own deadline, for a producer too busy to accept: Python's would not wait here.
+    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    try:
+        sock.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+        sock.close()
+        return None
+    except OSError as error:
+        sock.close()
+        raise ConnectorError(f"{path}: {error.strerror}") from error
+    return sock
+
+
+def _is_alive(path: str) -> bool:
+    sock = _try_dial(path, 1.0)
+    if sock is not None:
+        sock.close()
+    return sock is not None
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """One process at a time looks and then acts; held for a moment, never across a fork."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _watching(directory: str) -> Iterator[int]:
+    """An inotify descriptor that becomes readable when a file is renamed into the directory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO) < 0:
+        problem = os.strerror(ctypes.get_errno())
+        if fd >= 0:
+            os.close(fd)
+        raise ConnectorError(f"cannot watch {directory} for the producer's socket: {problem}")
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,82 @@
+"""The contract of a copier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from ..errors import IntegrityError, SchemaError
+from ..memory import Region
+from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
+
+
+class Copier(ABC):
+    """Moves bytes between tensors and a payload; never allocates its destination.
+
+    `check_copier` in `omni_kvlink.testing` holds an implementation to this contract.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        """Copy each tensor to its place in the payload.
+
+        Args:
+            sources: in the manifest's order, any strides and devices; only read.
+            manifest: the plan.
+            region: the payload's memory, at least `manifest.nbytes` long.
+
+        Returns:
+            For each tensor the digest of the bytes that landed, as `TensorSpec.digest` holds it;
+            empty strings if the plan has digests switched off.
+
+        Raises:
+            SchemaError: a source is not what the plan says.
+        """
+
+    @abstractmethod
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[torch.Tensor]) -> None:
+        """Copy a payload out into the caller's tensors, checking digests in the same pass.
+
+        Raises:
+            SchemaError: a target is not what the manifest says.
+            IntegrityError: bytes differ from those committed; the targets are then worthless.
+        """
+
+    @abstractmethod
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        """Check every digest of a payload.
+
+        Raises:
+            IntegrityError: names branch, layer, K or V, and the first MiB that differs.
+        """
+
+
+def check_fit(
+    tensors: Sequence[torch.Tensor], manifest: Manifest, region: Region, codes: Sequence[str]
+) -> None:
+    """Refuse, before a byte moves, tensors or a region that are not what the manifest says."""
+    if region.nbytes < manifest.nbytes:
+        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
+    if len(tensors) != len(manifest.tensors):
+        raise SchemaError(f"{len(tensors)} tensors, the manifest has {len(manifest.tensors)}")
+    for tensor, spec, code in zip(tensors, manifest.tensors, codes, strict=True):
+        if tuple(tensor.shape) != spec.shape or code != spec.dtype:
+            raise SchemaError(
+                f"{spec.where()}: {tensor.dtype} {list(tensor.shape)}, "
+                f"the manifest says {spec.dtype} {list(spec.shape)}"
+            )
+
+
+def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
+    """The error for a chunk whose digest is not the committed one."""
+    return IntegrityError(
+        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
+        f"(MiB {chunk} of {len(spec.digest) // 8})"
+    )

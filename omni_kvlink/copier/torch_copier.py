@@ -1,0 +1,127 @@
+"""The reference copier: torch and numpy move the bytes, crc32c reads them while still in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from ..branch import DTYPES
+from ..memory import Region
+from ..tensors import dtype_name, tensor_view
+from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
+from .base import Copier, check_fit, mismatch
+
+_STEP = 512 << 10  # bytes copied before they are hashed: stays in the second-level cache
+
+
+class TorchCopier(Copier):
+    """Right on every machine and device; `gather` of strided sources makes no temporary."""
+
+    name = "torch"
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        check_fit(sources, manifest, region, _codes(sources))
+        payload = region.view()
+        digests = []
+        for source, spec in zip(sources, manifest.tensors, strict=True):
+            start = manifest.header_nbytes + spec.start
+            landed = payload[start : start + spec.nbytes]
+            digest = _Digest(landed) if spec.digest else None
+            target = tensor_view(region, spec, manifest.header_nbytes)
+            for upto in _copy_steps(source.detach(), target):
+                if digest:
+                    digest.advance(upto)
+            digests.append(digest.text() if digest else "")
+        return digests
+
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[torch.Tensor]) -> None:
+        check_fit(targets, manifest, region, _codes(targets))
+        payload = region.view()
+        for target, spec in zip(targets, manifest.tensors, strict=True):
+            source = tensor_view(region, spec, manifest.header_nbytes)
+            start = manifest.header_nbytes + spec.start
+            digest = _Digest(payload[start : start + spec.nbytes])
+            for upto in _copy_steps(source, target.detach()):
+                if spec.digest:
+                    digest.advance(upto)
+            if spec.digest:
+                _compare(spec, digest.values())
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        payload = region.view()
+        for spec in manifest.tensors:
+            if spec.digest:
+                start = manifest.header_nbytes + spec.start
+                digest = _Digest(payload[start : start + spec.nbytes])
+                digest.advance(spec.nbytes)
+                _compare(spec, digest.values())
+
+
+class _Digest:
+    """CRC-32C of each MiB of a growing span of bytes."""
+
+    def __init__(self, data: memoryview):
+        self._data, self._done, self._crcs = data, 0, list[int]()
+
+    def advance(self, upto: int) -> None:
+        """Bytes up to here are final: hash the MiBs that became whole."""
+        while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
+            stop = min(self._done + DIGEST_CHUNK, upto)
+            self._crcs.append(crc32c(self._data[self._done : stop]))
+            self._done = stop
+
+    def values(self) -> list[int]:
+        return self._crcs
+
+    def text(self) -> str:
+        return "".join(f"{crc:08x}" for crc in self._crcs)
+
+
+def _codes(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
+
+
+def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
+    """Copy in steps that stay in cache, yielding how many bytes are done."""
+    if _is_plain(source) and _is_plain(target):
+        yield from _copy_bytes(_bytes_of(source), _bytes_of(target))
+    else:
+        yield from _copy_rows(source, target)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _copy_bytes(
+    source: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    target: np.ndarray[tuple[int], np.dtype[np.uint8]],
+) -> Iterator[int]:
+    for start in range(0, len(source), _STEP):
+        stop = min(start + _STEP, len(source))
+        np.copyto(target[start:stop], source[start:stop])
+        yield stop
+
+
+def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
+    """Tokens at a time, so that strided sources and other devices need no temporary."""
+    row = target[0].numel() * target.element_size()
+    rows = max(1, _STEP // row)
+    for start in range(0, len(target), rows):
+        target[start : start + rows].copy_(source[start : start + rows])
+        yield min(start + rows, len(target)) * row
+
+
+def _compare(spec: TensorSpec, found: Sequence[int]) -> None:
+    for chunk, (want, got) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
+        if want != got:
+            raise mismatch(spec, chunk)

@@ -1,0 +1,55 @@
+"""Payloads as .safetensors files: the same bytes that cross between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+
+from .bundle import KVCacheBundle
+from .copier.torch_copier import TorchCopier
+from .errors import WireError
+from .memory import Mapping, Region
+from .schema import KVCacheTransferData
+from .wire import Manifest
+
+
+def open_payload(manifest: Manifest, region: Region) -> KVCacheTransferData | KVCacheBundle:
+    """What was put, as views of the payload."""
+    kind = KVCacheBundle if manifest.bundle else KVCacheTransferData
+    return kind.from_region(manifest, region)
+
+
+def save(data: KVCacheTransferData | KVCacheBundle, path: str | os.PathLike[str]) -> None:
+    """Write the payload; the file appears whole under its name or not at all."""
+    manifest = data.plan()
+    folder = os.path.dirname(os.path.abspath(path))
+    fd, draft = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(fd, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, manifest.nbytes)
+            pages = mmap.mmap(file.fileno(), manifest.nbytes)
+            region = Mapping(pages, manifest.nbytes).region
+            digests = TorchCopier().gather(data.tensors(), manifest, region)
+            region.view()[: manifest.header_nbytes] = manifest.with_digests(digests).encode()
+            pages.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> KVCacheTransferData | KVCacheBundle:
+    """Map a file, validate its header, check every digest."""
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes < 8:
+            raise WireError(f"{os.fspath(path)} has {nbytes} bytes: no payload")
+        pages = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    region = Mapping(pages, nbytes, readonly=True).region
+    manifest = Manifest.decode(region.view())
+    TorchCopier().verify(manifest, region)
+    return open_payload(manifest, region)

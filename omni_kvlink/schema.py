@@ -1,0 +1,281 @@
+"""`KVCacheTransferData`: one KV cache, complete and consistent, or it cannot be constructed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .branch import Branch, check_branches
+from .errors import ClosedError, SchemaError
+from .memory import Region
+from .metadata import KVMetadata
+from .tensors import dtype_name, tensor_view
+from .wire import PART_WORDS, PARTS, Manifest, tensor_name
+
+LayerBlocks = Mapping[str, Sequence[torch.Tensor | None]]
+Reserve = tuple[str, str, tuple[int, ...]]
+
+SINGLE = "kv"
+"""The branch name of a payload that is one cache and no bundle."""
+
+CACHES = {"key": "key_cache", "value": "value_cache", "latent": "latent_cache"}
+"""The RFC's names of `layer_blocks`, by the wire's name of the part."""
+
+
+class KVCacheTransferData:
+    """One KV cache on its way between two stages; borrows its tensors and never writes to them.
+
+    Args:
+        request_id: names the payload; the consumer asks for it.
+        layer_blocks: `{"key_cache": [...], "value_cache": [...]}`, one tensor
+            `[tokens, kv_heads, head_dim]` a layer; or `{"latent_cache": [...]}`, one tensor
+            `[tokens, latent_dim]` a layer (MLA). All None means an empty cache. Any strides and
+            devices; every tensor of a cache has the same shape and dtype.
+        block_ids: the blocks the cache came from; empty for dense tensors.
+        metadata: `KVMetadata`, or the RFC's dict of the same.
+
+    Raises:
+        SchemaError: anything does not fit; names layer, K or V, what was found and wanted.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        layer_blocks: LayerBlocks,
+        block_ids: Sequence[int] = (),
+        metadata: KVMetadata | Mapping[str, Any] | None = None,
+    ):
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
+            raise SchemaError("request_id: a string of 1 to 1024 characters")
+        if metadata is None:
+            raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
+        if not isinstance(metadata, KVMetadata):
+            metadata = KVMetadata.from_dict(metadata)
+        self.request_id = request_id
+        self.block_ids = [int(block) for block in block_ids]
+        self._blocks: dict[str, list[torch.Tensor | None]] | None
+        self._blocks = _complete_layers(layer_blocks, metadata)
+        self.metadata = _fit_metadata(metadata, self._blocks)
+        check_branches([self.as_branch(SINGLE)], bundle=False, error=SchemaError)
+
+    @property
+    def layer_blocks(self) -> dict[str, list[torch.Tensor | None]]:
+        """The tensors, by the RFC's names.
+
+        Raises:
+            ClosedError: this was received, and its `with` block is over.
+        """
+        if self._blocks is None:
+            raise ClosedError(
+                f"payload {self.request_id!r} was given back at the end of its `with` block; "
+                "keep the tensors you need, or clone them, inside it"
+            )
+        return self._blocks
+
+    @property
+    def is_empty(self) -> bool:
+        return self.metadata.seq_len == 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors in the order of the wire: layer by layer, K before V."""
+        if self.is_empty:
+            return []
+        parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
+        return [
+            tensor for layer in zip(*parts, strict=True) for tensor in layer if tensor is not None
+        ]
+
+    def plan(self, *, digests: bool = True) -> Manifest:
+        """Sizes and places of everything, before a byte is copied."""
+        branch = self.as_branch(SINGLE)
+        return Manifest.lay_out(
+            self.request_id, [branch], branch_tensors(branch), bundle=False, digests=digests
+        )
+
+    @classmethod
+    def from_region(cls, manifest: Manifest, region: Region) -> KVCacheTransferData:
+        """The cache as it lies in a payload, without copying."""
+        if manifest.bundle:
+            raise SchemaError(f"payload {manifest.request_id!r} is a KVCacheBundle")
+        return cache_at(manifest, manifest.branches[0], region)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The RFC's dict; `from_dict` gives the same cache back, its tensors shared."""
+        return {
+            "request_id": self.request_id,
+            "layer_blocks": {name: list(layers) for name, layers in self.layer_blocks.items()},
+            "block_ids": list(self.block_ids),
+            "metadata": self.metadata.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
+        missing = [
+            name for name in ("request_id", "layer_blocks", "metadata") if name not in values
+        ]
+        if missing:
+            raise SchemaError(f"a KV cache's dict lacks {', '.join(missing)}")
+        return cls(
+            values["request_id"],
+            values["layer_blocks"],
+            values.get("block_ids", ()),
+            values["metadata"],
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the payload as a .safetensors file that any stock tool opens."""
+        from .files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCacheTransferData:
+        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+
+        Raises:
+            WireError: not such a file, or changed since; names branch, layer, K or V.
+            SchemaError: the file holds a KVCacheBundle.
+        """
+        from .files import load
+
+        data = load(path)
+        if not isinstance(data, cls):
+            raise SchemaError(
+                f"{os.fspath(path)} holds a KVCacheBundle: KVCacheBundle.load reads it"
+            )
+        return data
+
+    def difference(self, other: KVCacheTransferData) -> str:
+        """The first thing that is not bit for bit the same, in words; "" when all is."""
+        for name in ("request_id", "block_ids", "metadata"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine!r} here, {theirs!r} there"
+        parts = PARTS[self.metadata.layout]
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        for index, (mine, theirs) in enumerate(pairs):
+            if not same_bytes(mine, theirs):
+                return f"layer {index // len(parts)}, {PART_WORDS[parts[index % len(parts)]]}"
+        return ""
+
+    def as_branch(self, name: str) -> Branch:
+        """The cache in numbers, as the wire carries it."""
+        tensors = self.tensors()
+        shape = tuple(tensors[0].shape) if tensors else ()
+        return self.metadata.as_branch(name, shape=shape, block_ids=tuple(self.block_ids))
+
+    def first_tokens(self, tokens: int, metadata: KVMetadata) -> KVCacheTransferData:
+        """The cache of the first `tokens` tokens: views of the same bytes."""
+        blocks = {
+            name: [None if layer is None else layer[:tokens] for layer in layers]
+            for name, layers in self.layer_blocks.items()
+        }
+        return KVCacheTransferData(self.request_id, blocks, (), metadata)
+
+    def close(self) -> None:
+        """Let go of the tensors; those kept elsewhere live on."""
+        self._blocks = None
+
+    def __repr__(self) -> str:
+        meta = self.metadata
+        state = " (given back)" if self._blocks is None else ""
+        return (
+            f"<KVCacheTransferData {self.request_id!r}: {meta.num_layers} layers × "
+            f"{meta.seq_len} tokens, {meta.dtype or 'empty'}{state}>"
+        )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit-exact equality, NaN payloads and signed zeros included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def branch_tensors(branch: Branch) -> Iterator[Reserve]:
+    """Name, dtype code and shape of each tensor a branch carries, in the order of the wire."""
+    if branch.carries_tensors:
+        for layer in range(branch.num_layers):
+            for part in PARTS[branch.layout]:
+                yield tensor_name(branch.name, layer, part), branch.code, branch.shape
+
+
+def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTransferData:
+    """One branch of a payload as views; the manifest was validated, so nothing can be missing."""
+    blocks: dict[str, list[torch.Tensor | None]] = {
+        CACHES[part]: [None] * branch.num_layers for part in PARTS[branch.layout]
+    }
+    if branch.carries_tensors:
+        for spec in manifest.tensors:
+            owner, layer, part = spec.name.split(".")
+            if owner == branch.name:
+                view = tensor_view(region, spec, manifest.header_nbytes)
+                blocks[CACHES[part]][int(layer)] = view
+    metadata = KVMetadata.from_branch(branch)
+    return KVCacheTransferData(manifest.request_id, blocks, branch.block_ids, metadata)
+
+
+def _complete_layers(
+    layer_blocks: LayerBlocks, metadata: KVMetadata
+) -> dict[str, list[torch.Tensor | None]]:
+    """A private copy of the lists, every layer there and of one shape and dtype."""
+    if metadata.layout not in PARTS:
+        raise SchemaError(f"layout {metadata.layout!r}; wanted one of {', '.join(PARTS)}")
+    names = {CACHES[part]: PART_WORDS[part] for part in PARTS[metadata.layout]}
+    if set(layer_blocks) != set(names):
+        raise SchemaError(
+            f"layer_blocks has {sorted(layer_blocks)}; layout {metadata.layout} wants {list(names)}"
+        )
+    blocks = {name: list(layer_blocks[name]) for name in names}
+    first = next((layer for name in names for layer in blocks[name] if layer is not None), None)
+    for name, word in names.items():
+        if len(blocks[name]) != metadata.num_layers:
+            raise SchemaError(
+                f"{word}: {len(blocks[name])} layers, but num_layers is {metadata.num_layers}"
+            )
+        for index, layer in enumerate(blocks[name]):
+            if first is not None:
+                _check_layer(layer, first, f"layer {index}, {word}")
+    return blocks
+
+
+def _check_layer(layer: torch.Tensor | None, first: torch.Tensor, where: str) -> None:
+    if layer is None:
+        raise SchemaError(f"{where} is missing, while other layers are there")
+    if not isinstance(layer, torch.Tensor):
+        raise SchemaError(f"{where} is a {type(layer).__name__}, wanted a torch.Tensor")
+    if layer.layout is not torch.strided or layer.device.type == "meta":
+        raise SchemaError(f"{where} is a {layer.layout} tensor on {layer.device}, not dense memory")
+    if layer.shape != first.shape or layer.dtype != first.dtype:
+        raise SchemaError(
+            f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache is "
+            f"{first.dtype} {list(first.shape)}, and all must be alike"
+        )
+
+
+def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[torch.Tensor | None]]) -> KVMetadata:
+    """Metadata that agrees with the tensors, its dtype filled in from them if it was left out."""
+    first = next(iter(blocks.values()))[0] if metadata.num_layers else None
+    if first is None:
+        if metadata.seq_len:
+            raise SchemaError(f"kv_lens say {metadata.seq_len} tokens, but every layer is None")
+        return metadata
+    rank = 3 if metadata.layout == "NHD" else 2
+    if first.dim() != rank or 0 in first.shape:
+        raise SchemaError(
+            f"layer 0 is {list(first.shape)}; layout {metadata.layout} wants {rank} dimensions, "
+            "none of them 0 (an empty cache is given as None)"
+        )
+    if first.shape[0] != metadata.seq_len:
+        raise SchemaError(
+            f"layer 0 has {first.shape[0]} tokens, but kv_lens {list(metadata.kv_lens)} "
+            f"say {metadata.seq_len}"
+        )
+    dtype = dtype_name(first.dtype)
+    if metadata.dtype not in ("", dtype):
+        raise SchemaError(f"the tensors are {dtype}, but metadata says {metadata.dtype}")
+    return dataclasses.replace(metadata, dtype=dtype)
