@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from types import TracebackType
 from typing import Any
 
 from .connectors.base import Receipt
-from .errors import TransferTimeout
 from .link import KVLink, Payload, Received, Verify
 
 
@@ -39,17 +39,15 @@ class AsyncKVLink:
         started = time.perf_counter()
         want = await asyncio.to_thread(self.link.begin_get, request_id, timeout=timeout)
         left = timeout - (time.perf_counter() - started)
-        future = asyncio.wrap_future(want.future)
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        want.future.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
         try:
-            await asyncio.wait_for(asyncio.shield(future), max(0.0, left))
-        except TransferTimeout:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(answered.wait(), max(0.0, left))
+        except asyncio.CancelledError:
+            want.cancel()
             raise
-        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
-            future.cancel()
-            if isinstance(error, asyncio.CancelledError):
-                want.cancel()
-                raise
-        # Answered, or out of time: `wait` returns or raises at once.
+        # Answered, or out of time: this returns or raises at once.
         delivery = want.wait(timeout=0.0)
         return self.link.open_delivery(delivery, started=started, verify=verify)
 

@@ -15,7 +15,7 @@ from .bundle import KVCacheBundle
 from .connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
 from .connectors.registry import backend, split_url
 from .copier import Copier, TorchCopier
-from .errors import ClosedError, KVLinkError
+from .errors import ClosedError, KVLinkError, WireError
 from .files import open_payload
 from .ledger import Ledger
 from .memory import Region
@@ -254,7 +254,7 @@ class Received:
 def _manifest(key: str, region: Region) -> Manifest:
     manifest = Manifest.decode(region.view())
     if manifest.request_id != key:
-        raise KVLinkError(f"asked for {key!r}, the payload says it is {manifest.request_id!r}")
+        raise WireError(f"asked for {key!r}, the payload says it is {manifest.request_id!r}")
     return manifest
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 
 from ..errors import KVLinkError, PeerLostError, TransferFailed, TransferTimeout
 from .messages import Failed, Message, Offer, Outcome, Release, Status, Unwant, Want, unexpected
@@ -77,9 +78,9 @@ class Inbox:
         """
         try:
             return wanted.future.result(max(0.0, timeout))
-        except TransferTimeout:
-            raise
-        except TimeoutError:
+        except FutureTimeout as error:
+            if isinstance(error, TransferTimeout):  # the same class since Python 3.11
+                raise
             if not self.cancel(wanted):
                 return wanted.future.result()
             raise wanted.timed_out() from None

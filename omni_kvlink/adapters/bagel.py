@@ -1,0 +1,202 @@
+"""BAGEL's NaiveCache, and the three contexts of a request as one bundle.
+
+A NaiveCache has `key_cache` and `value_cache`: dicts `{layer: tensor or None}` as in the official
+code (ByteDance-Seed/Bagel), or lists as in vLLM-Omni; tensors are `[tokens, kv_heads, head_dim]`.
+A context is `kv_lens`, `ropes` and `past_key_values`, as attributes or as a dict.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypedDict, TypeVar
+
+import torch
+
+from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
+from ..errors import SchemaError
+from ..metadata import KVMetadata
+from ..schema import KVCacheTransferData, same_bytes
+from .base import CacheAdapter
+
+GEN = "gen"
+
+
+class NaiveCacheLike(Protocol):
+    """Anything with BAGEL's two attributes, each a dict or a list by layer."""
+
+    key_cache: Any
+    value_cache: Any
+
+
+C = TypeVar("C", bound=NaiveCacheLike)
+
+
+class LoadedContext(TypedDict):
+    """One context as the official code passes it around."""
+
+    kv_lens: list[int]
+    ropes: list[int]
+    past_key_values: Any
+
+
+class BagelAdapter(CacheAdapter[NaiveCacheLike]):
+    """NaiveCache to and from `KVCacheTransferData`; contexts to and from `KVCacheBundle`."""
+
+    def export(
+        self,
+        cache: NaiveCacheLike,
+        *,
+        request_id: str,
+        metadata: KVMetadata | Mapping[str, Any],
+    ) -> KVCacheTransferData:
+        """The cache as transfer data; `num_layers` may be left out of a metadata dict."""
+        blocks = {
+            "key_cache": _layers(cache.key_cache, "K"),
+            "value_cache": _layers(cache.value_cache, "V"),
+        }
+        if not isinstance(metadata, KVMetadata):
+            metadata = {"num_layers": len(blocks["key_cache"]), **metadata}
+        return KVCacheTransferData(request_id, blocks, [], metadata)
+
+    def load(self, data: KVCacheTransferData, into: C) -> C:
+        """Fill a NaiveCache; an empty branch leaves every layer None."""
+        for name in ("key_cache", "value_cache"):
+            layers, target = data.layer_blocks[name], getattr(into, name)
+            if len(target) != len(layers):
+                raise SchemaError(
+                    f"{name} of the target has {len(target)} layers, the data has {len(layers)}"
+                )
+            for layer, tensor in enumerate(layers):
+                target[layer] = tensor
+        return into
+
+    def export_contexts(
+        self,
+        contexts: Mapping[str, Any],
+        *,
+        request_id: str,
+        image_shape: tuple[int, int] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> KVCacheBundle:
+        """All contexts of a request as one transfer, no byte of it twice.
+
+        A context whose bytes are the first ones of `gen` (BAGEL's cfg_text always, its cfg_img for
+        plain text-to-image) is sent as a reference. That is checked by comparing, never assumed;
+        tensors that share memory with `gen` need no comparing.
+
+        Args:
+            contexts: by name; "gen" must be among them.
+            image_shape: (height, width) of the image to make, for every branch.
+            extra: travels with `gen`, as JSON values.
+
+        Raises:
+            SchemaError: a context is incomplete, or "gen" is missing.
+        """
+        if GEN not in contexts:
+            raise SchemaError(f"no context {GEN!r} among {', '.join(contexts) or 'none'}")
+        gen = self._export_context(contexts[GEN], request_id, image_shape, extra or {})
+        branches: dict[str, BundleBranch] = {GEN: gen}
+        for name, context in contexts.items():
+            if name != GEN:
+                own = self._export_context(context, request_id, image_shape, {})
+                branches[name] = _refer(own, gen)
+        return KVCacheBundle(request_id, branches)
+
+    def load_contexts(
+        self, bundle: KVCacheBundle, make_cache: Callable[[int], NaiveCacheLike]
+    ) -> dict[str, LoadedContext]:
+        """Every context of a bundle, its tensors shared with the bundle.
+
+        Args:
+            make_cache: makes an empty cache of so many layers, such as `NaiveCache` itself.
+        """
+        contexts: dict[str, LoadedContext] = {}
+        for name in bundle:
+            data = bundle[name]
+            contexts[name] = {
+                "kv_lens": list(data.metadata.kv_lens),
+                "ropes": list(data.metadata.ropes),
+                "past_key_values": self.load(data, make_cache(data.metadata.num_layers)),
+            }
+        return contexts
+
+    def _export_context(
+        self,
+        context: Any,
+        request_id: str,
+        image_shape: tuple[int, int] | None,
+        extra: dict[str, Any],
+    ) -> KVCacheTransferData:
+        take = context.__getitem__ if isinstance(context, Mapping) else partial(getattr, context)
+        metadata = {
+            "kv_lens": take("kv_lens"),
+            "ropes": take("ropes"),
+            "image_shape": image_shape,
+            "extra": extra,
+        }
+        cache = take("past_key_values")
+        return self.export(cache, request_id=request_id, metadata=metadata)
+
+
+def pack_generator(generator: torch.Generator) -> str:
+    """A CPU generator's state as text, for `extra`.
+
+    The initial noise is drawn after the images of the prompt were encoded, which draws too, so a
+    seed alone does not name it.
+    """
+    return base64.b64encode(bytes(generator.get_state().tolist())).decode()
+
+
+def unpack_generator(text: str) -> torch.Generator:
+    """A CPU generator that goes on where the packed one stood."""
+    state = torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
+
+
+def _layers(cache: Any, word: str) -> list[torch.Tensor | None]:
+    """A dict's layers in order, a list's as they are."""
+    if not isinstance(cache, Mapping):
+        return list(cache)
+    if set(cache) != set(range(len(cache))):
+        raise SchemaError(
+            f"{word}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
+        )
+    return [cache[layer] for layer in range(len(cache))]
+
+
+def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
+    """`own`, or a reference to `gen` where every byte says so."""
+    tokens = own.metadata.seq_len
+    if own.is_empty:
+        return _with_dtype(own, gen)
+    if own.metadata.num_layers != gen.metadata.num_layers or tokens > gen.metadata.seq_len:
+        return own
+    pairs = zip(own.tensors(), gen.tensors(), strict=True)
+    if not all(_starts_with(longer, shorter) for shorter, longer in pairs):
+        return own
+    if tokens == gen.metadata.seq_len:
+        return SameAs(GEN, own.metadata)
+    return PrefixOf(GEN, tokens, own.metadata)
+
+
+def _starts_with(longer: torch.Tensor, shorter: torch.Tensor) -> bool:
+    head = longer[: len(shorter)]
+    is_same_memory = (
+        head.data_ptr() == shorter.data_ptr()
+        and head.stride() == shorter.stride()
+        and head.shape == shorter.shape
+        and head.dtype == shorter.dtype
+        and head.device == shorter.device
+    )
+    return is_same_memory or same_bytes(head, shorter)
+
+
+def _with_dtype(empty: KVCacheTransferData, gen: KVCacheTransferData) -> KVCacheTransferData:
+    """An empty cache has no tensor to say its dtype; the consumer checks it all the same."""
+    metadata = dataclasses.replace(empty.metadata, dtype=gen.metadata.dtype)
+    return KVCacheTransferData(empty.request_id, empty.layer_blocks, [], metadata)

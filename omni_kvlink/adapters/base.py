@@ -1,0 +1,34 @@
+"""The contract of an adapter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from ..metadata import KVMetadata
+from ..schema import KVCacheTransferData
+
+C = TypeVar("C")
+
+
+class CacheAdapter(ABC, Generic[C]):
+    """Between one engine's cache and the schema; `check_adapter` holds it to this contract."""
+
+    @abstractmethod
+    def export(
+        self, cache: C, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
+    ) -> KVCacheTransferData:
+        """The cache as transfer data; borrows its tensors, copies none.
+
+        Raises:
+            SchemaError: the cache is incomplete or contradicts the metadata.
+        """
+
+    @abstractmethod
+    def load(self, data: KVCacheTransferData, into: C) -> C:
+        """Fill an empty cache of the right size and return it; the tensors are shared, not copied.
+
+        Raises:
+            SchemaError: `into` has another number of layers.
+        """

@@ -1,0 +1,59 @@
+"""The DiT stage of the end-to-end tests: a process of its own that paints what it receives.
+
+Each line of standard input is a job; each answer names the files it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from omni_kvlink import KVLink
+from omni_kvlink.adapters import BagelAdapter, unpack_generator
+from omni_kvlink.models.bagel import (
+    BagelContext,
+    BagelContexts,
+    BagelPipeline,
+    DenoiseParams,
+    NaiveCache,
+)
+
+
+def paint(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) -> None:
+    with link.get(job["key"], timeout=30.0, verify="full") as bundle:
+        bundle.save(out / f"{job['key']}.kv.safetensors")
+        loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
+        metadata = bundle["gen"].metadata
+        contexts = BagelContexts(
+            **{name: BagelContext(**context) for name, context in loaded.items()},
+            image_shape=metadata.image_shape,
+        )
+        params = {**job["params"], "cfg_interval": tuple(job["params"]["cfg_interval"])}
+        noise = pipeline.initial_noise(
+            contexts.image_shape, unpack_generator(metadata.extra["generator"])
+        )
+        latent = pipeline.denoise(contexts, noise, DenoiseParams(**params))
+        image = pipeline.decode(latent)
+        save_file({"latent": latent.contiguous(), "image": image}, out / f"{job['key']}.image")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    url, directory, checkpoint, out = sys.argv[1:]
+    pipelines = {
+        dtype: BagelPipeline.from_pretrained(checkpoint, dtype=getattr(torch, dtype), stage="dit")
+        for dtype in ("float32", "bfloat16")
+    }
+    with KVLink.connect(url, timeout=30.0, directory=directory) as link:
+        for line in sys.stdin:
+            job = json.loads(line)
+            paint(link, pipelines[job["dtype"]], job, Path(out))
+            print("painted", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""BAGEL split over two processes equals one process, bit for bit: K, V, latents, image."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from omni_kvlink import KVCacheBundle, KVLink, PrefixOf, SameAs
+from omni_kvlink.adapters import BagelAdapter, pack_generator
+from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
+from omni_kvlink.schema import same_bytes
+
+STEPS = 6
+
+
+def picture(seed: int) -> torch.Tensor:
+    """An image to edit, uint8 [H, W, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (64, 48, 3), dtype=torch.uint8, generator=generator)
+
+
+TEXT = DenoiseParams(num_timesteps=STEPS)
+EDIT = dataclasses.replace(DenoiseParams.for_edit(), num_timesteps=STEPS)
+REQUESTS: dict[str, tuple[Any, DenoiseParams, dict[str, Any]]] = {
+    "text-to-image": ("a fox", TEXT, {}),
+    "cfg-img": ("a fox", dataclasses.replace(TEXT, cfg_img_scale=1.5), {}),
+    "think": ("a fox", TEXT, {"think": True, "max_think_tokens": 8}),
+    "edit": ([picture(1), "make it night"], EDIT, {}),
+    "interleaved": (["like this:", picture(2), "but blue"], EDIT, {}),
+}
+
+
+@dataclasses.dataclass
+class Stages:
+    """The AR stage (here), the link, and the DiT stage's process."""
+
+    link: KVLink
+    process: subprocess.Popen[str]
+    pipelines: dict[str, BagelPipeline]
+    out: Path
+
+    def send(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> None:
+        receipt = self.link.put(bundle)
+        job = {"key": key, "dtype": dtype, "params": dataclasses.asdict(params)}
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "painted\n"
+        receipt.wait(timeout=10.0)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("bagel")
+    checkpoint = str(make_tiny_checkpoint(root / "tiny", seed=3))
+    pipelines = {
+        dtype: BagelPipeline.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        for dtype in ("float32", "bfloat16")
+    }
+    script = str(Path(__file__).with_name("dit_process.py"))
+    sockets = str(root / "sockets")
+    command = [sys.executable, script, "shm://bagel", sockets, checkpoint, str(root)]
+    pipe = subprocess.PIPE
+    with (
+        KVLink.serve("shm://bagel", directory=sockets) as link,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process,
+    ):
+        yield Stages(link, process, pipelines, root)
+        assert link.stats()["memory"]["used"] == 0
+    assert process.returncode == 0
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_two_processes_equal_one(stages: Stages, name: str, dtype: str) -> None:
+    inputs, params, how = REQUESTS[name]
+    pipeline, key = stages.pipelines[dtype], f"{name}-{dtype}"
+
+    generator = torch.Generator().manual_seed(5)
+    contexts = pipeline.prefill(inputs, generator=generator, **how)
+    bundle = BagelAdapter().export_contexts(
+        {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
+        request_id=key,
+        image_shape=contexts.image_shape,
+        extra={"generator": pack_generator(generator)},
+    )
+    stages.send(key, dtype, bundle, params)
+    noise = pipeline.initial_noise(contexts.image_shape, generator)
+    latent = pipeline.denoise(contexts, noise, params)
+
+    crossed = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
+    assert crossed.difference(bundle) == ""
+    for branch in ("gen", "cfg_text", "cfg_img"):
+        assert_same_cache(crossed[branch], getattr(contexts, branch))
+    painted = load_file(stages.out / f"{key}.image")
+    assert same_bytes(painted["latent"], latent.contiguous())
+    assert same_bytes(painted["image"], pipeline.decode(latent))
+
+
+def assert_same_cache(data: Any, context: Any) -> None:
+    """Against the model's own tensors, not against what the adapter made of them."""
+    assert list(data.metadata.kv_lens) == context.kv_lens
+    assert list(data.metadata.ropes) == context.ropes
+    cache = context.past_key_values
+    for layer in range(data.metadata.num_layers):
+        for name in ("key_cache", "value_cache"):
+            mine, theirs = data.layer_blocks[name][layer], getattr(cache, name)[layer]
+            assert (mine is None) == (theirs is None)
+            assert mine is None or same_bytes(mine, theirs)
+
+
+def test_what_is_not_sent_twice(stages: Stages) -> None:
+    def kinds(name: str) -> dict[str, type]:
+        inputs, _, how = REQUESTS[name]
+        contexts = stages.pipelines["float32"].prefill(inputs, **how)
+        bundle = BagelAdapter().export_contexts(
+            {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
+            request_id=name,
+        )
+        return {branch: type(bundle.branches[branch]) for branch in ("cfg_text", "cfg_img")}
+
+    assert kinds("text-to-image")["cfg_img"] is SameAs
+    assert kinds("think") == {"cfg_text": PrefixOf, "cfg_img": PrefixOf}
+    assert kinds("edit")["cfg_text"] is PrefixOf
+    assert kinds("interleaved")["cfg_text"] is PrefixOf
+
+
+def test_the_image_depends_on_what_crossed(stages: Stages) -> None:
+    """One flipped sign in one layer's V gives another latent: the comparison above can fail."""
+    pipeline = stages.pipelines["float32"]
+    contexts = pipeline.prefill("a fox")
+    noise = torch.randn(
+        pipeline.initial_noise(contexts.image_shape).shape,
+        generator=torch.Generator().manual_seed(1),
+    )
+    before = pipeline.denoise(contexts, noise, TEXT)
+    values = contexts.gen.past_key_values.value_cache
+    values[1] = -values[1]
+    assert not torch.equal(pipeline.denoise(contexts, noise, TEXT), before)
