@@ -1,0 +1,1 @@
+"""Reference models: small, plain PyTorch, for the examples and the tests."""

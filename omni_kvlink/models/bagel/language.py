@@ -1,0 +1,220 @@
+"""The language model: Qwen2 with two experts in every layer (mixture of transformers).
+
+The understanding expert ("und") reads text, ViT patches and the two marker rows around every image
+block; the generation expert (names ending in `_moe_gen`) reads the latent patches between the
+markers. Attention is shared. One sequence at a time, rows [n, hidden].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cache import LayerCache, NaiveCache, layer_tensors
+from .config import LanguageConfig
+from .embeddings import Rotary, blank_embedding, rotary_tables, rotate
+
+Mode = Literal["und", "gen"]
+
+
+def by_expert(
+    mode: Mode, x: Tensor, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Applies `und` to all rows, or, in mode "gen", `gen` to all but the first and last row."""
+    if mode == "und":
+        return und(x)
+    markers = und(x[[0, -1]])
+    return torch.cat([markers[:1], gen(x[1:-1]), markers[1:]])
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        out: Tensor = self.weight * wide.to(x.dtype)
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim].
+
+    The queries are the last n of the m tokens: a causal query sees all before itself, and itself.
+    """
+    n, m = q.shape[0], k.shape[0]
+    groups = q.shape[1] // k.shape[1]
+    # Repeated by hand, because older torch has no grouped attention.
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    mask = None
+    if causal and 1 < n < m:
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal and 1 < n == m
+    )
+    return out[0].transpose(0, 1).reshape(n, -1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a norm on q and k; every projection exists once per expert."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.head_dim = dim
+        self.qk_norm = config.qk_norm
+        q_size, kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        for expert in ("", "_moe_gen"):
+            self.add_module(f"q_proj{expert}", nn.Linear(hidden, q_size))
+            self.add_module(f"k_proj{expert}", nn.Linear(hidden, kv_size))
+            self.add_module(f"v_proj{expert}", nn.Linear(hidden, kv_size))
+            self.add_module(f"o_proj{expert}", nn.Linear(q_size, hidden, bias=False))
+            if config.qk_norm:
+                self.add_module(f"q_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
+                self.add_module(f"k_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        past: tuple[Tensor, Tensor] | None,
+        mode: Mode,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output [n, hidden] and the merged K and V [past + n, kv_heads, head_dim]."""
+        # The cached dtype is the model's, whatever norm and rotation widened to.
+        q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
+        k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
+        v = self._heads("v", x, mode)
+        if past is not None:
+            k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
+        out = attend(q, k, v, causal=causal)
+        return self._project("o", out, mode), k, v
+
+    def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
+        und, gen = self._experts(f"{which}_proj")
+        return by_expert(mode, x, und, gen)
+
+    def _heads(self, which: str, x: Tensor, mode: Mode) -> Tensor:
+        return self._project(which, x, mode).view(x.shape[0], -1, self.head_dim)
+
+    def _normed(self, which: str, x: Tensor, mode: Mode) -> Tensor:
+        heads = self._heads(which, x, mode)
+        if mode == "gen":
+            heads = heads.float()  # with latent rows, norm and rotation stay wide
+        if not self.qk_norm:
+            return heads
+        und, gen = self._experts(f"{which}_norm")
+        return by_expert(mode, heads, und, gen)
+
+    def _experts(self, name: str) -> tuple[nn.Module, nn.Module]:
+        return self.get_submodule(name), self.get_submodule(f"{name}_moe_gen")
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to its input."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.mlp_moe_gen = MLP(config)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.input_layernorm_moe_gen = RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        past: tuple[Tensor, Tensor] | None,
+        mode: Mode,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
+        attended, k, v = self.self_attn(normed, rotary, past, mode, causal)
+        x = x + attended
+        return x + by_expert(mode, x, self._und_mlp, self._gen_mlp), k, v
+
+    def _und_mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return out
+
+    def _gen_mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embeddings, layers and the final norms."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_moe_gen = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        past: LayerCache,
+        *,
+        mode: Mode,
+        causal: bool,
+        into: NaiveCache | None = None,
+    ) -> Tensor:
+        """Runs rows x [n, hidden] at positions [n] after the cached tokens.
+
+        Args:
+            past: read only; its tensors are never written to.
+            into: receives the merged K and V of every layer; None keeps nothing.
+
+        Returns:
+            Normed hidden rows [n, hidden].
+        """
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, rotary, layer_tensors(past, i), mode, causal)
+            if into is not None:
+                into.key_cache[i], into.value_cache[i] = k, v
+        return by_expert(mode, x, self.norm, self.norm_moe_gen)
+
+
+class LanguageModel(nn.Module):
+    """The decoder and, where text is to be written, the head that names the next token."""
+
+    def __init__(self, config: LanguageConfig, *, head: bool) -> None:
+        super().__init__()
+        self.model = Decoder(config)
+        if head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,0 +1,64 @@
+"""From a checkpoint directory to the networks of a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from .config import BagelConfig
+from .model import BagelModel, Stage
+from .vae import Autoencoder, GroupNorm
+from .weights import load_weights, table_side
+
+MODEL_FILE = "ema.safetensors"
+AUTOENCODER_FILE = "ae.safetensors"
+
+
+def load_config(directory: Path) -> BagelConfig:
+    """The configuration, with the sizes of the position tables as the weights have them."""
+    config = BagelConfig.load(directory)
+    path = directory / MODEL_FILE
+    latent = table_side(path, "latent_pos_embed.pos_embed", config.max_latent_size)
+    vit = table_side(path, "vit_pos_embed.pos_embed", config.vit_max_num_patch_per_side)
+    return msgspec.structs.replace(config, max_latent_size=latent, vit_max_num_patch_per_side=vit)
+
+
+def load_model(
+    directory: Path, config: BagelConfig, stage: Stage, dtype: torch.dtype, device: torch.device
+) -> BagelModel:
+    """Loads what the stage needs of `ema.safetensors`."""
+    with torch.device("meta"):
+        model = BagelModel(config, stage)
+        known = model if stage == "all" else BagelModel(config, "all")
+    names = known.state_dict().keys()
+    load_weights(model, directory / MODEL_FILE, known=names, dtype=dtype, device=device)
+    return model
+
+
+def load_autoencoder(
+    directory: Path, config: BagelConfig, stage: Stage, dtype: torch.dtype, device: torch.device
+) -> Autoencoder:
+    """Loads what the stage needs of `ae.safetensors`: the encoder, the decoder or both."""
+    with torch.device("meta"):
+        autoencoder = Autoencoder(config.ae, encoder=stage != "dit", decoder=stage != "ar")
+        known = Autoencoder(config.ae, encoder=True, decoder=True)
+    load_weights(
+        autoencoder,
+        directory / AUTOENCODER_FILE,
+        known=known.state_dict().keys(),
+        dtype=dtype,
+        device=device,
+        float32=_group_norms(autoencoder),
+    )
+    return autoencoder
+
+
+def _group_norms(autoencoder: Autoencoder) -> frozenset[str]:
+    return frozenset(
+        f"{name}.{parameter}"
+        for name, module in autoencoder.named_modules()
+        if isinstance(module, GroupNorm)
+        for parameter in ("weight", "bias")
+    )

@@ -1,0 +1,104 @@
+"""The network of a checkpoint, with the published names, whole or one stage's share of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .cache import BagelContext, NaiveCache
+from .config import BagelConfig
+from .embeddings import PositionEmbedding, TimestepEmbedder, patchify
+from .language import LanguageModel, Mode
+from .vision import TwoLayerMLP, VisionModel
+
+Stage = Literal["all", "ar", "dit"]
+
+
+class BagelModel(nn.Module):
+    """Everything in `ema.safetensors`: "ar" reads prompts and writes text, "dit" denoises.
+
+    Both stages hold both experts: an AR stage reads latent patches of an input image, and in the
+    DiT stage the marker rows run through the understanding expert.
+    """
+
+    def __init__(self, config: BagelConfig, stage: Stage) -> None:
+        super().__init__()
+        hidden = config.llm.hidden_size
+        self.config = config
+        self.language_model = LanguageModel(config.llm, head=stage != "dit")
+        self.time_embedder = TimestepEmbedder(hidden)
+        self.vae2llm = nn.Linear(config.patch_dim, hidden)
+        self.latent_pos_embed = PositionEmbedding(config.max_latent_size, hidden)
+        if stage != "ar":
+            self.llm2vae = nn.Linear(hidden, config.patch_dim)
+        if stage != "dit":
+            self.vit_model = VisionModel(config.vit)
+            self.connector = TwoLayerMLP(config.vit.hidden_size, hidden, hidden)
+            self.vit_pos_embed = PositionEmbedding(config.vit_max_num_patch_per_side, hidden)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.language_model.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.language_model.model.embed_tokens.weight.device
+
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """Token rows [n, hidden]."""
+        rows: Tensor = self.language_model.model.embed_tokens(
+            torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        )
+        return rows
+
+    def latent_rows(self, tokens: Tensor, height: int, width: int, t: Tensor) -> Tensor:
+        """Latent tokens [n, patch_dim] of a grid, at time t [1], as rows [n, hidden]."""
+        rows: Tensor = self.vae2llm(tokens.to(self.dtype)) + self.time_embedder(t)
+        rows = rows + self.latent_pos_embed(height, width)
+        return rows
+
+    def encoded_latent_rows(self, latent: Tensor) -> Tensor:
+        """A noiseless latent [z, H, W], as an input image has, as rows [h * w, hidden]."""
+        patch = self.config.latent_patch_size
+        height, width = latent.shape[1] // patch, latent.shape[2] // patch
+        clean = torch.zeros(1, device=self.device)
+        return self.latent_rows(patchify(latent.to(self.device), patch), height, width, clean)
+
+    def vit_rows(self, pixels: Tensor) -> Tensor:
+        """Pixels [3, H, W] in [-1, 1] as rows [h * w, hidden]."""
+        patch, positions = self.config.vit.patch_size, self.vit_pos_embed
+        height, width = pixels.shape[1] // patch, pixels.shape[2] // patch
+        places = positions(height, width)  # first: it refuses an image that is too large
+        features = self.vit_model(pixels.to(self.device), positions.side)
+        rows: Tensor = self.connector(features) + places
+        return rows
+
+    def extend(
+        self, context: BagelContext, x: Tensor, *, mode: Mode, causal: bool
+    ) -> tuple[BagelContext, Tensor]:
+        """Runs rows x [n, hidden] after a context.
+
+        Text (causal) takes one position a row; an image block takes one for all of it.
+
+        Returns:
+            A new context, with the rows in its cache, and the hidden rows [n, hidden].
+        """
+        at, n = context.ropes[0], x.shape[0]
+        steps = n if causal else 1
+        positions = torch.arange(at, at + steps, device=self.device).expand(n)
+        cache = NaiveCache(self.config.llm.num_hidden_layers)
+        hidden = self.language_model.model(
+            x, positions, context.past_key_values, mode=mode, causal=causal, into=cache
+        )
+        return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
+
+    def velocity(self, context: BagelContext, x: Tensor) -> Tensor:
+        """The flow [n, patch_dim] at rows x: marker, n latent rows, marker. Caches nothing."""
+        positions = torch.full((x.shape[0],), context.ropes[0], device=self.device)
+        hidden = self.language_model.model(
+            x, positions, context.past_key_values, mode="gen", causal=False
+        )
+        flow: Tensor = self.llm2vae(hidden[1:-1])
+        return flow

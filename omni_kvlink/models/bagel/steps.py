@@ -1,0 +1,270 @@
+"""The steps of a request, one method each, to be compared with other implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar, get_args
+
+import torch
+from torch import Generator, Tensor
+
+from omni_kvlink.errors import SchemaError
+
+from .cache import BagelContext, BagelContexts, check_context
+from .config import BagelConfig
+from .denoise import OnStep, denoise_rows
+from .embeddings import unpatchify
+from .loading import load_autoencoder, load_config, load_model
+from .model import BagelModel, Stage
+from .sampling import DenoiseParams
+from .tokenizer import BagelTokenizer, SpecialTokens, written_text
+from .vae import Autoencoder
+
+_Steps = TypeVar("_Steps", bound="BagelSteps")
+
+
+class BagelSteps:
+    """A loaded checkpoint, or one stage's share of it.
+
+    Attributes:
+        config: the checkpoint's configuration.
+        stage: "all"; "ar" reads prompts and writes text; "dit" denoises and decodes.
+    """
+
+    def __init__(
+        self,
+        config: BagelConfig,
+        stage: Stage,
+        model: BagelModel,
+        autoencoder: Autoencoder,
+        special_tokens: SpecialTokens,
+        tokenizer: BagelTokenizer,
+    ) -> None:
+        self.config, self.stage = config, stage
+        self.model, self.autoencoder = model, autoencoder
+        self.special_tokens, self.tokenizer = special_tokens, tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Steps],
+        directory: str | Path,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        stage: Stage = "all",
+    ) -> _Steps:
+        """Loads a checkpoint in the published layout.
+
+        Args:
+            dtype: bfloat16 computes as the published model does; float32 is exact throughout.
+            stage: which networks are built and read from the files.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            SchemaError: a configuration file does not fit.
+            CheckpointError: a weights file does not hold what the stage needs.
+        """
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype is torch.bfloat16 or torch.float32, not {dtype}")
+        if stage not in get_args(Stage):
+            raise ValueError(f"stage is one of {get_args(Stage)}, not {stage!r}")
+        root, where = Path(directory), torch.device(device)
+        config = load_config(root)
+        return cls(
+            config,
+            stage,
+            load_model(root, config, stage, dtype, where),
+            load_autoencoder(root, config, stage, dtype, where),
+            SpecialTokens.load(root),
+            BagelTokenizer(root),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and of every cached tensor."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.llm.num_hidden_layers
+
+    def empty_context(self) -> BagelContext:
+        return BagelContext.empty(self.num_layers)
+
+    # Steps. Each returns a new context and leaves the given one, and its tensors, as they are.
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The token ids of a text, between its begin and end markers."""
+        marks = self.special_tokens
+        return [marks.bos, *self.tokenizer.encode(text), marks.eos]
+
+    @torch.no_grad()
+    def append_text(self, context: BagelContext, token_ids: Sequence[int]) -> BagelContext:
+        """Reads token ids (markers included): n tokens, n positions, causal."""
+        ids = [int(token) for token in token_ids]
+        if not ids or min(ids) < 0 or max(ids) >= self.config.llm.vocab_size:
+            raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
+        self._check("context", context)
+        extended, _ = self.model.extend(context, self.model.embed(ids), mode="und", causal=True)
+        return extended
+
+    @torch.no_grad()
+    def append_vae_latent(self, context: BagelContext, latent: Tensor) -> BagelContext:
+        """Reads an encoded image [z, H, W]: h * w + 2 tokens, one position."""
+        z = self.config.ae.z_channels
+        if latent.ndim != 3 or latent.shape[0] != z:
+            raise SchemaError(f"a latent has shape [{z}, H, W], not {tuple(latent.shape)}")
+        self._check("context", context)
+        rows = self._between_markers(self.model.encoded_latent_rows(latent))
+        return self.model.extend(context, rows, mode="gen", causal=False)[0]
+
+    @torch.no_grad()
+    def append_vit_image(self, context: BagelContext, pixels: Tensor) -> BagelContext:
+        """Reads pixels [3, H, W] in [-1, 1] through the ViT: h * w + 2 tokens, one position."""
+        self._require("ViT", self.stage != "dit")
+        patch = self.config.vit.patch_size
+        if pixels.ndim != 3 or pixels.shape[0] != 3 or any(n % patch for n in pixels.shape[1:]):
+            wanted = f"[3, H, W] with H and W multiples of {patch}"
+            raise SchemaError(f"pixels have shape {wanted}, not {tuple(pixels.shape)}")
+        self._check("context", context)
+        rows = self._between_markers(self.model.vit_rows(pixels))
+        return self.model.extend(context, rows, mode="und", causal=False)[0]
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
+        """Samples the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
+
+        Draws z * H / d * W / d random numbers: a seed alone no longer names the noise after this.
+        """
+        self._require("autoencoder's encoder", self.stage != "dit")
+        return self.autoencoder.encode(pixels, generator)
+
+    def initial_noise(
+        self, image_shape: tuple[int, int] | None, generator: Generator | None = None
+    ) -> Tensor:
+        """Noise [h * w, patch_dim] float32 for an image, drawn on the generator's device."""
+        height, width = self._grid(image_shape)
+        origin = "cpu" if generator is None else generator.device
+        shape = (height * width, self.config.patch_dim)
+        return torch.randn(shape, generator=generator, device=origin)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        contexts: BagelContexts,
+        noise: Tensor,
+        params: DenoiseParams,
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """Turns noise [h * w, patch_dim] into a latent [z, H / d, W / d] float32.
+
+        Only the contexts that the parameters call for are read, and none is changed.
+
+        Args:
+            on_step: called after each step with (steps done, steps in all).
+
+        Raises:
+            SchemaError: a context is incomplete or does not fit the model, or the noise has
+                another shape than `contexts.image_shape` asks for.
+        """
+        self._require("flow head", self.stage != "ar")
+        height, width = self._grid(contexts.image_shape)
+        if tuple(noise.shape) != (height * width, self.config.patch_dim):
+            wanted = (height * width, self.config.patch_dim)
+            raise SchemaError(f"the noise has shape {tuple(noise.shape)}, wanted {wanted}")
+        self._check("gen", contexts.gen)
+        if params.needs_cfg_text:
+            self._check("cfg_text", contexts.cfg_text)
+        if params.needs_cfg_img:
+            self._check("cfg_img", contexts.cfg_img)
+        rows = denoise_rows(
+            self.model, contexts, self._markers(), noise, (height, width), params, on_step
+        )
+        return unpatchify(rows, height, width, self.config.latent_patch_size)
+
+    @torch.no_grad()
+    def decode(self, latent: Tensor) -> Tensor:
+        """The image of a latent [z, H / d, W / d]: uint8 [H, W, 3] on the CPU."""
+        self._require("autoencoder's decoder", self.stage != "ar")
+        image = self.autoencoder.decode(latent)
+        levels = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
+        return levels.to(torch.uint8).cpu().contiguous()
+
+    @torch.no_grad()
+    def generate_text(
+        self,
+        context: BagelContext,
+        *,
+        max_length: int = 1000,
+        do_sample: bool = False,
+        temperature: float = 0.3,
+        generator: Generator | None = None,
+    ) -> str:
+        """Continues a context with text, until the end marker. The context stays as it is.
+
+        Args:
+            max_length: tokens at most, the begin marker included.
+            do_sample: draws each token at `temperature`; otherwise takes the likeliest.
+        """
+        self._require("text head", self.stage != "dit")
+        if max_length < 1 or (do_sample and not temperature > 0):
+            raise ValueError(f"max_length {max_length} or temperature {temperature} is too small")
+        self._check("context", context)
+        token, written = self.special_tokens.bos, list[int]()
+        while len(written) < max_length and not (written and token == self.special_tokens.eos):
+            written.append(token)
+            row = self.model.embed([token])
+            context, hidden = self.model.extend(context, row, mode="und", causal=True)
+            logits = self.model.language_model.lm_head(hidden)[0]
+            token = _pick(logits, temperature if do_sample else None, generator)
+        return written_text(self.tokenizer.decode(written))
+
+    def _between_markers(self, rows: Tensor) -> Tensor:
+        markers = self._markers()
+        return torch.cat([markers[:1], rows, markers[1:]])
+
+    def _markers(self) -> Tensor:
+        marks = self.special_tokens
+        return self.model.embed([marks.start_of_image, marks.end_of_image])
+
+    def _grid(self, image_shape: tuple[int, int] | None) -> tuple[int, int]:
+        """Latent tokens down and across."""
+        stride, side = self.config.latent_stride, self.config.max_latent_size
+        if image_shape is None:
+            raise SchemaError("the contexts have no image_shape")
+        height, width = image_shape
+        if any(n <= 0 or n % stride or n > stride * side for n in (height, width)):
+            raise SchemaError(
+                f"image_shape {(height, width)}: sides are multiples of {stride} "
+                f"up to {stride * side}"
+            )
+        return height // stride, width // stride
+
+    def _check(self, name: str, context: BagelContext) -> None:
+        check_context(
+            name,
+            context,
+            num_layers=self.num_layers,
+            heads=self.config.llm.num_key_value_heads,
+            head_dim=self.config.llm.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _require(self, part: str, present: bool) -> None:
+        if not present:
+            raise RuntimeError(f"this pipeline was loaded with stage={self.stage!r}: no {part}")
+
+
+def _pick(logits: Tensor, temperature: float | None, generator: Generator | None) -> int:
+    """The next token of logits [vocab]: the likeliest, or drawn where there is a temperature."""
+    if temperature is None:
+        return int(logits.argmax())
+    chances = (logits / temperature).float().softmax(-1)
+    device = "cpu" if generator is None else generator.device
+    return int(torch.multinomial(chances.to(device), 1, generator=generator))

@@ -1,0 +1,94 @@
+"""Text to token ids and back, and the four ids that mark texts and images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+INSTALL = "pip install 'omni_kvlink[bagel]'"
+
+_MARKERS = {
+    "bos": "<|im_start|>",
+    "eos": "<|im_end|>",
+    "start_of_image": "<|vision_start|>",
+    "end_of_image": "<|vision_end|>",
+}
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids of the markers around a text and around an image block."""
+
+    bos: int
+    eos: int
+    start_of_image: int
+    end_of_image: int
+
+    @classmethod
+    def load(cls, directory: str | Path) -> SpecialTokens:
+        """Reads them from `tokenizer.json`, without any tokenizer library.
+
+        Raises:
+            FileNotFoundError: there is no `tokenizer.json`.
+            SchemaError: it is not a tokenizer file, or lacks a marker.
+        """
+        raw = (Path(directory) / "tokenizer.json").read_bytes()
+        try:
+            added = msgspec.json.decode(raw, type=_TokenizerFile).added_tokens
+        except msgspec.MsgspecError as error:
+            raise SchemaError(f"tokenizer.json: {error}") from error
+        ids = {token.content: token.id for token in added}
+        missing = [content for content in _MARKERS.values() if content not in ids]
+        if missing:
+            raise SchemaError(f"tokenizer.json has no special token {', '.join(missing)}")
+        return cls(**{name: ids[content] for name, content in _MARKERS.items()})
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken]
+
+
+class BagelTokenizer:
+    """`tokenizer.json` of a checkpoint, loaded at the first text."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._path = Path(directory) / "tokenizer.json"
+        self._loaded: Tokenizer | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without markers."""
+        return list(self._tokenizer().encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, markers included."""
+        return str(self._tokenizer().decode(token_ids, skip_special_tokens=False))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._loaded is None:
+            try:
+                from tokenizers import Tokenizer
+            except ImportError as error:
+                raise ImportError(
+                    f"reading text needs the tokenizers package: {INSTALL}"
+                ) from error
+            self._loaded = Tokenizer.from_file(str(self._path))
+        return self._loaded
+
+
+def written_text(decoded: str) -> str:
+    """What the model wrote: the part of a decoded text between its first two markers."""
+    body = decoded.split(_MARKERS["eos"])[0]
+    return body.split(_MARKERS["bos"])[1]

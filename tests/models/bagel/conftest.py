@@ -1,0 +1,49 @@
+"""One tiny checkpoint for all tests of the reference model, and its pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni_kvlink.models.bagel import BagelPipeline, make_tiny_checkpoint
+
+SHAPE = (16, 24)  # height and width: 4 x 6 latent tokens
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("bagel"))
+
+
+@pytest.fixture(scope="session")
+def exact(checkpoint: Path) -> BagelPipeline:
+    """The float32 pipeline."""
+    return BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def short(checkpoint: Path) -> BagelPipeline:
+    """The bfloat16 pipeline."""
+    return BagelPipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def pipeline(
+    request: pytest.FixtureRequest, exact: BagelPipeline, short: BagelPipeline
+) -> BagelPipeline:
+    return exact if request.param == torch.float32 else short
+
+
+@pytest.fixture
+def seeded() -> Callable[[int], torch.Generator]:
+    return lambda seed: torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def photo() -> torch.Tensor:
+    """An image with structure: uint8 [40, 56, 3]."""
+    rows, columns = torch.arange(40)[:, None, None], torch.arange(56)[None, :, None]
+    return ((rows * 5 + columns * 3 * torch.tensor([1, 2, 3])) % 256).to(torch.uint8)
