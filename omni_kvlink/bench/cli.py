@@ -1,0 +1,171 @@
+"""`kvlink-bench`: its commands and options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..branch import DTYPES
+from ..errors import KVLinkError
+from . import latency, machine, report, verify
+from .cases import cases
+from .payloads import Shape
+from .tables import latency_text
+
+PRESETS = {
+    "tiny": Shape(1, 1, 1, 1024),
+    "small": Shape(28, 64, 4, 128),
+    "bagel": Shape(28, 4096, 4, 128),
+    "bagel36": Shape(36, 4096, 4, 128),
+}
+
+_EPILOG = """exit status: 0 done, 1 a comparison failed, 2 wrong usage or the link cannot be made"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except KVLinkError as error:
+        print(f"kvlink-bench: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvlink-bench: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvlink-bench", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_latency(commands.add_parser("latency", help=latency.__doc__, description=latency.__doc__))
+    _add_verify(commands.add_parser("verify", help=verify.__doc__, description=verify.__doc__))
+    return parser
+
+
+def _add_link(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--connector", default="shm", help="shm (two processes), inproc (one), … (default: shm)")
+    add("--url", default="", help="the whole URL, for a connector that needs an address")
+    add("--mode", default="pooled", choices=("pooled", "sealed"), help="whose memory files")
+    add("--copier", default="auto", help="'auto' or the name of one")
+    add("--json", default="", metavar="FILE", help="write the result there; '-': standard output")
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_latency)
+    _add_link(parser)
+    add = parser.add_argument
+    sizes = "; ".join(f"{name}: {shape}" for name, shape in PRESETS.items())
+    add("--preset", default="bagel", choices=tuple(PRESETS), help=f"(default: bagel) {sizes}")
+    add("--layers", type=_positive)
+    add("--tokens", type=_positive)
+    add("--heads", type=_positive)
+    add("--head-dim", type=_positive)
+    add("--dtype", choices=tuple(DTYPES))
+    add(
+        "--paged",
+        action="store_true",
+        help="sources with gaps: K and V of a token side by side. A stand-in: no block table is "
+        "followed, because there is no paged gather yet",
+    )
+    add(
+        "--branches",
+        type=_positive,
+        default=0,
+        help="send a bundle: one branch with bytes, the others in turn half of it and the same",
+    )
+    add("--rounds", type=_positive, default=20)
+    add("--warmup", type=_count, default=3, help="rounds not counted (default: 3)")
+    add("--no-digests", action="store_true", help="no CRC-32C while copying")
+    add("--verify", default="auto", choices=("auto", "full"), help="full: the reader checks them")
+    add("--threads", type=_positive, default=1, help="torch's, at both ends (default: 1)")
+    add("--idle", type=float, default=0.0, metavar="SECONDS", help="measure the idle CPU so long")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_verify)
+    _add_link(parser)
+    parser.add_argument("--quick", action="store_true", help="a sixth of the cases, small ones")
+    parser.add_argument("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def _latency(arguments: argparse.Namespace) -> int:
+    given = {
+        name: getattr(arguments, name)
+        for name in ("layers", "tokens", "heads", "head_dim", "dtype")
+        if getattr(arguments, name) is not None
+    }
+    setup = latency.Setup(
+        connector=arguments.url.partition("://")[0] or arguments.connector,
+        url=arguments.url,
+        shape=dataclasses.replace(PRESETS[arguments.preset], **given),
+        strided=arguments.paged,
+        branches=arguments.branches,
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        mode=arguments.mode,
+        digests=not arguments.no_digests,
+        copier=arguments.copier,
+        verify=arguments.verify,
+        threads=arguments.threads,
+        idle=arguments.idle,
+    )
+    quiet = arguments.json == "-"
+    with report.progress("rounds", setup.warmup + setup.rounds, quiet=quiet) as step:
+        result = latency.measure(setup, step)
+    results = {**result.to_dict(), "bars": latency.bars(result), "notes": latency.notes(setup)}
+    _finish("latency", arguments, dataclasses.asdict(setup), results, latency_text(result))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    chosen = list(cases(quick=arguments.quick))
+    with report.progress("cases", len(chosen), quiet=arguments.json == "-") as step:
+        verdict = verify.run(
+            arguments.connector,
+            chosen,
+            step,
+            url=arguments.url,
+            copier=arguments.copier,
+            mode=arguments.mode,
+            corrupt=arguments.corrupt,
+        )
+    names = ("connector", "url", "mode", "copier", "quick")
+    setup = {name: getattr(arguments, name) for name in names}
+    _finish("verify", arguments, setup, verdict.to_dict(), verdict.text())
+    return 1 if verdict.failed else 0
+
+
+def _finish(
+    command: str,
+    arguments: argparse.Namespace,
+    setup: dict[str, Any],
+    results: dict[str, Any],
+    text: str,
+) -> None:
+    here = machine.describe()
+    if arguments.json:
+        report.write_json(arguments.json, report.document(command, here, setup, results))
+    if arguments.json != "-":
+        print(report.heading(command, here), text, sep="\n")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return number

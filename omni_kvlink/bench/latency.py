@@ -1,0 +1,261 @@
+"""How long a put takes until the other side holds the views, phase by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..connectors.base import Receipt
+from ..ledger import Ledger
+from ..link import Payload
+from ..memory import PAGE
+from .marks import Marks
+from .pair import Pair, open_pair
+from .payloads import Shape, make_bundle, make_sample
+from .peer import Message, faults
+from .plain import PlainCopy
+from .stats import Summary
+
+KEY = "bench"
+PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
+BESIDE = ("put", "release", "plain_copy", "pipe_wake")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What to measure, and how."""
+
+    connector: str
+    shape: Shape
+    url: str = ""
+    strided: bool = False
+    branches: int = 0
+    rounds: int = 20
+    warmup: int = 3
+    mode: str = "pooled"
+    digests: bool = True
+    copier: str = "auto"
+    verify: str = "auto"
+    threads: int = 1
+    idle: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One transfer. Times in seconds; the phases up to `verify` add up to `total`."""
+
+    prepare: float
+    copy: float
+    publish: float
+    wake: float
+    view: float
+    verify: float
+    total: float
+    put: float
+    release: float
+    plain_copy: float
+    pipe_wake: float
+    producer_faults: int
+    reader_faults: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """All rounds of one setup; `cold` is the first warm-up round, if there was one."""
+
+    setup: Setup
+    rounds: list[Round]
+    cold: Round | None
+    ledger: Ledger
+    plain: str
+    idle: dict[str, float] | None
+
+    @property
+    def ratio(self) -> float:
+        """Median of the whole trip over the median of the plain copy, of the same rounds."""
+        return self.milliseconds("total").p50 / self.milliseconds("plain_copy").p50
+
+    @property
+    def ratio_by_round(self) -> Summary:
+        return Summary.of([round.total / round.plain_copy for round in self.rounds])
+
+    @property
+    def beyond_copy(self) -> Summary:
+        """Milliseconds of a trip that are not the copy."""
+        return Summary.of([1e3 * (round.total - round.copy) for round in self.rounds])
+
+    @property
+    def rate(self) -> float:
+        """Bytes of tensors a second, of the median trip."""
+        return 1e3 * self.setup.shape.nbytes / self.milliseconds("total").p50
+
+    def milliseconds(self, name: str) -> Summary:
+        return Summary.of([1e3 * float(getattr(round, name)) for round in self.rounds])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
+        names = (*PHASES, *BESIDE)
+        return {
+            "payload_bytes": self.setup.shape.nbytes,
+            "sent_bytes": self.ledger.nbytes,
+            "not_sent_bytes": self.ledger.reused_nbytes,
+            "payload_pages": -(-self.setup.shape.nbytes // PAGE),
+            "copier": self.ledger.copier,
+            "digests": self.ledger.digests,
+            "rounds": len(self.rounds),
+            "milliseconds": {name: self.milliseconds(name).to_dict() for name in names},
+            "cold_total_ms": None if self.cold is None else round(1e3 * self.cold.total, 6),
+            "plain_copy": self.plain,
+            "ratio": round(self.ratio, 4),
+            "ratio_by_round": self.ratio_by_round.to_dict(),
+            "beyond_copy_ms": self.beyond_copy.to_dict(),
+            "gigabytes_per_second": round(self.rate / 1e9, 3),
+            "minor_faults": {
+                side: Summary.of([getattr(r, f"{side}_faults") for r in self.rounds]).to_dict()
+                for side in ("producer", "reader")
+            },
+            "idle_cpu_percent": self.idle,
+        }
+
+
+def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
+    """Run all rounds; `step` is called after each."""
+    with _torch_threads(setup.threads):
+        return _measure(setup, step)
+
+
+def _measure(setup: Setup, step: Callable[[], None]) -> Result:
+    rng = np.random.default_rng(0)
+    sample = make_sample(KEY, setup.shape, rng, strided=setup.strided)
+    data: Payload = sample.cache
+    if setup.branches:
+        data = make_bundle(sample, setup.branches, rng)
+    plain = PlainCopy(setup.shape.nbytes)
+    quota = max(4 << 30, 2 * setup.shape.nbytes)
+    with open_pair(
+        setup.connector,
+        url=setup.url,
+        threads=setup.threads,
+        copier=setup.copier,
+        digests=setup.digests,
+        mode=setup.mode,
+        quota=quota,
+    ) as pair:
+        rounds = list[Round]()
+        for _ in range(setup.warmup + setup.rounds):
+            one, receipt = _round(pair, data, setup.verify, plain)
+            rounds.append(one)
+            step()
+        idle = _idle(pair, setup.idle) if setup.idle else None
+    cold = rounds[0] if setup.warmup else None
+    return Result(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _round(pair: Pair, data: Payload, verify: str, plain: PlainCopy) -> tuple[Round, Receipt]:
+    plain_copy, pipe_wake = plain.seconds(), _pipe_wake(pair)
+    pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=verify)
+    pair.await_reader()
+    before = faults(own_thread=pair.own_thread)
+    with Marks() as marks:
+        called = time.monotonic_ns()
+        receipt = pair.link.put(data)
+        returned = time.monotonic_ns()
+    reader = pair.peer.answer(timeout=60.0)
+    receipt.wait(timeout=60.0)
+    settled = time.monotonic_ns()
+    times = _phases(receipt.ledger, called, marks.at["put.encoded"], reader)
+    return (
+        Round(
+            **times,
+            put=1e-9 * (returned - called),
+            release=1e-9 * (settled - reader["dropped"]),
+            plain_copy=plain_copy,
+            pipe_wake=pipe_wake,
+            producer_faults=faults(own_thread=pair.own_thread) - before,
+            reader_faults=reader["faults"],
+        ),
+        receipt,
+    )
+
+
+def _phases(ledger: Ledger, called: int, committed: int, reader: Message) -> dict[str, float]:
+    prepare = ledger.seconds["plan"] + ledger.seconds["reserve"]
+    copy = ledger.seconds["copy"]
+    view, verify = 1e-9 * reader["view"], 1e-9 * reader["verify"]
+    return {
+        "prepare": prepare,
+        "copy": copy,
+        "publish": 1e-9 * (committed - called) - prepare - copy,
+        "wake": 1e-9 * (reader["returned"] - committed) - view - verify,
+        "view": view,
+        "verify": verify,
+        "total": 1e-9 * (reader["returned"] - called),
+    }
+
+
+def _pipe_wake(pair: Pair) -> float:
+    """Seconds until a reader that sleeps on its plain pipe (or queue) runs: the floor of a wake."""
+    pair.settle()
+    told = time.monotonic_ns()
+    answer = pair.peer.ask(do="ping")
+    return 1e-9 * (int(answer["received"]) - told)
+
+
+def _idle(pair: Pair, seconds: float) -> dict[str, float]:
+    """CPU of a connected pair whose reader waits for a payload that does not come, in percent."""
+    pair.peer.tell(do="idle", key="never", seconds=seconds)
+    before = time.process_time()
+    time.sleep(seconds)
+    used = time.process_time() - before
+    reader = pair.peer.answer(timeout=seconds + 10)["cpu"]
+    percent = {"producer": 100 * used / seconds, "reader": 100 * reader / seconds}
+    if pair.own_thread:
+        percent = {"both": 100 * used / seconds}
+    return {side: round(value, 4) for side, value in percent.items()}
+
+
+def bars(result: Result) -> list[dict[str, Any]]:
+    """What this setup is held to, where it is one that has a bar."""
+    setup, shape, found = result.setup, result.setup.shape, list[tuple[str, float, float]]()
+    warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
+    if warm_shm and shape.nbytes <= 64 << 10:
+        found.append(("wake p50, microseconds", 1e3 * result.milliseconds("wake").p50, 300.0))
+    if warm_shm and 1 << 20 <= shape.nbytes <= 16 << 20:
+        found.append(("total beyond the copy p50, ms", result.beyond_copy.p50, 0.5))
+    if warm_shm and shape.nbytes >= 100 << 20 and not setup.strided and setup.digests:
+        found.append((f"total / plain copy, {result.ledger.copier} copier", result.ratio, 2.2))
+    if result.idle:
+        found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
+    return [
+        {"bar": bar, "got": round(got, 4), "limit": limit, "met": got <= limit}
+        for bar, got, limit in found
+    ]
+
+
+def notes(setup: Setup) -> Sequence[str]:
+    """What a reader of the figures must know about this setup."""
+    said = []
+    if setup.strided:
+        said.append(
+            "--paged stands in for a paged cache: K and V of a token lie side by side, so each "
+            "source has gaps; no block table is followed, there is no paged gather yet"
+        )
+    if setup.connector == "inproc":
+        said.append("inproc: both ends are threads of one process")
+    return said

@@ -1,0 +1,59 @@
+"""Which machine a result was measured on; a figure without it means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._version import __version__
+
+
+def describe() -> dict[str, Any]:
+    """CPU, cores, memory, kernel, versions and date, as JSON values."""
+    return {
+        "cpu_model": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "huge_pages_shmem": _choice("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "omni_kvlink": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def one_line(machine: dict[str, Any]) -> str:
+    """The same for people."""
+    gib = machine["memory_bytes"] / (1 << 30)
+    return (
+        f"{machine['cpu_model']}, {machine['cores']} cores, {gib:.0f} GiB, {machine['kernel']}, "
+        f"torch {machine['torch']}"
+    )
+
+
+def _field(path: str, name: str) -> str:
+    try:
+        with open(path) as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == name:
+                    return value.strip()
+    except OSError:
+        pass  # not Linux: the caller has another source
+    return ""
+
+
+def _choice(path: str) -> str:
+    """The word in brackets of a sysfs setting."""
+    try:
+        with open(path) as file:
+            return file.read().partition("[")[2].partition("]")[0] or "unknown"
+    except OSError:
+        return "unknown"

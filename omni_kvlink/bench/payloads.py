@@ -1,0 +1,195 @@
+"""Caches of random bytes to send, and what must arrive, said without the library's help."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
+from ..metadata import KVMetadata
+from ..schema import KVCacheTransferData
+
+Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+"""The bytes of one tensor, a row a token; may be strided."""
+
+BRANCH_NAMES = ("gen", "cfg_text", "cfg_img")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The dimensions of a cache; `heads` is 0 for one latent a layer (MLA) instead of K and V."""
+
+    layers: int
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+
+    @property
+    def layout(self) -> str:
+        return "NHD" if self.heads else "ND"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("key_cache", "value_cache") if self.heads else ("latent_cache",)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of one token in one tensor."""
+        return (self.heads, self.head_dim) if self.heads else (self.head_dim,)
+
+    @property
+    def row_nbytes(self) -> int:
+        return math.prod(self.row) * torch_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """All tensors together, without header and padding."""
+        return self.layers * len(self.parts) * self.tokens * self.row_nbytes
+
+    def __str__(self) -> str:
+        parts = "{K, V}" if self.heads else "latent"
+        return f"{self.layers} × {parts} × {[self.tokens, *self.row]} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A cache and the raw bytes of its tensors, layer by layer, K before V."""
+
+    cache: KVCacheTransferData
+    shape: Shape
+    rows: list[Rows]
+
+    def expected(
+        self, *, tokens: int | None = None, metadata: KVMetadata | None = None
+    ) -> dict[str, Any]:
+        """What a reader of the first `tokens` tokens must find, see `found_in`."""
+        upto = self.shape.tokens if tokens is None else tokens
+        label = f"{self.shape.dtype} {[upto, *self.shape.row]}"
+        return {
+            **_facts(metadata or self.cache.metadata),
+            "dtype": self.shape.dtype,
+            "block_ids": list(self.cache.block_ids) if metadata is None else [],
+            "digests": [_sha256(label, np.ascontiguousarray(r[:upto])) for r in self.rows],
+        }
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def make_sample(
+    request_id: str,
+    shape: Shape,
+    rng: np.random.Generator,
+    *,
+    strided: bool = False,
+    block_ids: tuple[int, ...] = (),
+) -> Sample:
+    """A cache of random bytes: every bit pattern, NaNs too.
+
+    Args:
+        strided: K and V of a token lie side by side in one buffer, so that each tensor has gaps.
+    """
+    rows: list[Rows] = []
+    blocks: dict[str, list[torch.Tensor | None]] = {part: [] for part in shape.parts}
+    for _ in range(shape.layers):
+        for part, one in zip(shape.parts, _layer_rows(shape, rng, strided), strict=False):
+            rows.append(one)
+            tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
+            blocks[part].append(tensor.view(shape.tokens, *shape.row))
+    metadata = _metadata(shape, shape.tokens, rng)
+    return Sample(KVCacheTransferData(request_id, blocks, block_ids, metadata), shape, rows)
+
+
+def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
+    """`branches` branches of which the first has bytes; the rest are in turn half of it, and it."""
+    first = BRANCH_NAMES[0]
+    made: dict[str, BundleBranch] = {first: sample.cache}
+    for index in range(1, branches):
+        name = BRANCH_NAMES[index] if index < len(BRANCH_NAMES) else f"branch_{index}"
+        tokens = max(1, sample.shape.tokens // 2)
+        if index % 2:
+            made[name] = PrefixOf(first, tokens, prefix_metadata(sample, tokens, rng))
+        else:
+            made[name] = SameAs(first)
+    return KVCacheBundle(sample.cache.request_id, made)
+
+
+def prefix_metadata(sample: Sample, tokens: int, rng: np.random.Generator) -> KVMetadata:
+    """Metadata of its own for the first `tokens` tokens of a cache."""
+    return _metadata(sample.shape, tokens, rng)
+
+
+def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
+    """A cache of as many layers without a token, as an unconditional branch has it."""
+    metadata = KVMetadata((0,), (0,), shape.layers, layout=shape.layout)
+    return KVCacheTransferData(
+        request_id, {part: [None] * shape.layers for part in shape.parts}, (), metadata
+    )
+
+
+def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
+    """What a reader of an empty cache must find."""
+    return {**_facts(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
+
+
+def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
+    """Metadata, and the SHA-256 of type, shape and bytes of each tensor, layer by layer."""
+    layers = zip(*cache.layer_blocks.values(), strict=True)
+    tensors = [tensor for layer in layers for tensor in layer if tensor is not None]
+    return {
+        **_facts(cache.metadata),
+        "dtype": cache.metadata.dtype,
+        "block_ids": list(cache.block_ids),
+        "digests": [
+            _sha256(f"{str(t.dtype)[len('torch.') :]} {list(t.shape)}", bytes_of(t))
+            for t in tensors
+        ],
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bytes of a contiguous tensor, not copied."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _layer_rows(shape: Shape, rng: np.random.Generator, strided: bool) -> list[Rows]:
+    if strided:
+        both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
+        return [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
+    return [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
+
+
+def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
+    words = rng.integers(0, 1 << 64, size=-(-rows * row // 8), dtype=np.uint64)
+    return words.view(np.uint8)[: rows * row].reshape(rows, row)
+
+
+def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
+    return KVMetadata(
+        kv_lens=(tokens,),
+        ropes=(int(rng.integers(0, 1 << 20)),),
+        num_layers=shape.layers,
+        layout=shape.layout,
+        extra={"salt": int(rng.integers(0, 1 << 40))},
+    )
+
+
+def _facts(metadata: KVMetadata) -> dict[str, Any]:
+    values = metadata.to_dict()
+    names = ("kv_lens", "ropes", "num_layers", "seq_len", "layout", "extra")
+    return {name: values[name] for name in names}
+
+
+def _sha256(label: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    digest = hashlib.sha256(label.encode())
+    digest.update(data.data)
+    return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""The reading end of a benchmark: `python -m omni_kvlink.bench.peer`, one JSON line each way.
+
+The same conversation runs in a thread where both ends must be in one process (`inproc`).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from ..bundle import KVCacheBundle
+from ..link import KVLink, Payload
+from ..memory import PAGE
+from ..schema import KVCacheTransferData
+from .payloads import bytes_of, found_in
+
+Message: TypeAlias = dict[str, Any]
+
+
+def faults(*, own_thread: bool) -> int:
+    """Minor page faults so far, of the process or of this thread alone."""
+    who = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
+    return resource.getrusage(who).ru_minflt
+
+
+class Reader:
+    """Does what the other end asks; each method is one command and returns its answer."""
+
+    def __init__(self, *, own_thread: bool):
+        self._own_thread = own_thread
+        self._link: KVLink | None = None
+
+    def answer(self, command: Message) -> Message:
+        """Do one command; an error becomes an answer."""
+        received = time.monotonic_ns()
+        arguments = dict(command)
+        name = arguments.pop("do")
+        if name == "ping":
+            return {"received": received}
+        try:
+            method: Callable[..., Message] = getattr(self, f"do_{name}")
+            return method(**arguments)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def do_open(self, *, url: str, timeout: float, threads: int) -> Message:
+        if not self._own_thread:
+            torch.set_num_threads(threads)
+        self._link = KVLink.connect(url, timeout=timeout)
+        return {"opened": url}
+
+    def do_get(
+        self, *, key: str, timeout: float, verify: Literal["auto", "full", "off"]
+    ) -> Message:
+        """Wait for a payload, hold its views, touch every page of them, let go."""
+        before = faults(own_thread=self._own_thread)
+        received = self._opened().get(key, timeout=timeout, verify=verify)
+        returned = time.monotonic_ns()
+        with received as data:
+            for cache in _caches(data).values():
+                for tensor in cache.tensors():
+                    bytes_of(tensor)[::PAGE].sum()
+            touched = faults(own_thread=self._own_thread) - before
+            cache = tensor = data = None  # type: ignore[assignment]
+        dropped = time.monotonic_ns()
+        seconds = received.ledger.seconds
+        return {
+            "returned": returned,
+            "dropped": dropped,
+            "view": int(1e9 * seconds["view"]),
+            "verify": int(1e9 * seconds.get("verify", 0.0)),
+            "faults": touched,
+        }
+
+    def do_inspect(self, *, key: str, timeout: float) -> Message:
+        """Wait for a payload and tell what is in it."""
+        with self._opened().get(key, timeout=timeout) as data:
+            return {"branches": {name: found_in(cache) for name, cache in _caches(data).items()}}
+
+    def do_idle(self, *, key: str, seconds: float) -> Message:
+        """Wait in vain for a payload, and tell what the waiting cost."""
+        want = self._opened().begin_get(key, timeout=1.0)
+        before = time.process_time()
+        time.sleep(seconds)
+        used = time.process_time() - before
+        want.cancel()
+        return {"cpu": used}
+
+    def do_close(self) -> Message:
+        if self._link is not None:
+            self._link.close()
+        return {"closed": True}
+
+    def _opened(self) -> KVLink:
+        if self._link is None:
+            raise RuntimeError("not connected")
+        return self._link
+
+
+def converse(lines: Iterable[str], reply: Callable[[str], None], *, own_thread: bool) -> None:
+    """Answer line by line until they end."""
+    reader = Reader(own_thread=own_thread)
+    try:
+        for line in lines:
+            reply(json.dumps(reader.answer(json.loads(line))))
+    finally:
+        reader.do_close()
+
+
+def _caches(data: Payload) -> dict[str, KVCacheTransferData]:
+    if isinstance(data, KVCacheBundle):
+        return {name: data[name] for name in data}
+    return {"": data}
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    converse(sys.stdin, _print, own_thread=False)

@@ -1,0 +1,59 @@
+"""The caches that are sent, and the yardstick they are held to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omni_kvlink import KVCacheBundle, KVCacheTransferData
+from omni_kvlink.bench.cases import BRANCHINGS, cases
+from omni_kvlink.bench.payloads import Shape, found_in, make_bundle, make_sample
+from omni_kvlink.branch import DTYPES
+
+SHAPE = Shape(2, 5, 3, 8)
+
+
+@pytest.mark.parametrize("heads", [3, 0])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_is_of_its_shape(dtype: str, strided: bool, heads: int) -> None:
+    shape = Shape(2, 5, heads, 8, dtype)
+    sample = make_sample("k", shape, np.random.default_rng(0), strided=strided)
+    tensors = sample.cache.tensors()
+    assert sum(t.numel() * t.element_size() for t in tensors) == shape.nbytes
+    assert all(t.is_contiguous() is not strided for t in tensors)
+
+
+def test_the_raw_bytes_say_what_the_tensors_hold() -> None:
+    sample = make_sample("k", SHAPE, np.random.default_rng(0), block_ids=(4, 2))
+    assert sample.expected() == found_in(sample.cache)
+    assert sample.expected(tokens=4)["digests"] != found_in(sample.cache)["digests"]
+
+
+def test_a_bundle_has_one_branch_with_bytes() -> None:
+    sample = make_sample("k", SHAPE, np.random.default_rng(0))
+    bundle = make_bundle(sample, 4, np.random.default_rng(1))
+    assert list(bundle) == ["gen", "cfg_text", "cfg_img", "branch_3"]
+    assert bundle.plan().nbytes < sample.shape.nbytes + 8192
+    assert bundle.reused_nbytes == sample.shape.nbytes * (2 + 5 + 2) // 5
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
+    chosen = list(cases(quick=quick))
+    assert {case.shape.dtype for case in chosen} == set(DTYPES)
+    assert {case.branching for case in chosen} == set(BRANCHINGS)
+    assert {case.shape.layout for case in chosen} == {"NHD", "ND"}
+    assert {1, 7, 255} <= {case.shape.tokens for case in chosen}
+    assert [case.number for case in chosen] == list(range(len(chosen)))
+
+
+def test_a_case_can_be_made_twice_alike() -> None:
+    case = next(case for case in cases(quick=True) if case.branching == "mixed")
+    (key, first, wanted), (_, second, again) = case.make(), case.make()
+    assert key == first.request_id
+    assert isinstance(first, KVCacheBundle)
+    assert isinstance(second, KVCacheBundle)
+    assert first.difference(second) == ""
+    assert wanted == again
+    assert isinstance(first["half"], KVCacheTransferData)

@@ -1,0 +1,50 @@
+"""Percentiles and tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omni_kvlink.bench import machine, report
+from omni_kvlink.bench.stats import Summary, percentile
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20, 101])
+@pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
+def test_percentiles_are_numpys(count: int, percent: float) -> None:
+    values = np.random.default_rng(count).exponential(size=count).tolist()
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
+def test_a_percentile_of_nothing_is_refused(values: list[float], percent: float) -> None:
+    with pytest.raises(ValueError, match="percentile"):
+        percentile(values, percent)
+
+
+def test_a_summary_has_the_ends() -> None:
+    summary = Summary.of([3.0, 1.0, 2.0]).to_dict()
+    assert (summary["min"], summary["p50"], summary["max"]) == (1.0, 2.0, 3.0)
+
+
+def test_numbers_stand_right_and_words_left() -> None:
+    text = report.table(["ms", "p50", "what"], [["copy", "9.1", "bytes"], ["a wake", "10.2", "x"]])
+    assert text.splitlines()[2:] == ["copy     9.1  bytes", "a wake  10.2  x"]
+
+
+def test_without_a_terminal_progress_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.progress("rounds", 40, quiet=False) as step:
+        for _ in range(40):
+            step()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == "40/40 rounds"
+    assert len(captured.err.splitlines()) <= 5
+
+
+def test_the_machine_is_described() -> None:
+    here = machine.describe()
+    assert here["cores"] >= 1
+    assert here["memory_bytes"] > 1 << 28
+    assert {"cpu_model", "kernel", "torch", "date"} <= set(here)
+    assert str(here["torch"]) in machine.one_line(here)
