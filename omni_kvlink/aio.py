@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from .connectors.base import Receipt
-from .link import KVLink, Payload, Received, Verify
+from .connectors.base import Receipt, Want
+from .errors import TransferTimeout
+from .link import KVLink, Payload, Received, Verify, check_verify
 
 
 class AsyncKVLink:
@@ -36,20 +39,41 @@ class AsyncKVLink:
         Raises:
             The errors of `KVLink.get`.
         """
+        check_verify(verify)
         started = time.perf_counter()
-        want = await asyncio.to_thread(self.link.begin_get, request_id, timeout=timeout)
-        left = timeout - (time.perf_counter() - started)
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        want.future.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        asking = _Asking(self.link, request_id, timeout)
         try:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(answered.wait(), max(0.0, left))
-        except asyncio.CancelledError:
-            want.cancel()
+            await self._answered(asking, timeout)
+        except BaseException:
+            asking.withdraw()
             raise
-        # Answered, or out of time: this returns or raises at once.
-        delivery = want.wait(timeout=0.0)
+        # Answered, or out of time: `wait` returns or raises at once.
+        delivery = asking.take().wait(timeout=0.0)
         return self.link.open_delivery(delivery, started=started, verify=verify)
+
+    async def _answered(self, asking: _Asking, timeout: float) -> None:
+        """Return when the answer is there or the time is over. Only a reconnection needs a thread.
+
+        With `asyncio.wait`, because `wait_for` may swallow a cancellation.
+        """
+        deadline = time.monotonic() + timeout
+        asked = asyncio.get_running_loop().run_in_executor(None, asking)
+        try:
+            await asyncio.wait([asked], timeout=timeout)
+        finally:
+            asked.cancel()
+        if asked.cancelled():
+            raise TransferTimeout(
+                f"{self.link.url}: no connection after {timeout:g} s",
+                waited=timeout,
+                phase="connecting",
+            )
+        answer = asyncio.wrap_future(asked.result().future)
+        try:
+            await asyncio.wait([answer], timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # retrieved here, raised by `Want.wait`
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait` in a thread."""
@@ -77,3 +101,30 @@ class AsyncKVLink:
         tb: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+class _Asking:
+    """`begin_get`, to be called in a thread; what comes of it after `withdraw` is taken back."""
+
+    def __init__(self, link: KVLink, request_id: str, timeout: float):
+        self._begin = partial(link.begin_get, request_id)
+        self._deadline = time.monotonic() + timeout
+        self._withdrawn = False
+        self._wants: deque[Want] = deque()
+
+    def __call__(self) -> Want:
+        left = self._deadline - time.monotonic()
+        want = self._begin(timeout=max(0.0, left))
+        self._wants.append(want)
+        if self._withdrawn:
+            self.withdraw()
+        return want
+
+    def take(self) -> Want:
+        return self._wants.pop()
+
+    def withdraw(self) -> None:
+        """Whoever pops the want, this thread or the other, cancels it: once."""
+        self._withdrawn = True
+        with contextlib.suppress(IndexError):
+            self._wants.pop().cancel()

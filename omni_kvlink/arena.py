@@ -237,8 +237,11 @@ class ArenaPool:
             return Block(number, arena.allocate(nbytes), nbytes)
 
     def _full(self, nbytes: int, waited: float) -> CapacityError:
-        free = max((arena.largest_hole for arena, _ in self._arenas.values()), default=0)
-        free = max(free, self.quota - self._mapped)
+        arenas = [arena for arena, _ in self._arenas.values()]
+        reclaimable = sum(arena.nbytes for arena in arenas if arena.is_empty)
+        free = max(
+            self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
+        )
         return CapacityError(
             f"{nbytes} bytes wanted, {free} free of a quota of {self.quota} after {waited:g} s: "
             "raise quota=, or wait for readers to let go",

@@ -106,7 +106,7 @@ def length_complaints(branch: Branch) -> Iterator[str]:
     if not 1 <= branch.num_layers <= MAX_LAYERS:
         yield f"num_layers {branch.num_layers}; wanted 1 to {MAX_LAYERS}"
     if sum(branch.kv_lens) != branch.seq_len:
-        yield f"kv_lens {list(branch.kv_lens)} do not add up to seq_len {branch.seq_len}"
+        yield f"kv_lens {_short(branch.kv_lens)} do not add up to seq_len {branch.seq_len}"
     if not branch.kv_lens or len(branch.ropes) != len(branch.kv_lens):
         yield (
             f"{len(branch.ropes)} ropes for {len(branch.kv_lens)} kv_lens; "
@@ -158,15 +158,22 @@ def _of_reuse(branch: Branch, by_name: dict[str, Branch]) -> Iterator[str]:
             yield f"its {field} is {mine!r}, that of {source.name!r} is {theirs!r}"
 
 
-def _depth(value: object) -> int:
-    """Levels of nesting, found without recursion."""
-    level, depth = [value], 0
+def _depth(value: dict[str, Any]) -> int:
+    """Levels of dicts and lists, found without recursion."""
+    level: list[Any] = [value]
+    depth = 0
     while level:
         depth += 1
         level = [
             child
             for item in level
-            if isinstance(item, (dict, list))
             for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, (dict, list))
         ]
     return depth
+
+
+def _short(numbers: Sequence[int]) -> str:
+    """The numbers in a message: a hostile header may have many of them."""
+    shown = ", ".join(map(str, numbers[:16]))
+    return f"[{shown}{', …' if len(numbers) > 16 else ''}]"

@@ -55,6 +55,7 @@ class KVCacheBundle:
         self.request_id = request_id
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
+            _check_kind(name, branch)
             if isinstance(branch, KVCacheTransferData) and branch.request_id != request_id:
                 raise SchemaError(
                     f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
@@ -83,10 +84,13 @@ class KVCacheBundle:
     @property
     def reused_nbytes(self) -> int:
         """Bytes that need not be sent, because a branch is a prefix of another or the same."""
-        declared = [
-            name for name, b in self.branches.items() if not isinstance(b, KVCacheTransferData)
-        ]
-        return sum(t.numel() * t.element_size() for name in declared for t in self[name].tensors())
+        total = 0
+        for name, branch in self.branches.items():
+            if not isinstance(branch, KVCacheTransferData):
+                sent = [t.numel() * t.element_size() for t in self._source(name, branch).tensors()]
+                source = self._source(name, branch).metadata.seq_len
+                total += sum(sent) * self._metadata(name).seq_len // source
+        return total
 
     def plan(self, *, digests: bool = True) -> Manifest:
         """Sizes and places of everything, before a byte is copied."""
@@ -186,3 +190,15 @@ class KVCacheBundle:
             else self._metadata(name).as_branch(name, reuse=self._reuse(name))
             for name, branch in self.branches.items()
         ]
+
+
+def _check_kind(name: str, branch: BundleBranch) -> None:
+    if not isinstance(branch, (KVCacheTransferData, PrefixOf, SameAs)):
+        raise SchemaError(
+            f"branch {name!r} is a {type(branch).__name__}; "
+            "wanted a KVCacheTransferData, PrefixOf or SameAs"
+        )
+    if not isinstance(branch.metadata, KVMetadata) and not (
+        isinstance(branch, SameAs) and branch.metadata is None
+    ):
+        raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")

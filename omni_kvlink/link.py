@@ -15,7 +15,7 @@ from .bundle import KVCacheBundle
 from .connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
 from .connectors.registry import backend, split_url
 from .copier import Copier, TorchCopier
-from .errors import ClosedError, KVLinkError, WireError
+from .errors import ClosedError, SchemaError, WireError
 from .files import open_payload
 from .ledger import Ledger
 from .memory import Region
@@ -23,6 +23,8 @@ from .schema import KVCacheTransferData
 from .wire import Manifest
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
+FOREVER = 1e9
+"""Seconds that every clock of the system still takes; a longer timeout means this one."""
 Verify: TypeAlias = Literal["auto", "full", "off"]
 
 
@@ -55,8 +57,8 @@ class KVLink:
             UnavailableError: the connector cannot run here.
         """
         scheme, address, chosen = _parse(url, options)
-        end = backend(scheme).serve(address, chosen)
-        return cls(url, end, copier=_copier(copier), digests=digests)
+        mover = _copier(copier)
+        return cls(url, backend(scheme).serve(address, chosen), copier=mover, digests=digests)
 
     @classmethod
     def connect(cls, url: str, *, timeout: float, copier: str = "auto", **options: Any) -> KVLink:
@@ -67,8 +69,9 @@ class KVLink:
             UnavailableError, VersionError, ConnectorError
         """
         scheme, address, chosen = _parse(url, options)
-        end = backend(scheme).connect(address, chosen, timeout)
-        return cls(url, end, copier=_copier(copier), digests=True)
+        mover = _copier(copier)
+        end = backend(scheme).connect(address, chosen, min(timeout, FOREVER))
+        return cls(url, end, copier=mover, digests=True)
 
     def put(
         self, data: Payload, *, readers: int = 1, ttl: float = 60.0, timeout: float = 10.0
@@ -92,8 +95,10 @@ class KVLink:
         ledger = Ledger(copier=self._copier.name, digests="crc32c" if self._digests else "off")
         with ledger.phase("plan"):
             plan = data.plan(digests=self._digests)
+            if isinstance(data, KVCacheBundle):
+                ledger.reused_nbytes = data.reused_nbytes
         with ledger.phase("reserve"):
-            lease = producer.reserve(plan.request_id, plan.nbytes, timeout=timeout)
+            lease = producer.reserve(plan.request_id, plan.nbytes, timeout=min(timeout, FOREVER))
         with lease:
             _faults.point("put.reserved")
             with ledger.phase("copy"):
@@ -104,8 +109,6 @@ class KVLink:
                 lease.region.view()[: len(header)] = header
                 _faults.point("put.encoded")
                 ledger.nbytes, ledger.copies = plan.nbytes, 1 if plan.tensors else 0
-                if isinstance(data, KVCacheBundle):
-                    ledger.reused_nbytes = data.reused_nbytes
                 return producer.publish(lease, readers=readers, ttl=ttl, ledger=ledger)
 
     def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
@@ -127,22 +130,21 @@ class KVLink:
             IntegrityError, VersionError, WireError: the payload is not what was committed.
         """
         consumer = self._consumer("get")
+        check_verify(verify)
         started = time.perf_counter()
-        delivery = consumer.receive(request_id, timeout=timeout)
+        delivery = consumer.receive(_check_id(request_id), timeout=min(timeout, FOREVER))
         return self.open_delivery(delivery, started=started, verify=verify)
 
     def begin_get(self, request_id: str, *, timeout: float) -> Want:
         """Ask for a cache without waiting; for event loops, see `omni_kvlink.aio`."""
-        return self._consumer("get").begin(request_id, timeout=timeout)
+        return self._consumer("get").begin(_check_id(request_id), timeout=min(timeout, FOREVER))
 
     def open_delivery(self, delivery: Delivery, *, started: float, verify: Verify) -> Received:
         """Check a delivery and make views of it; a bad one is rejected at its producer."""
-        if verify not in ("auto", "full", "off"):
-            delivery.drop()
-            raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")
         ledger = Ledger()
         ledger.seconds["wait"] = time.perf_counter() - started
         try:
+            check_verify(verify)
             with ledger.phase("view"):
                 assert delivery.region is not None
                 manifest = _manifest(delivery.key, delivery.region)
@@ -150,8 +152,8 @@ class KVLink:
             if verify == "full" and manifest.has_digests:
                 with ledger.phase("verify"):
                     self._copier.verify(manifest, delivery.region)
-        except KVLinkError as error:
-            delivery.reject(str(error))
+        except BaseException as error:  # dropped in silence, it would count as read
+            delivery.reject(str(error) or repr(error))
             raise
         ledger.nbytes = manifest.nbytes
         ledger.digests = "crc32c" if manifest.has_digests else "off"
@@ -159,11 +161,12 @@ class KVLink:
 
     def fail(self, request_id: str, reason: str) -> None:
         """Tell whoever waits for `request_id`, or asks later, that it will not come."""
-        self._producer("fail").fail(request_id, reason)
+        self._producer("fail").fail(_check_id(request_id), reason)
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """End a transfer from either side: nobody waits for it any more."""
         self._check_open()
+        _check_id(request_id)
         if isinstance(self._end, Producer):
             self._end.fail(request_id, reason, aborted=True)
         else:
@@ -249,6 +252,22 @@ class Received:
         tb: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def check_verify(verify: str) -> None:
+    if verify not in ("auto", "full", "off"):
+        raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")
+
+
+def _check_id(request_id: str) -> str:
+    """Refused here, because a peer would take it for garbage and end the connection."""
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
+        raise SchemaError("request_id: a string of 1 to 1024 characters")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"request_id: no text: {error}") from None
+    return request_id
 
 
 def _manifest(key: str, region: Region) -> Manifest:

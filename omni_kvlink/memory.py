@@ -6,6 +6,7 @@ because each of them holds a reference; a view can therefore never point at unma
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -126,13 +127,15 @@ class Mapping:
         other way, so whoever gets the descriptor can read and nothing else.
         """
         ensure_room(nbytes)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(fd, 0, nbytes)
             pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             seal(fd)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise _full(nbytes, error) from None
         _populate(pages, _MADV_POPULATE_WRITE)
         return cls(pages, nbytes, fd=fd)
@@ -194,10 +197,9 @@ def _meminfo_available() -> int:
 
 
 def _populate(pages: mmap.mmap, advice: int) -> None:
-    try:
+    # An older kernel refuses; then the first copy pays the page faults.
+    with contextlib.suppress(OSError, ValueError):
         pages.madvise(advice)
-    except (OSError, ValueError):
-        pass  # an older kernel: the first copy pays the page faults instead
 
 
 def _full(nbytes: int, error: OSError) -> CapacityError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from .branch import Branch, Reuse, Shard, length_complaints
 from .errors import SchemaError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +53,14 @@ class KVMetadata:
         try:
             put(self, "kv_lens", tuple(self.kv_lens))
             put(self, "ropes", tuple(self.ropes))
+            put(self, "extra", _json_copy(self.extra))
             if self.image_shape is not None:
                 put(self, "image_shape", tuple(self.image_shape))
             if self.seq_len == -1:
                 put(self, "seq_len", sum(self.kv_lens))
             branch = self.as_branch("metadata")
-        except (TypeError, msgspec.ValidationError) as error:
+        except TypeError as error:
             raise SchemaError(f"metadata: {error}") from None
-        _check_json(self.extra)
         for complaint in length_complaints(branch):
             raise SchemaError(f"metadata: {complaint}")
 
@@ -70,12 +72,11 @@ class KVMetadata:
         if missing:
             raise SchemaError(f"metadata lacks {', '.join(missing)}")
         known = {name: value for name, value in values.items() if name in names}
-        known["extra"] = {
-            **known.get("extra", {}),
-            **{name: value for name, value in values.items() if name not in names},
+        known["extra"] = _json_copy(known.get("extra", {})) | {
+            name: value for name, value in values.items() if name not in names
         }
         if isinstance(known.get("shard"), Mapping):
-            known["shard"] = msgspec.convert(known["shard"], Shard)
+            known["shard"] = _converted(known["shard"], Shard)
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,20 +97,29 @@ class KVMetadata:
         """This metadata as the wire carries it."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own = {"name": name, "shape": shape, "block_ids": block_ids, "reuse": reuse}
-        branch: Branch = msgspec.convert({**values, **own}, Branch)
-        return branch
+        return _converted({**values, **own}, Branch)
 
     @classmethod
     def from_branch(cls, branch: Branch) -> KVMetadata:
         return cls(**{field.name: getattr(branch, field.name) for field in dataclasses.fields(cls)})
 
 
-def _check_json(extra: dict[str, Any]) -> None:
+def _converted(values: object, kind: type[T]) -> T:
     try:
-        same = msgspec.json.decode(msgspec.json.encode(extra)) == extra
-    except (TypeError, msgspec.MsgspecError, RecursionError) as error:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"metadata: {error}") from None
+
+
+def _json_copy(extra: dict[str, Any]) -> dict[str, Any]:
+    """What the other side will see; private, so that it stays what was checked."""
+    try:
+        copy = msgspec.json.decode(msgspec.json.encode(extra))
+    except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"metadata: extra is not JSON: {error}") from None
-    if not same or not isinstance(extra, dict):
+    if not isinstance(copy, dict) or copy != extra:
         raise SchemaError(
-            "metadata: extra changes when written as JSON; use string keys, lists and finite numbers"
+            "metadata: extra changes when written as JSON; "
+            "use string keys, lists and finite numbers"
         )
+    return copy

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .branch import Branch, check_branches
+from .branch import RANKS, Branch, check_branches
 from .errors import ClosedError, SchemaError
 from .memory import Region
 from .metadata import KVMetadata
 from .tensors import dtype_name, tensor_view
 from .wire import PART_WORDS, PARTS, Manifest, tensor_name
+
+_REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
 
 LayerBlocks = Mapping[str, Sequence[torch.Tensor | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
@@ -49,14 +53,17 @@ class KVCacheTransferData:
         block_ids: Sequence[int] = (),
         metadata: KVMetadata | Mapping[str, Any] | None = None,
     ):
-        if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
-            raise SchemaError("request_id: a string of 1 to 1024 characters")
-        if metadata is None:
+        if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+            raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+        if not isinstance(metadata, (KVMetadata, Mapping)):
             raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         self.request_id = request_id
-        self.block_ids = [int(block) for block in block_ids]
+        try:
+            self.block_ids = [operator.index(block) for block in block_ids]
+        except TypeError as error:
+            raise SchemaError(f"block_ids: {error}") from None
         self._blocks: dict[str, list[torch.Tensor | None]] | None
         self._blocks = _complete_layers(layer_blocks, metadata)
         self.metadata = _fit_metadata(metadata, self._blocks)
@@ -193,7 +200,13 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit-exact equality, NaN payloads and signed zeros included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(_plain_bytes(a), _plain_bytes(b))
+
+
+def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_neg().contiguous()
+    # Sides of one may have any stride in a contiguous tensor, and a dtype's view wants 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def branch_tensors(branch: Branch) -> Iterator[Reserve]:
@@ -226,11 +239,12 @@ def _complete_layers(
     if metadata.layout not in PARTS:
         raise SchemaError(f"layout {metadata.layout!r}; wanted one of {', '.join(PARTS)}")
     names = {CACHES[part]: PART_WORDS[part] for part in PARTS[metadata.layout]}
-    if set(layer_blocks) != set(names):
+    if not isinstance(layer_blocks, Mapping) or set(layer_blocks) != set(names):
         raise SchemaError(
-            f"layer_blocks has {sorted(layer_blocks)}; layout {metadata.layout} wants {list(names)}"
+            f"layer_blocks has {sorted(map(str, layer_blocks or ()))}; "
+            f"layout {metadata.layout} wants {list(names)}"
         )
-    blocks = {name: list(layer_blocks[name]) for name in names}
+    blocks = {name: list(layer_blocks[name] or ()) for name in names}
     first = next((layer for name in names for layer in blocks[name] if layer is not None), None)
     for name, word in names.items():
         if len(blocks[name]) != metadata.num_layers:
@@ -264,18 +278,22 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[torch.Tensor | No
         if metadata.seq_len:
             raise SchemaError(f"kv_lens say {metadata.seq_len} tokens, but every layer is None")
         return metadata
-    rank = 3 if metadata.layout == "NHD" else 2
+    where = f"layer 0, {PART_WORDS[PARTS[metadata.layout][0]]}"
+    rank = RANKS[metadata.layout]
     if first.dim() != rank or 0 in first.shape:
         raise SchemaError(
-            f"layer 0 is {list(first.shape)}; layout {metadata.layout} wants {rank} dimensions, "
+            f"{where} is {list(first.shape)}; layout {metadata.layout} wants {rank} dimensions, "
             "none of them 0 (an empty cache is given as None)"
         )
     if first.shape[0] != metadata.seq_len:
         raise SchemaError(
-            f"layer 0 has {first.shape[0]} tokens, but kv_lens {list(metadata.kv_lens)} "
+            f"{where} has {first.shape[0]} tokens, but kv_lens {list(metadata.kv_lens)} "
             f"say {metadata.seq_len}"
         )
-    dtype = dtype_name(first.dtype)
+    try:
+        dtype = dtype_name(first.dtype)
+    except SchemaError as error:
+        raise SchemaError(f"{where}: {error}") from None
     if metadata.dtype not in ("", dtype):
-        raise SchemaError(f"the tensors are {dtype}, but metadata says {metadata.dtype}")
+        raise SchemaError(f"{where} is {dtype}, but metadata says {metadata.dtype}")
     return dataclasses.replace(metadata, dtype=dtype)

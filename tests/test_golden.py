@@ -1,0 +1,53 @@
+"""Files that released versions wrote: each stays readable, and today's is what it was."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from payloads import bits
+
+from omni_kvlink import KVCacheBundle, KVCacheTransferData
+from omni_kvlink.wire import VERSION, Manifest
+
+HERE = Path(__file__).parent / "golden"
+MAKE: dict[str, Any] = runpy.run_path(str(HERE / "make.py"))
+ALL = sorted(HERE.glob("v*.safetensors"))
+NOW = [path for path in ALL if path.name.startswith(f"v{VERSION[0]}.{VERSION[1]}_")]
+
+
+def expected(path: Path) -> KVCacheTransferData | KVCacheBundle:
+    data: KVCacheTransferData | KVCacheBundle = MAKE["CONTENTS"][path.stem.split("_", 1)[1]]()
+    return data
+
+
+def test_every_version_has_its_files() -> None:
+    assert {path.stem.split("_", 1)[1] for path in NOW} == set(MAKE["CONTENTS"])
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_it_is_read_as_what_was_written(path: Path) -> None:
+    data = expected(path)
+    found = type(data).load(path)
+    assert found.difference(data) == ""
+    assert repr(found) == repr(data)
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_the_bytes_are_those_of_the_names(path: Path) -> None:
+    """Without this library: stock safetensors and a hash."""
+    tensors = safetensors.torch.load_file(path)
+    named = {name: tensor for name, tensor in tensors.items() if not name.startswith("pad.")}
+    assert named
+    for name, tensor in named.items():
+        assert bits(tensor) == MAKE["raw"](name, tensor.numel() * tensor.element_size())
+
+
+@pytest.mark.parametrize("path", NOW, ids=lambda path: path.stem)
+def test_today_the_same_bytes_are_written(path: Path) -> None:
+    wrote = path.read_bytes()
+    producer = Manifest.decode(wrote).producer
+    assert MAKE["payload"](expected(path), producer) == wrote

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import weakref
+
+import pytest
+import torch
+from payloads import cache, written
+
+from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
+from omni_kvlink.memory import (
+    F_ADD_SEALS,
+    PAGE,
+    Lease,
+    Mapping,
+    Region,
+    available_bytes,
+    ensure_room,
+    is_sealed,
+)
+from omni_kvlink.tensors import tensor_view
+
+
+def anonymous(nbytes: int = PAGE) -> Region:
+    return Mapping.anonymous(nbytes).region
+
+
+def test_a_region_is_written_through_its_view() -> None:
+    region = anonymous()
+    region.view(2, 5)[:] = b"abc"
+    assert bytes(region.view(0, 7)) == b"\0\0abc\0\0"
+    assert region.view().nbytes == region.nbytes == PAGE
+
+
+def test_a_slice_is_the_same_memory() -> None:
+    region = anonymous()
+    part = region.slice(100, 28)
+    part.view()[:] = b"x" * 28
+    assert bytes(region.view(99, 129)) == b"\0" + b"x" * 28 + b"\0"
+    assert part.address == region.address + 100
+
+
+@pytest.mark.parametrize("span", [(-1, 1), (0, -1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0)])
+def test_a_slice_stays_inside(span: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="region"):
+        anonymous().slice(*span)
+
+
+# ---- one owner
+
+
+def lease() -> tuple[Lease, list[str]]:
+    released: list[str] = []
+    return Lease(anonymous(), lambda: released.append("released")), released
+
+
+def test_release_happens_once() -> None:
+    owner, released = lease()
+    owner.release()
+    owner.release()
+    assert released == ["released"]
+
+
+def test_leaving_the_block_releases_also_after_an_error() -> None:
+    owner, released = lease()
+    with pytest.raises(KeyError), owner:
+        raise KeyError
+    assert released == ["released"]
+
+
+def test_use_after_release_raises() -> None:
+    owner, _ = lease()
+    owner.release()
+    with pytest.raises(ClosedError):
+        owner.region  # noqa: B018
+    with pytest.raises(ClosedError):
+        owner.move()
+
+
+def test_a_moved_lease_is_spent_and_releases_nothing() -> None:
+    owner, released = lease()
+    with owner:
+        region = owner.region
+        assert owner.move() is region
+        with pytest.raises(ClosedError):
+            owner.region  # noqa: B018
+        with pytest.raises(ClosedError):
+            owner.move()
+    assert released == []
+
+
+# ---- shared memory
+
+
+def read_only(shared: Mapping) -> Mapping:
+    return Mapping.readonly(os.dup(shared.fd), shared.nbytes)
+
+
+def test_another_mapping_sees_what_is_written() -> None:
+    shared = Mapping.shared("test", 3 * PAGE)
+    other = read_only(shared)
+    shared.region.view()[5:8] = b"abc"
+    assert bytes(other.region.view(4, 9)) == b"\0abc\0"
+
+
+def test_a_readonly_view_cannot_be_written() -> None:
+    region = read_only(Mapping.shared("test", PAGE)).region
+    for view in (region.view(), region.view(3, 9), region.slice(1, 5).view()):
+        assert view.readonly
+        with pytest.raises(TypeError):
+            view[0] = 1
+        with pytest.raises(TypeError):
+            view[:] = bytes(len(view))
+
+
+def test_seals_forbid_every_other_way_to_write() -> None:
+    shared = Mapping.shared("test", 2 * PAGE)
+    fd = os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR)
+    try:
+        assert is_sealed(shared.fd)
+        assert is_sealed(fd)
+        for number in (fd, shared.fd):
+            for attack in (
+                lambda n=number: os.ftruncate(n, PAGE),
+                lambda n=number: os.ftruncate(n, 3 * PAGE),
+                lambda n=number: os.write(n, b"x"),
+                lambda n=number: os.pwrite(n, b"x", 0),
+                lambda n=number: mmap.mmap(n, PAGE, mmap.MAP_SHARED, mmap.PROT_WRITE),
+                lambda n=number: fcntl.fcntl(n, F_ADD_SEALS, 0x8),
+            ):
+                with pytest.raises(OSError) as caught:
+                    attack()
+                assert caught.value.errno == errno.EPERM
+        mmap.mmap(fd, PAGE, mmap.MAP_SHARED, mmap.PROT_READ).close()
+    finally:
+        os.close(fd)
+    shared.region.view()[0] = 7  # the owner still may
+
+
+def test_what_is_not_sealed_is_seen() -> None:
+    plain = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    reading, writing = os.pipe()
+    try:
+        assert not is_sealed(plain)
+        assert not is_sealed(reading)
+    finally:
+        for fd in (plain, reading, writing):
+            os.close(fd)
+
+
+def test_a_descriptor_is_closed_with_its_mapping() -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    shared = Mapping.shared("test", PAGE)
+    other = read_only(shared)
+    assert set(os.listdir("/proc/self/fd")) > before
+    del shared, other
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_much_is_refused_before_the_kernel_is_asked() -> None:
+    """A size that no call could take: where the check is missing, nothing is allocated either."""
+    wanted = 1 << 63
+    for make in (Mapping.anonymous, lambda n: Mapping.shared("test", n), ensure_room):
+        with pytest.raises(CapacityError, match="available on this machine") as caught:
+            make(wanted)
+        assert caught.value.asked == wanted
+        assert 0 < caught.value.free < wanted
+    ensure_room(available_bytes() // 2)
+
+
+# ---- who keeps what alive
+
+
+def mapped_ranges() -> list[tuple[int, int]]:
+    with open("/proc/self/maps") as lines:
+        return [
+            tuple(int(side, 16) for side in line.split()[0].split("-"))  # type: ignore[misc]
+            for line in lines
+        ]
+
+
+def is_mapped(address: int) -> bool:
+    return any(start <= address < stop for start, stop in mapped_ranges())
+
+
+@pytest.mark.parametrize("holder", ["region", "slice", "view", "span"])
+def test_memory_stays_while_anything_points_at_it(holder: str) -> None:
+    mapping = Mapping.shared("test", 64 * PAGE)
+    mapping.region.view()[:3] = b"abc"
+    address = mapping.region.address
+    kept = {
+        "region": mapping.region,
+        "slice": mapping.region.slice(0, 3),
+        "view": mapping.region.view(0, 3),
+        "span": mapping.region.span,
+    }[holder]
+    gone = weakref.ref(mapping)
+    del mapping
+    gc.collect()
+    assert gone() is None
+    assert is_mapped(address)
+    assert bytes(kept if isinstance(kept, memoryview) else memoryview(_span(kept)))[:3] == b"abc"
+    del kept
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def _span(kept: object) -> object:
+    return kept.span if isinstance(kept, Region) else kept
+
+
+def test_the_finalizer_waits_for_the_last_tensor() -> None:
+    manifest, mapping = written(cache())
+    region = mapping.region.slice(0, manifest.nbytes)
+    ended: list[str] = []
+    weakref.finalize(region.span, ended.append, "last view gone")
+    data = KVCacheTransferData.from_region(manifest, region)
+    del mapping, region
+    kept = data.tensors()[3][1:].view(torch.uint8)
+    want = kept.clone()
+    data.close()
+    del data
+    gc.collect()
+    assert ended == []
+    assert torch.equal(kept, want)
+    part = kept[0, 0, :2].numpy()
+    del kept
+    gc.collect()
+    assert ended == []
+    del part
+    gc.collect()
+    assert ended == ["last view gone"]
+
+
+def test_each_slice_has_a_finalizer_of_its_own() -> None:
+    region = anonymous()
+    first, second = region.slice(0, 8), region.slice(8, 8)
+    ended: list[int] = []
+    weakref.finalize(first.span, ended.append, 1)
+    weakref.finalize(second.span, ended.append, 2)
+    del first
+    gc.collect()
+    assert ended == [1]
+
+
+def test_a_tensor_is_a_view_and_no_copy() -> None:
+    manifest, mapping = written(cache())
+    for spec in manifest.tensors:
+        tensor = tensor_view(mapping.region, spec, manifest.header_nbytes)
+        start = mapping.region.address + manifest.header_nbytes + spec.start
+        assert tensor.data_ptr() == start
+        assert tensor.data_ptr() % 256 == 0
