@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format nightly clean
+.PHONY: demo test lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -24,11 +24,24 @@ format: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
 
+# The native copier's own tests, under the sanitizers; any report fails.
+SANITIZED := $(CXX) -std=c++17 -g -O1 -Wall -Wextra -Werror -pthread csrc/*.cpp csrc/tests/*.cpp
+
+asan:
+	mkdir -p build
+	$(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all -o build/native-asan
+	build/native-asan
+
+tsan:
+	mkdir -p build
+	$(SANITIZED) -fsanitize=thread -o build/native-tsan
+	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
+
 clean:
 	rm -rf $(VENV) build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"

@@ -142,6 +142,8 @@ def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, Denoi
 
 def main() -> int:
     args = parse_arguments()
+    # Two stages share the cores; and the same number everywhere, for the same sums.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     if args.stage:
         requests = [Request(**json.loads(line)) for line in sys.stdin]
         {"ar": run_ar, "dit": run_dit}[args.stage](args, requests)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
+import threading
 
 from .bundle import KVCacheBundle
-from .copier.torch_copier import TorchCopier
+from .copier import fastest_copier
 from .errors import WireError
 from .memory import Mapping, Region
 from .schema import KVCacheTransferData
@@ -24,14 +24,14 @@ def open_payload(manifest: Manifest, region: Region) -> KVCacheTransferData | KV
 def save(data: KVCacheTransferData | KVCacheBundle, path: str | os.PathLike[str]) -> None:
     """Write the payload; the file appears whole under its name or not at all."""
     manifest = data.plan()
-    folder = os.path.dirname(os.path.abspath(path))
-    fd, draft = tempfile.mkstemp(dir=folder, suffix=".part")
+    draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, manifest.nbytes)
             pages = mmap.mmap(file.fileno(), manifest.nbytes)
             region = Mapping(pages, manifest.nbytes).region
-            digests = TorchCopier().gather(data.tensors(), manifest, region)
+            digests = fastest_copier().gather(data.tensors(), manifest, region)
             region.view()[: manifest.header_nbytes] = manifest.with_digests(digests).encode()
             pages.flush()
             os.fsync(file.fileno())
@@ -51,5 +51,5 @@ def load(path: str | os.PathLike[str]) -> KVCacheTransferData | KVCacheBundle:
         pages = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
     region = Mapping(pages, nbytes, readonly=True).region
     manifest = Manifest.decode(region.view())
-    TorchCopier().verify(manifest, region)
+    fastest_copier().verify(manifest, region)
     return open_payload(manifest, region)

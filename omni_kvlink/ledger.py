@@ -18,6 +18,7 @@ class Ledger:
         temporary_nbytes: memory taken beyond the payload itself, in bytes.
         reused_nbytes: bytes not sent, because a branch is a prefix of another or the same.
         copier: which one moved the bytes; "" if none did.
+        instructions: the instruction set it used, where it chooses one.
         digests: "crc32c" or "off".
         seconds: of each phase, in the order they ran.
     """
@@ -27,6 +28,7 @@ class Ledger:
     temporary_nbytes: int = 0
     reused_nbytes: int = 0
     copier: str = ""
+    instructions: str = ""
     digests: str = "off"
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 

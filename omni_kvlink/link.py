@@ -14,7 +14,7 @@ from . import _faults
 from .bundle import KVCacheBundle
 from .connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
 from .connectors.registry import backend, split_url
-from .copier import Copier, TorchCopier
+from .copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from .errors import ClosedError, SchemaError, WireError
 from .files import open_payload
 from .ledger import Ledger
@@ -48,7 +48,8 @@ class KVLink:
 
         Args:
             url: such as `shm://bagel`; options may follow, as in `shm://bagel?mode=sealed`.
-            copier: "auto" or the name of one; a named one that is missing is an error.
+            copier: "auto" takes "native" if it was built, else "torch" with one warning; a named
+                one that is missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
             options: fields of `Options`: quota, mode, prefault, directory.
 
@@ -92,7 +93,11 @@ class KVLink:
             SchemaError, ClosedError
         """
         producer = self._producer("put")
-        ledger = Ledger(copier=self._copier.name, digests="crc32c" if self._digests else "off")
+        ledger = Ledger(
+            copier=self._copier.name,
+            instructions=self._copier.features,
+            digests="crc32c" if self._digests else "off",
+        )
         with ledger.phase("plan"):
             plan = data.plan(digests=self._digests)
             if isinstance(data, KVCacheBundle):
@@ -292,6 +297,11 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
 
 
 def _copier(name: str) -> Copier:
-    if name not in ("auto", "torch"):
-        raise ValueError(f"no copier {name!r}; there is 'torch'")
-    return TorchCopier()
+    """An explicit wish that cannot be met is an error; "auto" says once if it had to do without."""
+    if name == "auto":
+        return fastest_copier()
+    if name == "native":
+        return NativeCopier()
+    if name == "torch":
+        return TorchCopier()
+    raise ValueError(f"no copier {name!r}; there are 'auto', 'native' and 'torch'")

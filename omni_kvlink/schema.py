@@ -15,7 +15,7 @@ from .branch import RANKS, Branch, check_branches
 from .errors import ClosedError, SchemaError
 from .memory import Region
 from .metadata import KVMetadata
-from .tensors import dtype_name, tensor_view
+from .tensors import dtype_name, tensor_views
 from .wire import PART_WORDS, PARTS, Manifest, tensor_name
 
 _REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
@@ -219,17 +219,17 @@ def branch_tensors(branch: Branch) -> Iterator[Reserve]:
 
 def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTransferData:
     """One branch of a payload as views; the manifest was validated, so nothing can be missing."""
-    blocks: dict[str, list[torch.Tensor | None]] = {
-        CACHES[part]: [None] * branch.num_layers for part in PARTS[branch.layout]
+    parts = PARTS[branch.layout]
+    specs = manifest.tensors_of(branch)
+    views = tensor_views(region, specs, manifest.header_nbytes)
+    data = object.__new__(KVCacheTransferData)  # validating it again would cost half of the view
+    data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
+    data._blocks = {
+        CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
+        for at, part in enumerate(parts)
     }
-    if branch.carries_tensors:
-        for spec in manifest.tensors:
-            owner, layer, part = spec.name.split(".")
-            if owner == branch.name:
-                view = tensor_view(region, spec, manifest.header_nbytes)
-                blocks[CACHES[part]][int(layer)] = view
-    metadata = KVMetadata.from_branch(branch)
-    return KVCacheTransferData(manifest.request_id, blocks, branch.block_ids, metadata)
+    data.metadata = KVMetadata.from_branch(branch)
+    return data
 
 
 def _complete_layers(

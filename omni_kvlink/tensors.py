@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -31,21 +33,37 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
-    """The tensor as it lies in the region, no byte copied.
+    """One tensor as it lies in the region; see `tensor_views`."""
+    return tensor_views(region, [spec], data)[0]
 
-    It shares the region's span, so the region lives, and its finalizer waits, until the last
+
+def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
+    """Tensors as they lie in the region, no byte copied.
+
+    They share the region's span, so the region lives, and its finalizer waits, until the last
     tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
     readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
 
     Args:
         region: the payload.
-        spec: which tensor.
+        specs: which tensors.
         data: where the data section starts, in bytes.
     """
-    flat = torch.frombuffer(
-        region.span,  # type: ignore[call-overload, unused-ignore]
-        dtype=_BY_CODE[spec.dtype],
-        count=math.prod(spec.shape),
-        offset=data + spec.start,
-    )
-    return flat.view(spec.shape)
+    # One buffer for all, and one call a tensor: a payload has hundreds.
+    flat = torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore]
+    typed: dict[str, torch.Tensor] = {}
+    views = []
+    for spec in specs:
+        if spec.dtype not in typed:
+            dtype = _BY_CODE[spec.dtype]
+            typed[spec.dtype] = flat[: region.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = typed[spec.dtype]
+        first = (data + spec.start) // whole.itemsize
+        views.append(whole.as_strided(spec.shape, _contiguous(spec.shape), first))
+    return views
+
+
+@functools.lru_cache(maxsize=64)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

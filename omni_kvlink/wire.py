@@ -8,36 +8,34 @@ No torch here: the header can be read, checked and refused without touching a pa
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import NoReturn
 
 import msgspec
-from crc32c import crc32c
 
 from ._version import __version__
 from .branch import Branch, check_branches
-from .errors import IntegrityError, SchemaError, VersionError, WireError
+from .errors import SchemaError, WireError
+from .header import (
+    ALIGN,
+    CRC_ZERO,
+    MAX_HEADER,
+    MAX_TENSORS,
+    VERSION,
+    Entry,
+    Header,
+    Note,
+    excess,
+    write_header,
+)
 
-ALIGN = 256
-"""Every tensor, and the data section itself, starts on a multiple of this many bytes."""
 DIGEST_CHUNK = 1 << 20
 """One CRC-32C for each started MiB of a tensor, so that a mismatch can be localised."""
-VERSION = (1, 0)
-MAX_HEADER = 1 << 20
-MAX_TENSORS = 4096
 MAX_RANK = 8
-_MOST = {mark: n * MAX_TENSORS for mark, n in ((b'"', 28), (b"{", 3), (b"[", 5), (b",", 40))}
-"""How often a mark may stand in a header: bounds what decoding allocates."""
-_CRC_ZERO = "0" * 8
-_CRC_FIELD = b'header_crc32c\\":\\"'
-
 ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 """safetensors' dtype codes that a KV cache may have, with the bytes of one element."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -67,32 +65,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
 PART_WORDS = {"key": "K", "value": "V", "latent": "latent"}
 PARTS = {"NHD": ("key", "value"), "ND": ("latent",)}
 """A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim]."""
-
-
-class _Entry(msgspec.Struct):
-    """One value of the header: a tensor, or (with only `kvlink` set) `__metadata__`."""
-
-    dtype: str | msgspec.UnsetType = msgspec.UNSET
-    shape: tuple[Count, ...] = ()
-    data_offsets: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET
-    kvlink: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Speaks(msgspec.Struct):
-    version: tuple[int, int]
-
-
-class _Note(msgspec.Struct, kw_only=True):
-    """What the `kvlink` string holds, in the order it is written."""
-
-    version: tuple[int, int]
-    header_crc32c: str
-    request_id: str
-    bundle: bool
-    branches: list[Branch]
-    digest: str
-    digests: list[str]
-    producer: dict[str, str]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         for name, dtype, shape in tensors:
             at = -(-at // ALIGN) * ALIGN
             size = math.prod(shape) * ITEMSIZE[dtype]
-            blank = _CRC_ZERO * -(-size // DIGEST_CHUNK) if digests else ""
+            blank = CRC_ZERO * -(-size // DIGEST_CHUNK) if digests else ""
             specs.append(TensorSpec(name, dtype, shape, at, at + size, blank))
             at += size
         draft = cls(
@@ -146,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             producer={"library": __version__, "host": platform.node()},
         )
         header = draft.encode()
-        if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or _excess(header):
+        if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or excess(header):
             raise SchemaError(
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
                 f"{MAX_TENSORS} and {MAX_HEADER}, less where block_ids or extra hold many values"
@@ -164,11 +136,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def branch(self, name: str) -> Branch:
         return next(branch for branch in self.branches if branch.name == name)
 
+    def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
+        """The tensors that one branch carries, layer by layer."""
+        start = 0
+        for other in self.branches:
+            count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
+            if other is branch:
+                return self.tensors[start : start + count]
+            start += count
+        raise KeyError(branch.name)
+
     def encode(self) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces."""
-        note = _Note(
+        note = Note(
             version=VERSION,
-            header_crc32c=_CRC_ZERO,
+            header_crc32c=CRC_ZERO,
             request_id=self.request_id,
             bundle=self.bundle,
             branches=list(self.branches),
@@ -176,10 +158,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             digests=[spec.digest for spec in self.tensors],
             producer=self.producer,
         )
-        text = _pad_header(_header_json(note, self.tensors))
-        at = text.index(_CRC_FIELD) + len(_CRC_FIELD)
-        text = text[:at] + b"%08x" % crc32c(text) + text[at + 8 :]
-        return len(text).to_bytes(8, "little") + text
+        return write_header(note, _entries(self.tensors))
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
@@ -195,113 +174,47 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             WireError: anything else that is not a payload of this library.
         """
         total = len(buffer) if nbytes is None else nbytes
-        text = _header_text(buffer, total)
-        entries = _decode(text, _ENTRIES)
-        note_json = _kvlink_note(entries)
-        _check_version(note_json)
-        note = _decode(note_json, _NOTE)
-        _check_header_digest(text, note.header_crc32c)
+        header = Header(buffer, total)
+        note = header.note
         manifest = cls(
             request_id=note.request_id,
             bundle=note.bundle,
             branches=tuple(note.branches),
-            tensors=_tensor_specs(entries, len(text) + 8, total, note.digests),
-            header_nbytes=len(text) + 8,
+            tensors=_tensor_specs(header, total),
+            header_nbytes=header.nbytes,
             nbytes=total,
             producer=note.producer,
         )
         _check_note(note, manifest)
         check_branches(manifest.branches, bundle=note.bundle, error=WireError)
         _check_completeness(manifest)
-        _refuse_duplicates(text, note_json, _header_json(note, manifest.tensors))
+        header.refuse_duplicates()
         return manifest
-
-
-_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
-_NOTE = msgspec.json.Decoder(_Note)
-_SPEAKS = msgspec.json.Decoder(_Speaks)
 
 
 def tensor_name(branch: str, layer: int, part: str) -> str:
     return f"{branch}.{layer}.{part}"
 
 
-def _header_json(note: _Note, tensors: Sequence[TensorSpec]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"kvlink": msgspec.json.encode(note).decode()}}
+def _entries(tensors: Sequence[TensorSpec]) -> dict[str, Entry]:
+    """The tensors as the header lists them, with padding between: the format allows no holes."""
+    entries: dict[str, Entry] = {}
     at = pads = 0
     for spec in tensors:
-        if spec.start > at:  # the format allows no holes
-            entries[f"pad.{pads}"] = _Entry("U8", (spec.start - at,), (at, spec.start))
+        if spec.start > at:
+            entries[f"pad.{pads}"] = Entry("U8", (spec.start - at,), (at, spec.start))
             pads += 1
-        entries[spec.name] = _Entry(spec.dtype, spec.shape, (spec.start, spec.stop))
+        entries[spec.name] = Entry(spec.dtype, spec.shape, (spec.start, spec.stop))
         at = spec.stop
-    return msgspec.json.encode(entries)
+    return entries
 
 
-def _pad_header(text: bytes) -> bytes:
-    return text + b" " * (-(len(text) + 8) % ALIGN)
-
-
-def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
-    """The JSON as a private copy: a peer that can still write must not change what was checked."""
-    if len(buffer) < 8:
-        raise WireError(f"a payload has at least 8 bytes; this one has {len(buffer)}")
-    length = int.from_bytes(buffer[:8], "little")
-    if not 2 <= length <= MAX_HEADER:
-        raise WireError(f"header length {length} is outside 2…{MAX_HEADER}")
-    if 8 + length > min(total, len(buffer)):
-        raise WireError(f"header length {length} reaches past the payload's {total} bytes")
-    if (8 + length) % ALIGN:
-        raise WireError(f"the data would start at byte {8 + length}, not on a multiple of {ALIGN}")
-    text = bytes(buffer[8 : 8 + length])
-    if text[:1] != b"{":  # the safetensors format wants it there
-        raise WireError("the header does not begin with '{'")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise WireError(f"the header is not UTF-8: {error.reason}") from None
-    return text
-
-
-def _decode(text: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    if what := _excess(text):
-        raise WireError(f"too much in the header: {what}")
-    try:
-        return decoder.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not a kvlink header: {error}") from None
-
-
-def _excess(text: bytes) -> str:
-    """What would cost too much memory to decode, or "": one wide character widens its string."""
-    if len(text) > MAX_HEADER // 2 and (b"\\u" in text or not text.isascii()):
-        return f"with non-ASCII characters, {len(text)} bytes"
-    return next((f"{mark!r}" for mark, most in _MOST.items() if text.count(mark) > most), "")
-
-
-def _kvlink_note(entries: dict[str, _Entry]) -> bytes:
-    note = entries.pop("__metadata__", _Entry())
-    if note.kvlink is msgspec.UNSET or note.dtype is not msgspec.UNSET:
-        raise WireError("no kvlink manifest in __metadata__: a safetensors file of another kind")
-    return note.kvlink.encode()
-
-
-def _check_version(note_json: bytes) -> None:
-    theirs = _decode(note_json, _SPEAKS).version
-    if theirs[0] != VERSION[0]:
-        raise VersionError(
-            f"payload version {theirs[0]}.{theirs[1]}; this library reads {VERSION[0]}.x "
-            f"(it writes {VERSION[0]}.{VERSION[1]}): use the same major version on both sides"
-        )
-
-
-def _tensor_specs(
-    entries: dict[str, _Entry], data: int, total: int, digests: Sequence[str]
-) -> tuple[TensorSpec, ...]:
+def _tensor_specs(header: Header, total: int) -> tuple[TensorSpec, ...]:
     """Spans contiguous from 0 to the payload's end, each exactly as long as its shape says."""
     specs: list[TensorSpec] = []
     at = 0
-    for name, entry in entries.items():
+    data, digests = header.nbytes, header.note.digests
+    for name, entry in header.entries.items():
         dtype, span = entry.dtype, entry.data_offsets
         if dtype is msgspec.UNSET or span is msgspec.UNSET or entry.kvlink is not msgspec.UNSET:
             _refuse(name, "lacks dtype or data_offsets")
@@ -336,34 +249,7 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise WireError(f"tensor {name[:80]!r} {why}")
 
 
-def _refuse_duplicates(text: bytes, note_json: bytes, again: bytes) -> None:
-    """No key twice: the decoder keeps the last of two, another reader might keep the first.
-
-    A header that encodes back to the same bytes has none. One that does not (a later minor
-    version, another writer) is walked once more by a parser that shows every pair.
-    """
-    if _pad_header(again) == text:
-        return
-    try:
-        for part in (text, note_json):  # len: nobody needs these numbers
-            json.loads(part, object_pairs_hook=_refuse_twins, parse_int=len, parse_float=len)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise WireError(f"not a kvlink header: {error}") from None
-
-
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) != len(pairs):
-        raise WireError("a key stands twice in one object of the header")
-
-
-def _check_header_digest(text: bytes, claimed: str) -> None:
-    at = text.find(_CRC_FIELD) + len(_CRC_FIELD)
-    blank = text[:at] + _CRC_ZERO.encode() + text[at + 8 :]
-    if at < len(_CRC_FIELD) or claimed != f"{crc32c(blank):08x}":
-        raise IntegrityError("the header's own digest does not match: its bytes were changed")
-
-
-def _check_note(note: _Note, manifest: Manifest) -> None:
+def _check_note(note: Note, manifest: Manifest) -> None:
     if not note.request_id or len(note.request_id) > 1024:
         raise WireError("a request id has 1 to 1024 characters")
     if note.digest != ("crc32c" if manifest.has_digests else "off"):

@@ -28,6 +28,7 @@ LAYERS = {
     "_version": 0,
     "_faults": 0,
     "branch": 1,
+    "header": 1,
     "wire": 1,
     "memory": 1,
     "arena": 1,
@@ -75,7 +76,8 @@ MAY_LAZILY = {"schema": {"files"}, "bundle": {"files"}, "integrations": {"engine
 
 OUTSIDE = {
     "branch": {"msgspec"},
-    "wire": {"msgspec", "crc32c"},
+    "header": {"msgspec", "crc32c"},
+    "wire": {"msgspec"},
     "memory": {"numpy"},
     "arena": set[str](),
     "ledger": set[str](),

@@ -24,7 +24,8 @@ from omni_kvlink import (
     VersionError,
     WireError,
 )
-from omni_kvlink.wire import ALIGN, DIGEST_CHUNK, MAX_TENSORS, Manifest
+from omni_kvlink.header import ALIGN, MAX_TENSORS
+from omni_kvlink.wire import DIGEST_CHUNK, Manifest
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

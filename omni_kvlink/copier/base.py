@@ -21,6 +21,11 @@ class Copier(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def features(self) -> str:
+        """The instruction set in use, where the copier chooses one."""
+        return ""
+
     @abstractmethod
     def gather(
         self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region

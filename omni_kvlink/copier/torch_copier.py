@@ -95,11 +95,12 @@ def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return tensor.view(-1).view(torch.uint8).numpy()
+    # Not view(-1): sides of one may have any stride, and a dtype's view wants 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _copy_bytes(

@@ -1,0 +1,130 @@
+// The C interface: what is thrown inside becomes a status and the thread's last error.
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "failure.h"
+#include "job.h"
+#include "kernel.h"
+#include "kvlink.h"
+
+namespace kvl {
+
+void fail(int status, const char *format, ...) {
+    Failure failure{status, {}};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(failure.text, sizeof failure.text, format, arguments);
+    va_end(arguments);
+    throw failure;
+}
+
+namespace {
+
+thread_local char last_error[320];
+
+int remember(int status, const char *text) {
+    snprintf(last_error, sizeof last_error, "%s", text);
+    return status;
+}
+
+// Run `body`, which gets the number of the copy it is at.
+template <class Body>
+int guarded(kvl_report *report, Body body) {
+    kvl_report own{};
+    kvl_report &now = report ? *report : own;
+    now = kvl_report{};
+    try {
+        int status = body(now);
+        if (status == KVL_EDIGEST) {
+            char text[128];
+            snprintf(text, sizeof text, "copy %llu, MiB %llu: not the bytes of this digest",
+                     (unsigned long long)now.copy, (unsigned long long)now.chunk);
+            return remember(status, text);
+        }
+        return status;
+    } catch (const Failure &failure) {
+        char text[320];
+        snprintf(text, sizeof text, "copy %llu: %s", (unsigned long long)now.copy, failure.text);
+        return remember(failure.status, text);
+    } catch (const std::bad_alloc &) {
+        return remember(KVL_ENOMEM, "out of memory");
+    } catch (...) {
+        return remember(KVL_ENOMEM, "the system refused a resource");
+    }
+}
+
+struct Payload {
+    const void *bytes;
+    uint64_t nbytes;
+    const uint32_t *digests;
+    uint64_t num_digests;
+};
+
+template <class Entry>
+int run(Mode mode, bool compare, const Payload &payload, const Entry *entries, uint64_t count,
+        const kvl_options *options, kvl_report *report) {
+    return guarded(report, [&](kvl_report &now) {
+        if ((!payload.bytes && payload.nbytes) || (!entries && count) ||
+            (!payload.digests && payload.num_digests))
+            fail(KVL_EARGUMENT, "a null pointer with a size that is not 0");
+        // Written to, or not, by `mode` and `compare`; the interface's const says which.
+        Job job(mode, compare, static_cast<char *>(const_cast<void *>(payload.bytes)),
+                payload.nbytes, const_cast<uint32_t *>(payload.digests), payload.num_digests);
+        for (; now.copy < count; now.copy++) {
+            if constexpr (sizeof(Entry) == sizeof(kvl_copy))
+                job.add(entries[now.copy].span, &entries[now.copy].view, now.copy);
+            else
+                job.add(entries[now.copy], nullptr, now.copy);
+        }
+        now.copy = 0;
+        return job.run(options ? *options : kvl_options{}, now);
+    });
+}
+
+}  // namespace
+}  // namespace kvl
+
+using kvl::Mode;
+
+int kvl_version(void) { return KVL_ABI; }
+
+const char *kvl_features(void) { return kvl::kernel().name; }
+
+const char *kvl_last_error(void) { return kvl::last_error; }
+
+int kvl_select(const char *features) {
+    if (features && kvl::select_kernel(features)) return KVL_OK;
+    char text[128];
+    snprintf(text, sizeof text, "this processor has no instruction set '%.40s' that is known here",
+             features ? features : "");
+    return kvl::remember(KVL_EUNSUPPORTED, text);
+}
+
+int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+               uint32_t *digests, uint64_t num_digests, const kvl_options *options,
+               kvl_report *report) {
+    return kvl::run(Mode::gather, false, {payload, nbytes, digests, num_digests}, copies, count,
+                    options, report);
+}
+
+int kvl_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+                const uint32_t *digests, uint64_t num_digests, const kvl_options *options,
+                kvl_report *report) {
+    return kvl::run(Mode::scatter, true, {payload, nbytes, digests, num_digests}, copies, count,
+                    options, report);
+}
+
+int kvl_digest(const void *payload, uint64_t nbytes, const kvl_span *spans, uint64_t count,
+               uint32_t *digests, uint64_t num_digests, const kvl_options *options,
+               kvl_report *report) {
+    return kvl::run(Mode::scan, false, {payload, nbytes, digests, num_digests}, spans, count,
+                    options, report);
+}
+
+int kvl_verify(const void *payload, uint64_t nbytes, const kvl_span *spans, uint64_t count,
+               const uint32_t *digests, uint64_t num_digests, const kvl_options *options,
+               kvl_report *report) {
+    return kvl::run(Mode::scan, true, {payload, nbytes, digests, num_digests}, spans, count,
+                    options, report);
+}

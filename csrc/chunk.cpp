@@ -1,0 +1,100 @@
+#include "chunk.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "crc32c.h"
+#include "cursor.h"
+
+namespace kvl {
+namespace {
+
+// Pieces at least this long are copied where they lie; shorter ones go through a stage, which
+// stays in the first-level cache.
+constexpr size_t kDirect = 256;
+constexpr size_t kStage = 2048;
+
+bool aligned(char *const *lanes) {
+    uintptr_t bits = 0;
+    for (int lane = 0; lane < kLanes; lane++) bits |= reinterpret_cast<uintptr_t>(lanes[lane]);
+    return bits % kLine == 0;
+}
+
+size_t shortest(const Cursor *cursors, size_t n) {
+    for (int lane = 0; lane < kLanes; lane++) n = std::min(n, cursors[lane].left);
+    return n;
+}
+
+}  // namespace
+
+uint32_t Mover::move(const Chunk &chunk, bool digest) {
+    uint32_t crcs[kLanes] = {kCrcStart};
+    size_t lane_nbytes = chunk.nbytes / kLanes / kLine * kLine;
+    if (lane_nbytes) lanes(chunk, lane_nbytes, crcs, digest);
+    uint32_t crc = digest ? join(crcs, lane_nbytes) : 0;
+    return ~rest(chunk, lane_nbytes * kLanes, crc, digest);
+}
+
+// The four quarters of the chunk, side by side.
+void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest) {
+    char *payload[kLanes], *view[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) payload[lane] = chunk.payload + lane * lane_nbytes;
+    if (mode_ == Mode::scan) return kernel_.digest(payload, lane_nbytes, crcs);
+
+    const bool into_view = mode_ == Mode::scatter;
+    Cursor cursors[kLanes];
+    for (int lane = 0; lane < kLanes; lane++)
+        cursors[lane].seek(*chunk.view, chunk.position + lane * lane_nbytes);
+    alignas(kLine) char stages[kLanes][kStage];
+
+    for (size_t done = 0; done < lane_nbytes;) {
+        size_t n = shortest(cursors, lane_nbytes - done);
+        bool direct = n >= kDirect || n == lane_nbytes - done;
+        n = direct ? n / kLine * kLine : std::min(lane_nbytes - done, kStage);
+        bool staged[kLanes];
+        for (int lane = 0; lane < kLanes; lane++) {
+            Cursor &cursor = cursors[lane];
+            staged[lane] = cursor.left < n;
+            view[lane] = staged[lane] ? stages[lane] : cursor.at;
+            if (staged[lane] && !into_view) cursor.move<false>(stages[lane], n);
+        }
+        char **dst = into_view ? view : payload, **src = into_view ? payload : view;
+        bool stream = stream_ && (direct || !into_view) && aligned(dst);
+        auto copy = digest ? (stream ? kernel_.stream_digest : kernel_.copy_digest)
+                           : (stream ? kernel_.stream : kernel_.copy);
+        copy(dst, src, n, crcs);
+        for (int lane = 0; lane < kLanes; lane++) {
+            if (!staged[lane])
+                cursors[lane].take(n);
+            else if (into_view)
+                cursors[lane].move<true>(stages[lane], n);
+            payload[lane] += n;
+        }
+        done += n;
+    }
+}
+
+// What is left over by four lanes of whole cache lines: less than five lines.
+uint32_t Mover::rest(const Chunk &chunk, size_t done, uint32_t crc, bool digest) {
+    size_t n = chunk.nbytes - done;
+    if (!n) return crc;
+    if (mode_ != Mode::scan) {
+        Cursor cursor;
+        cursor.seek(*chunk.view, chunk.position + done);
+        if (mode_ == Mode::gather)
+            cursor.move<false>(chunk.payload + done, n);
+        else
+            cursor.move<true>(chunk.payload + done, n);
+    }
+    return digest ? kernel_.crc(crc, chunk.payload + done, n) : crc;
+}
+
+uint32_t Mover::join(const uint32_t *crcs, size_t lane_nbytes) {
+    if (!lane_nbytes) return crcs[0];
+    if (shift_nbytes_ != lane_nbytes) shift_ = crc_shift(shift_nbytes_ = lane_nbytes);
+    uint32_t crc = crcs[0];
+    for (int lane = 1; lane < kLanes; lane++) crc = crc_multiply(shift_, crc) ^ crcs[lane];
+    return crc;
+}
+
+}  // namespace kvl

@@ -1,0 +1,40 @@
+// One digest chunk, the unit of work: up to a MiB of the payload, copied by four lanes.
+#pragma once
+
+#include "kernel.h"
+#include "view.h"
+
+namespace kvl {
+
+// What a chunk's digests are for.
+enum class Mode { gather, scatter, scan };
+
+struct Chunk {
+    const View *view;  // null when only scanning
+    size_t position;   // of its first byte in the view
+    char *payload;
+    size_t nbytes;
+};
+
+// Moves chunks; one for each thread. `finish` before others may see the bytes.
+class Mover {
+  public:
+    Mover(Mode mode, bool stream) : mode_(mode), stream_(stream), kernel_(kernel()) {}
+
+    // Returns the chunk's CRC-32C; a meaningless number if not `digest`.
+    uint32_t move(const Chunk &chunk, bool digest);
+    void finish() { kernel_.fence(); }
+
+  private:
+    void lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest);
+    uint32_t rest(const Chunk &chunk, size_t done, uint32_t crc, bool digest);
+    uint32_t join(const uint32_t *crcs, size_t lane_nbytes);
+
+    Mode mode_;
+    bool stream_;
+    const Kernel &kernel_;
+    size_t shift_nbytes_ = 0;  // what shift_ moves over; most chunks have the same size
+    uint32_t shift_ = 0;
+};
+
+}  // namespace kvl

@@ -1,0 +1,128 @@
+// A position in a view that moves forward over its contiguous pieces.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "view.h"
+
+namespace kvl {
+
+class Cursor {
+  public:
+    char *at = nullptr;  // the piece's next byte
+    size_t left = 0;     // bytes left in the piece
+
+    // Stand at byte `position` of the view.
+    void seek(const View &view, size_t position) {
+        view_ = &view;
+        for (int d = 0; d < view.dims; d++) {
+            entry_[d] = position / view.below[d];
+            position %= view.below[d];
+            start_[d] = d ? start_[d - 1] + ptrdiff_t(entry_[d]) * view.strides[d]
+                          : view.outermost(entry_[d]);
+        }
+        at = (view.dims ? start_[view.dims - 1] : view.origin) + position;
+        left = view.run - position + neighbours();
+    }
+
+    // Move on by n bytes, at most to the piece's end; there, to the next piece.
+    void take(size_t n) {
+        at += n;
+        left -= n;
+        if (!left) next();
+    }
+
+    // Copy the next n bytes, over any number of pieces, to or from contiguous memory.
+    template <bool kIntoView>
+    void move(char *flat, size_t n) {
+        while (n) {
+            size_t whole = n < view_->run || left < view_->run ? 0 : row(n);
+            if (whole) {
+                switch (view_->run) {  // constant sizes: one instruction for each element
+                    case 1: pieces<kIntoView, 1>(flat, whole); break;
+                    case 2: pieces<kIntoView, 2>(flat, whole); break;
+                    case 4: pieces<kIntoView, 4>(flat, whole); break;
+                    case 8: pieces<kIntoView, 8>(flat, whole); break;
+                    default: whole = 0;
+                }
+            }
+            if (!whole) {
+                whole = std::min(n, left);
+                if (kIntoView)
+                    memcpy(at, flat, whole);
+                else
+                    memcpy(flat, at, whole);
+                take(whole);
+            }
+            flat += whole;
+            n -= whole;
+        }
+    }
+
+  private:
+    // Bytes of whole pieces that lie one stride apart, from here on and within n.
+    size_t row(size_t n) const {
+        int d = view_->dims - 1;
+        if (d < 0 || (d == 0 && view_->index)) return 0;
+        return std::min(n / view_->run, view_->sizes[d] - entry_[d]) * view_->run;
+    }
+
+    template <bool kIntoView, size_t kRun>
+    void pieces(char *flat, size_t n) {
+        int d = view_->dims - 1;
+        ptrdiff_t stride = view_->strides[d];
+        size_t count = n / kRun;
+        char *piece = at;
+        for (size_t i = 0; i < count; i++) {
+            if (kIntoView)
+                memcpy(piece + ptrdiff_t(i) * stride, flat + i * kRun, kRun);
+            else
+                memcpy(flat + i * kRun, piece + ptrdiff_t(i) * stride, kRun);
+        }
+        // Stand in the last of them, and leave it: `next` knows where to go.
+        entry_[d] += count - 1;
+        start_[d] += ptrdiff_t(count - 1) * stride;
+        left = 0;
+        next();
+    }
+
+    // With an index of contiguous entries: the bytes of those that follow this one in memory as
+    // well, as slots of one block do, and blocks of an almost empty pool.
+    size_t neighbours() {
+        const View &view = *view_;
+        if (!view.index || view.dims != 1) return 0;
+        size_t entry = entry_[0];
+        char *end = start_[0] + view.run;
+        while (entry + 1 < view.sizes[0] && view.outermost(entry + 1) == end &&
+               end < start_[0] + KVL_CHUNK) {
+            entry++;
+            end += view.run;
+        }
+        size_t more = (entry - entry_[0]) * view.run;
+        entry_[0] = entry;  // `next` goes on after the last of them
+        return more;
+    }
+
+    void next() {
+        const View &view = *view_;
+        for (int d = view.dims - 1; d >= 0; d--) {
+            if (++entry_[d] == view.sizes[d]) continue;
+            start_[d] = d ? start_[d] + view.strides[d] : view.outermost(entry_[d]);
+            for (int below = d + 1; below < view.dims; below++) {
+                entry_[below] = 0;
+                start_[below] = start_[d];
+            }
+            at = start_[view.dims - 1];
+            left = view.run + neighbours();
+            return;
+        }
+        at = nullptr;  // the view's end
+    }
+
+    const View *view_ = nullptr;
+    size_t entry_[KVL_DIMS] = {};
+    char *start_[KVL_DIMS] = {};  // with the entries up to this dimension, and 0 below it
+};
+
+}  // namespace kvl

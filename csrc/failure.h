@@ -1,0 +1,17 @@
+// Errors inside the library: thrown here, turned into a status at the C interface.
+#pragma once
+
+#include <cstdarg>
+#include <cstdint>
+
+namespace kvl {
+
+struct Failure {
+    int status;
+    char text[256];
+};
+
+// Throws a Failure with this text.
+[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(int status, const char *format, ...);
+
+}  // namespace kvl

@@ -1,0 +1,46 @@
+// The inner loops, one set for each instruction set; everything above them is common.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvl {
+
+// Four lanes, far apart in memory, advance together: the processor's prefetchers follow four
+// streams, and four CRC registers hide the latency of the CRC instruction.
+constexpr int kLanes = 4;
+// Lanes advance by multiples of this many bytes: a cache line.
+constexpr size_t kLine = 64;
+
+using Dst = char *const *;
+using Src = const char *const *;
+
+struct Kernel {
+    const char *name;
+    // Copy n bytes (a multiple of kLine) in each lane, and continue each lane's CRC.
+    // The streamed ones want destinations on multiples of kLine.
+    void (*copy)(Dst dst, Src src, size_t n, uint32_t *crcs);
+    void (*copy_digest)(Dst dst, Src src, size_t n, uint32_t *crcs);
+    void (*stream)(Dst dst, Src src, size_t n, uint32_t *crcs);
+    void (*stream_digest)(Dst dst, Src src, size_t n, uint32_t *crcs);
+    // The CRCs alone.
+    void (*digest)(Src src, size_t n, uint32_t *crcs);
+    // One CRC over any number of bytes.
+    uint32_t (*crc)(uint32_t crc, const void *data, size_t n);
+    // Streamed stores become visible to others before any later store.
+    void (*fence)();
+};
+
+extern const Kernel kPortable;
+#if defined(__x86_64__)
+extern const Kernel kAvx2;
+extern const Kernel kAvx512;
+extern const Kernel kAvx512Clmul;
+#endif
+
+// The one in use; the best this processor has, until told otherwise.
+const Kernel &kernel();
+// False if there is none of this name, or this processor cannot run it.
+bool select_kernel(const char *name);
+
+}  // namespace kvl

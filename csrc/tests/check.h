@@ -1,0 +1,84 @@
+// The little that a test program needs: checks that name their line, and a reproducible chance.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../kvlink.h"
+
+inline int failures = 0;
+
+#define CHECK(condition)                                                                     \
+    do {                                                                                     \
+        if (!(condition)) {                                                                  \
+            std::printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, kvl_last_error()); \
+            failures++;                                                                      \
+        }                                                                                    \
+    } while (0)
+
+using Bytes = std::vector<uint8_t>;
+
+class Chance {
+  public:
+    explicit Chance(uint32_t seed) : engine_(seed) {}
+    // From low to high, both included.
+    uint64_t number(uint64_t low, uint64_t high) {
+        return std::uniform_int_distribution<uint64_t>(low, high)(engine_);
+    }
+    Bytes bytes(size_t n) {
+        Bytes made(n);
+        for (auto &byte : made) byte = uint8_t(engine_());
+        return made;
+    }
+    std::mt19937 &engine() { return engine_; }
+
+  private:
+    std::mt19937 engine_;
+};
+
+// One bit at a time, straight from the definition.
+inline uint32_t slow_crc(const uint8_t *data, size_t n) {
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0x82F63B78 : 0);
+    }
+    return ~crc;
+}
+
+inline std::vector<uint32_t> slow_digests(const uint8_t *data, size_t n) {
+    std::vector<uint32_t> found;
+    for (size_t at = 0; at < n; at += KVL_CHUNK)
+        found.push_back(slow_crc(data + at, n - at < KVL_CHUNK ? n - at : KVL_CHUNK));
+    return found;
+}
+
+// A strided, perhaps indexed, view, and its bytes by the slowest way there is.
+struct Case {
+    kvl_view view{};
+    uint64_t nbytes = 0;
+    Bytes memory;
+    std::vector<int64_t> index;
+
+    uint64_t address(uint64_t byte) const {
+        int64_t at = view.offset + int64_t(byte % view.run);
+        uint64_t rest = byte / view.run;
+        for (int d = KVL_DIMS - 1; d >= 0; d--) {
+            int64_t entry = int64_t(rest % view.sizes[d]);
+            rest /= view.sizes[d];
+            if (d || !view.index) {
+                at += entry * view.strides[d];
+            } else {
+                int64_t value = view.index[entry], split = int64_t(view.index_split);
+                at += value / split * view.strides[0] + value % split * view.index_stride;
+            }
+        }
+        return uint64_t(at);
+    }
+};
+
+Case random_case(Chance &chance, bool distinct);

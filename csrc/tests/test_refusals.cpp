@@ -1,0 +1,103 @@
+// Arguments that contradict the sizes given are refused, in words, and nothing is touched.
+#include "check.h"
+
+namespace {
+
+struct Refusal {
+    Bytes memory = Bytes(4096, 1), payload = Bytes(2048, 2);
+    std::vector<int64_t> index{3, 0, 2};
+    kvl_copy copy{};
+    std::vector<uint32_t> digests{7};
+    uint64_t nbytes = 2048;
+
+    Refusal() {
+        // Three rows of 256 bytes, 512 apart.
+        copy.view = {memory.data(), memory.size(), 0, 256, {1, 1, 1, 3}, {0, 0, 0, 512},
+                     nullptr, 0, 1, 0};
+        copy.span = {64, 768, 0};
+    }
+    void by_index() {
+        copy.view.sizes[0] = 3, copy.view.strides[0] = 512;
+        copy.view.sizes[3] = 1, copy.view.strides[3] = 0;
+        copy.view.index = index.data(), copy.view.index_limit = 8;
+    }
+    void refused(int status, const char *words, bool scatter = false) {
+        Bytes memory_before = memory, payload_before = payload;
+        kvl_report report{};
+        int got = scatter ? kvl_scatter(payload.data(), nbytes, &copy, 1, digests.data(),
+                                        digests.size(), nullptr, &report)
+                          : kvl_gather(payload.data(), nbytes, &copy, 1, digests.data(),
+                                       digests.size(), nullptr, &report);
+        bool said = std::strstr(kvl_last_error(), words) != nullptr;
+        if (got != status || !said)
+            std::printf("status %d, \"%s\"; wanted %d, \"%s\"\n", got, kvl_last_error(), status,
+                        words);
+        CHECK(got == status && said);
+        CHECK(memory == memory_before && payload == payload_before && digests[0] == 7);
+    }
+};
+
+void test_bounds() {
+    { Refusal r; r.copy.view.extent = 1279; r.refused(KVL_EBOUNDS, "0 to 1280 in memory of 1279"); }
+    { Refusal r; r.copy.view.offset = -1; r.refused(KVL_EBOUNDS, "bytes -1 to"); }
+    { Refusal r; r.copy.view.strides[3] = -512; r.refused(KVL_EBOUNDS, "bytes -1024 to"); }
+    { Refusal r; r.copy.view.strides[3] = INT64_MAX; r.refused(KVL_EARGUMENT, "stride"); }
+    { Refusal r; r.copy.view.sizes[3] = UINT64_MAX; r.refused(KVL_EARGUMENT, "size"); }
+    { Refusal r; r.copy.view.sizes[0] = 0; r.refused(KVL_EARGUMENT, "size 0"); }
+    { Refusal r; r.copy.view.run = 0; r.refused(KVL_EARGUMENT, "run of 0"); }
+    { Refusal r; r.copy.view.base = nullptr; r.refused(KVL_EARGUMENT, "without memory"); }
+    { Refusal r; r.copy.span.nbytes = 769; r.refused(KVL_EBOUNDS, "768 bytes for a span of 769"); }
+    { Refusal r; r.copy.span.start = 1281; r.refused(KVL_EBOUNDS, "in a payload of 2048"); }
+    { Refusal r; r.copy.span.start = UINT64_MAX; r.refused(KVL_EBOUNDS, "in a payload of 2048"); }
+    { Refusal r; r.copy.span.first_digest = 1; r.refused(KVL_EBOUNDS, "digests 1 to 2 of 1"); }
+}
+
+void test_indices() {
+    { Refusal r; r.by_index(); r.index[1] = 8; r.refused(KVL_EBOUNDS, "index[1] is 8"); }
+    { Refusal r; r.by_index(); r.index[2] = -1; r.refused(KVL_EBOUNDS, "index[2] is -1"); }
+    { Refusal r; r.by_index(); r.copy.view.index_limit = 9; r.refused(KVL_EBOUNDS, "to 4352"); }
+    { Refusal r; r.by_index(); r.copy.view.index_split = 0; r.refused(KVL_EARGUMENT, "split 0"); }
+    { Refusal r; r.by_index(); r.copy.span.nbytes = 512; r.refused(KVL_EBOUNDS, "for a span"); }
+    { Refusal r; r.by_index(); r.index[2] = 3; r.refused(KVL_EOVERLAP, "came before", true); }
+}
+
+void test_overlaps() {
+    { Refusal r; r.copy.view.strides[3] = 255; r.refused(KVL_EOVERLAP, "overlaps itself", true); }
+    { Refusal r; r.copy.view.strides[3] = 0; r.refused(KVL_EOVERLAP, "overlaps itself", true); }
+    {
+        Refusal r;
+        r.copy.view.base = r.payload.data();
+        r.copy.view.extent = r.payload.size();
+        r.refused(KVL_EOVERLAP, "same memory");
+    }
+    Refusal r;
+    kvl_copy both[2] = {r.copy, r.copy};
+    both[1].span.start = both[0].span.start + 767;
+    CHECK(kvl_gather(r.payload.data(), 2048, both, 2, r.digests.data(), 1, nullptr, nullptr) ==
+          KVL_EOVERLAP);
+    CHECK(std::strstr(kvl_last_error(), "copy 1: a span at 831") != nullptr);
+}
+
+void test_calls() {
+    Refusal r;  // as it stands, nothing is wrong with it
+    CHECK(kvl_gather(r.payload.data(), 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
+          KVL_OK);
+    kvl_options options{0, 9};
+    CHECK(kvl_gather(r.payload.data(), 2048, &r.copy, 1, r.digests.data(), 1, &options, nullptr) ==
+          KVL_EARGUMENT);
+    CHECK(kvl_gather(nullptr, 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
+          KVL_EARGUMENT);
+    CHECK(kvl_gather(r.payload.data(), 2048, nullptr, 0, nullptr, 0, nullptr, nullptr) == KVL_OK);
+    CHECK(kvl_select("mmx") == KVL_EUNSUPPORTED);
+    CHECK(kvl_select(nullptr) == KVL_EUNSUPPORTED);
+    CHECK(kvl_version() == KVL_ABI);
+}
+
+}  // namespace
+
+void test_refusals() {
+    test_bounds();
+    test_indices();
+    test_overlaps();
+    test_calls();
+}

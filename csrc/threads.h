@@ -1,0 +1,17 @@
+// How many threads, and running them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace kvl {
+
+// By size and by idle cores: one for what a core does in a few milliseconds.
+unsigned choose_threads(uint64_t nbytes);
+
+// Run `work` in this thread and in up to `threads - 1` more; returns how many there were.
+// `work` must be complete when only this thread ran it, and must not throw.
+unsigned run_threads(unsigned threads, const std::function<void()> &work);
+
+}  // namespace kvl

@@ -1,0 +1,227 @@
+"""The native copier: one pass over the bytes by the compiled library, digests included."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias, cast
+
+import torch
+
+from .. import _native
+from ..branch import DTYPES
+from ..errors import NativeError, SchemaError
+from ..memory import Region
+from ..tensors import dtype_name, tensor_view
+from ..wire import Manifest, TensorSpec
+from .base import Copier, check_fit, mismatch
+from .paged import Paged
+from .torch_copier import TorchCopier
+
+Place: TypeAlias = torch.Tensor | Paged
+"""What a copier reads from or writes to, outside the payload."""
+
+
+class NativeCopier(Copier):
+    """Copies dense, strided and paged host tensors at the speed of memory.
+
+    What the library does not know (other devices, more than four dimensions with gaps) is copied
+    by torch, and its digests are computed here.
+
+    Args:
+        threads: how many copy; 0 chooses by size and by how many cores are idle.
+
+    Raises:
+        NativeError: there is no compiled library; says why and what helps.
+    """
+
+    name = "native"
+
+    def __init__(self, *, threads: int = 0):
+        reason = _native.missing()
+        if reason:
+            raise NativeError(reason)
+        self.threads = threads
+
+    @property
+    def features(self) -> str:
+        """The instruction set in use: avx512, avx2 or portable."""
+        return _native.features()
+
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+        _check(sources, manifest, region)
+        ours, others = self._calls(manifest, region), self._calls(manifest, region)
+        for source, spec in zip(sources, manifest.tensors, strict=True):
+            view = _view_of(source)
+            if view:
+                ours.add(spec, view)
+            else:
+                target = tensor_view(region, spec, manifest.header_nbytes)
+                target.copy_(source.dense() if isinstance(source, Paged) else source.detach())
+                others.add(spec)
+        digests = {**ours.gather(), **others.digest()}
+        return [digests[spec.name] for spec in manifest.tensors]
+
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+        _check(targets, manifest, region)
+        ours, others = self._calls(manifest, region), self._calls(manifest, region)
+        rest: list[tuple[Place, torch.Tensor]] = []
+        for target, spec in zip(targets, manifest.tensors, strict=True):
+            view = _view_of(target)
+            if view:
+                ours.add(spec, view)
+            else:
+                rest.append((target, tensor_view(region, spec, manifest.header_nbytes)))
+                others.add(spec)
+        ours.scatter()
+        others.verify()
+        for target, source in rest:
+            if isinstance(target, Paged):
+                target.fill(source)
+            else:
+                target.detach().copy_(source)
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        call = self._calls(manifest, region)
+        for spec in manifest.tensors:
+            if spec.digest:
+                call.add(spec)
+        call.verify()
+
+    def _calls(self, manifest: Manifest, region: Region) -> _Call:
+        return _Call(manifest.header_nbytes, region, self.threads)
+
+
+class _Call:
+    """One call of the library, in the manifest's words."""
+
+    def __init__(self, data: int, region: Region, threads: int):
+        self._batch = _native.Batch(region.address, region.nbytes, threads=threads)
+        self._data = data
+        self._specs: list[TensorSpec] = []
+
+    def add(self, spec: TensorSpec, view: _native.ViewWords = ()) -> None:
+        self._specs.append(spec)
+        self._batch.add(self._data + spec.start, spec.nbytes, view, digest=bool(spec.digest))
+
+    def gather(self) -> dict[str, str]:
+        with self._failures():
+            return self._by_name(self._batch.gather())
+
+    def digest(self) -> dict[str, str]:
+        with self._failures():
+            return self._by_name(self._batch.digest())
+
+    def scatter(self) -> None:
+        with self._failures():
+            self._batch.scatter(self._committed())
+
+    def verify(self) -> None:
+        with self._failures():
+            self._batch.verify(self._committed())
+
+    def _committed(self) -> bytes:
+        return bytes.fromhex("".join(spec.digest for spec in self._specs))
+
+    def _by_name(self, digests: bytes) -> dict[str, str]:
+        """Each tensor's own digits: as many as its blank digest has."""
+        text, found, at = digests.hex(), {}, 0
+        for spec in self._specs:
+            found[spec.name] = text[at : at + len(spec.digest)]
+            at += len(spec.digest)
+        return found
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """The library's errors, named by tensor."""
+        try:
+            yield
+        except _native.CopyFailed as failed:
+            spec = self._specs[failed.copy]
+            if failed.status == _native.DIGEST:
+                raise mismatch(spec, failed.chunk) from None
+            if failed.status in (_native.ARGUMENT, _native.BOUNDS, _native.OVERLAP):
+                raise SchemaError(f"{spec.where()}: {failed}") from None
+            raise
+
+
+def fastest_copier() -> Copier:
+    """The native copier, or torch's with one warning that says why and what helps.
+
+    Without an instruction for CRC-32C that the library knows, torch and the crc32c package are
+    the faster pair: then it is torch's, and nothing is missing.
+    """
+    global _warned
+    reason = _native.missing()
+    if reason is None:
+        return TorchCopier() if _native.features() == "portable" else NativeCopier()
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{reason}. Copies are made by torch: the same bytes, more slowly",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return TorchCopier()
+
+
+_warned = False
+
+
+def _check(places: Sequence[Place], manifest: Manifest, region: Region) -> None:
+    codes = [DTYPES[dtype_name(place.dtype)] for place in places]
+    check_fit(cast("Sequence[torch.Tensor]", places), manifest, region, codes)
+
+
+def _view_of(place: Place) -> _native.ViewWords:
+    """The place as the library takes it; empty if only torch can reach it."""
+    if isinstance(place, Paged):
+        return _paged_view(place)
+    if not place.is_cpu or place.is_neg():
+        return ()
+    if place.is_contiguous():
+        return _native.flat_view_words(place.data_ptr(), place.nbytes)
+    return _strided_view(place)
+
+
+def _strided_view(tensor: torch.Tensor) -> _native.ViewWords:
+    """Bounded by the tensor's storage, so that the library can check the strides against it."""
+    if tensor.dim() > _native.DIMS:
+        return ()
+    size, storage = tensor.element_size(), tensor.untyped_storage()
+    return _native.view_words(
+        storage.data_ptr(),
+        storage.nbytes(),
+        size,
+        offset=int(tensor.storage_offset()) * size,
+        sizes=tensor.shape,
+        strides=[stride * size for stride in tensor.stride()],
+    )
+
+
+def _paged_view(paged: Paged) -> _native.ViewWords:
+    pool, pages = paged.pool, paged.pages
+    inner = 2 if pages.by_slot else 1  # the dimensions that are not looked up
+    unused = _native.DIMS - 1 - (pool.dim() - inner)
+    if not pool.is_cpu or pool.is_neg() or unused < 0:
+        return ()
+    size, storage = pool.element_size(), pool.untyped_storage()
+    strides = [stride * size for stride in pool.stride()]
+    view = _native.view_words(
+        storage.data_ptr(),
+        storage.nbytes(),
+        size,
+        offset=int(pool.storage_offset()) * size,
+        sizes=(len(pages.index), *(1,) * unused, *pool.shape[inner:]),
+        strides=(strides[0], *(0,) * unused, *strides[inner:]),
+    )
+    if not pages.by_slot:
+        return _native.indexed_view_words(view, pages.address, limit=pool.shape[0])
+    return _native.indexed_view_words(
+        view,
+        pages.address,
+        limit=pool.shape[0] * pages.block_size,
+        split=pages.block_size,
+        stride=strides[1],
+    )

@@ -1,0 +1,179 @@
+"""The native copier gives the reference's bytes and digests, on any layout, whoever calls it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_bed import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+
+from omni_kvlink import _native
+from omni_kvlink.copier import Copier, TorchCopier
+from omni_kvlink.copier.native import NativeCopier, fastest_copier
+from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
+from omni_kvlink.memory import Mapping
+from omni_kvlink.testing import COPIER_CHECKS
+from omni_kvlink.wire import DIGEST_CHUNK
+
+pytestmark = NEEDS_LIBRARY
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("check", COPIER_CHECKS, ids=lambda check: check.__name__[6:])
+def test_kit(check: Callable[[Copier], None], features: str) -> None:
+    with using(features):
+        check(NativeCopier())
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> torch.Tensor:
+    """A [tokens, heads, dim] tensor: sliced, transposed, expanded or none of it, anywhere."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    shape = [draw(st.integers(1, 70)), draw(st.integers(1, 5)), draw(st.integers(1, 150))]
+    order = draw(st.permutations(range(3)))
+    steps = [draw(st.integers(1, 2)) if draw(st.booleans()) else 1 for _ in shape]
+    starts = [draw(st.integers(0, 3)) if draw(st.booleans()) else 0 for _ in shape]
+    whole = [start + size * step for start, size, step in zip(starts, shape, steps, strict=True)]
+    base = tensor_of([whole[axis] for axis in order], dtype, seed=draw(st.integers(0, 99)))
+    back = [order.index(axis) for axis in range(3)]
+    cut = [slice(start, None, step) for start, step in zip(starts, steps, strict=True)]
+    tensor = base.permute(*back)[tuple(cut)]
+    tensor = tensor[: shape[0], : shape[1], : shape[2]]
+    if draw(st.integers(0, 5)) == 0:
+        tensor = tensor[:1].expand(shape[0], -1, -1)
+    return tensor
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@settings(max_examples=60, deadline=None)
+@given(tensors=st.lists(layouts(), min_size=1, max_size=4), digests=st.booleans())
+def test_same_as_torch(features: str, tensors: list[torch.Tensor], digests: bool) -> None:
+    plan = plan_of(tensors, digests=digests)
+    ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
+    with using(features):
+        native, torchs = NativeCopier(), TorchCopier()
+        found = native.gather(tensors, plan, ours)
+        assert found == torchs.gather(tensors, plan, theirs)
+        assert bytes(ours.view()) == bytes(theirs.view())
+        committed = plan.with_digests(found)
+        native.verify(committed, ours)
+        targets = [torch.empty_like(tensor.contiguous()) for tensor in tensors]
+        native.scatter(committed, ours, targets)
+        for tensor, target in zip(tensors, targets, strict=True):
+            assert as_bytes(tensor) == as_bytes(target)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("more", [-257, -65, -1, 0, 1, 63, 64, 255, 256, 257, DIGEST_CHUNK + 1])
+def test_chunk_boundaries(features: str, more: int) -> None:
+    source = tensor_of([DIGEST_CHUNK + more, 1, 1], torch.uint8)
+    plan = plan_of([source])
+    ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
+    with using(features):
+        digests = NativeCopier().gather([source], plan, ours)
+        assert digests == TorchCopier().gather([source], plan, theirs)
+        assert bytes(ours.view()) == bytes(theirs.view())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_large_streamed_and_threaded(threads: int) -> None:
+    sources = [tensor_of([3000, 4, 256], torch.bfloat16, seed) for seed in range(4)]
+    sources[1] = tensor_of([3000, 8, 256], torch.bfloat16)[:, 2:6]
+    plan = plan_of(sources)
+    region = Mapping.anonymous(plan.nbytes).region
+    copier = NativeCopier(threads=threads)
+    committed = plan.with_digests(copier.gather(sources, plan, region))
+    assert committed.tensors[0].digest
+    targets = [torch.empty(3000, 4, 256, dtype=torch.bfloat16) for _ in sources]
+    targets[2] = torch.empty(4, 3000, 256, dtype=torch.bfloat16).transpose(0, 1)
+    copier.scatter(committed, region, targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert as_bytes(source) == as_bytes(target)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_damage_is_named_by_layer_and_mib(threads: int) -> None:
+    sources = [tensor_of([5000, 4, 128], torch.bfloat16, seed) for seed in range(3)]
+    plan = plan_of(sources)
+    region = Mapping.anonymous(plan.nbytes).region
+    copier = NativeCopier(threads=threads)
+    committed = plan.with_digests(copier.gather(sources, plan, region))
+    for layer, mib in ((2, 3), (1, 4)):
+        at = plan.header_nbytes + plan.tensors[layer].start + mib * DIGEST_CHUNK + 17
+        region.view()[at] ^= 1
+        with pytest.raises(IntegrityError, match=rf"layer {layer}, K: .*MiB {mib} of 5"):
+            copier.verify(committed, region)
+        with pytest.raises(IntegrityError, match=rf"layer {layer}, K: .*MiB {mib} of 5"):
+            copier.scatter(committed, region, sources)
+
+
+def test_overlapping_target_is_refused() -> None:
+    source = tensor_of([40, 2, 16], torch.float16)
+    plan = plan_of([source])
+    region = Mapping.anonymous(plan.nbytes).region
+    committed = plan.with_digests(NativeCopier().gather([source], plan, region))
+    for target in (
+        torch.zeros(1, 2, 16, dtype=torch.float16).expand(40, 2, 16),
+        torch.zeros(2000, dtype=torch.float16).as_strided([40, 2, 16], [31, 16, 1]),
+    ):
+        with pytest.raises(SchemaError, match=r"layer 0, K: .*overlaps itself"):
+            NativeCopier().scatter(committed, region, [target])
+        assert not target.any()
+
+
+def test_what_only_torch_can_read() -> None:
+    """Lazily negated tensors, and more dimensions with gaps than the library knows."""
+    lazy = torch.randn(30, 2, 8, dtype=torch.complex64).conj().imag
+    assert lazy.is_neg()
+    gaps = tensor_of([4, 4, 4, 4, 4, 2], torch.float32)[::2, ::3, ::2, ::3, ::2, :1]
+    sources = [lazy, tensor_of([9, 2, 8], torch.int8), gaps]
+    plan = plan_of(sources)
+    ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
+    digests = NativeCopier().gather(sources, plan, ours)
+    assert digests == TorchCopier().gather(sources, plan, theirs)
+    assert bytes(ours.view()) == bytes(theirs.view())
+    targets = [torch.zeros(30, 2, 8), torch.zeros(9, 2, 8, dtype=torch.int8)]
+    targets.append(torch.zeros(4, 4, 4, 4, 4, 2)[::2, ::3, ::2, ::3, ::2, :1])
+    NativeCopier().scatter(plan.with_digests(digests), ours, targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert as_bytes(source.resolve_neg()) == as_bytes(target)
+
+
+def test_callers_from_many_threads() -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(10):
+                source = tensor_of([200 + seed, 3, 70], torch.float16, seed + turn)
+                plan = plan_of([source])
+                region = Mapping.anonymous(plan.nbytes).region
+                copier = NativeCopier(threads=1 + turn % 2)
+                digests = copier.gather([source], plan, region)
+                copier.verify(plan.with_digests(digests), region)
+                region.view()[plan.header_nbytes + 5] ^= 1
+                with pytest.raises(IntegrityError, match="MiB 0"):
+                    copier.verify(plan.with_digests(digests), region)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_choice() -> None:
+    assert NativeCopier().features in FEATURES
+    if NativeCopier().features != "portable":
+        assert fastest_copier().name == "native"
+    with using("portable"):
+        assert fastest_copier().name == "torch"
+    with pytest.raises(NativeError, match=r"'mmx'.*OMNI_KVLINK_FEATURES"):
+        _native.select("mmx")

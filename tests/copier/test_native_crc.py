@@ -1,0 +1,114 @@
+"""The library's CRC-32C equals a well-kept wheel's, and its C side refuses what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_bed import FEATURES, NEEDS_LIBRARY, Locked, noise, using
+
+from omni_kvlink import _native
+
+pytestmark = NEEDS_LIBRARY
+MIB = 1 << 20
+NOISE = noise(3 * MIB)
+
+
+def wheel(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    return b"".join(
+        crc32c(data[at : at + MIB].tobytes()).to_bytes(4, "big") for at in range(0, len(data), MIB)
+    )
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@settings(max_examples=150, deadline=None)
+@given(
+    start=st.integers(0, 5000),
+    nbytes=st.integers(0, 700) | st.integers(MIB - 300, MIB + 300) | st.integers(0, 2 * MIB),
+)
+def test_equals_the_wheel(features: str, start: int, nbytes: int) -> None:
+    with using(features):
+        batch = _native.Batch(NOISE.ctypes.data, NOISE.nbytes)
+        batch.add(start, nbytes, digest=True)
+        found = batch.digest()
+        assert found == wheel(NOISE[start : start + nbytes])
+        batch.verify(found)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@settings(max_examples=100, deadline=None)
+@given(
+    source=st.integers(0, 130),
+    target=st.integers(0, 130),
+    nbytes=st.integers(1, 900) | st.integers(MIB - 70, MIB + 70) | st.integers(9000, 40000),
+    stores=st.integers(0, 2),
+)
+def test_while_copying(features: str, source: int, target: int, nbytes: int, stores: int) -> None:
+    """Any alignment of both sides, into memory whose next page is locked."""
+    locked = Locked(target + nbytes)
+    with using(features):
+        batch = _native.Batch(locked.address, target + nbytes, stores=stores)
+        view = _native.view_words(NOISE.ctypes.data, NOISE.nbytes, nbytes, offset=source)
+        batch.add(target, nbytes, view, digest=True)
+        wanted = NOISE[source : source + nbytes]
+        assert batch.gather() == wheel(wanted)
+        assert np.array_equal(locked.bytes[target:], wanted)
+        assert not locked.bytes[:target].any()
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_reads_nothing_beyond_a_source(features: str) -> None:
+    """Short and strided pieces that end at a locked page."""
+    target = np.zeros(200_000, np.uint8)
+    with using(features):
+        for rows, run in ((1, 1), (3, 67), (40, 300), (9, 4096), (5, 16384), (16, 12288)):
+            locked = Locked(2 * rows * run - run)
+            locked.bytes[:] = noise(locked.region.nbytes)
+            batch = _native.Batch(target.ctypes.data, target.nbytes)
+            view = _native.view_words(
+                locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
+            )
+            batch.add(0, rows * run, view, digest=True)
+            wanted = np.concatenate([locked.bytes[2 * i * run :][:run] for i in range(rows)])
+            assert batch.gather() == wheel(wanted)
+            assert np.array_equal(target[: rows * run], wanted)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_writes_nothing_beyond_a_target(features: str) -> None:
+    """Rows that end at a locked page, and gaps between them that stay as they were."""
+    with using(features):
+        for rows, run in ((1, 1), (3, 67), (40, 300), (9, 4096), (5, 16384), (16, 12288)):
+            for stores in (1, 2):
+                locked = Locked(2 * rows * run - run)
+                batch = _native.Batch(NOISE.ctypes.data, NOISE.nbytes, stores=stores)
+                view = _native.view_words(
+                    locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
+                )
+                batch.add(64, rows * run, view, digest=True)
+                batch.scatter(wheel(NOISE[64 : 64 + rows * run]))
+                wanted = np.zeros((rows, 2 * run), np.uint8)
+                wanted[:, :run] = NOISE[64 : 64 + rows * run].reshape(rows, run)
+                assert np.array_equal(locked.bytes, wanted.reshape(-1)[: locked.region.nbytes])
+
+
+def test_refusals_reach_python() -> None:
+    """C checks again: nothing is written, and the error says which copy and why."""
+    payload, outside = np.zeros(1000, np.uint8), noise(1000)
+    good = _native.view_words(outside.ctypes.data, 1000, 100)
+    for start, view, why in (
+        (950, good, "copy 1: a span of 100 bytes at 950 in a payload of 1000"),
+        (50, good, "copy 1: a span at 50 after one that ends at 100"),
+        (300, _native.view_words(outside.ctypes.data, 99, 100), "in memory of 99"),
+        (300, _native.view_words(outside.ctypes.data, 1000, 99), "99 bytes for a span of 100"),
+        (300, _native.view_words(0, 1000, 100), "without memory"),
+    ):
+        batch = _native.Batch(payload.ctypes.data, 1000)
+        batch.add(0, 100, good, digest=True)
+        batch.add(start, 100, view, digest=True)
+        with pytest.raises(_native.CopyFailed, match=why) as caught:
+            batch.gather()
+        assert caught.value.copy == 1
+        assert not payload.any()

@@ -1,0 +1,183 @@
+"""Pages in and out of a payload, against a loop over tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_bed import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.copier.native import NativeCopier
+from omni_kvlink.copier.paged import Paged, Pages
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.memory import Mapping
+
+Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]
+
+
+def plain(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([blocks, size, heads, dim], dtype, seed)
+
+
+def stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([2, blocks, size, heads, dim], dtype, seed)[seed % 2]
+
+
+def packed_in_block(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([blocks, 2, size, heads, dim], dtype, seed)[:, seed % 2]
+
+
+def packed_in_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    both = tensor_of([blocks, size, heads, 2 * dim], dtype, seed)
+    return both[..., :dim] if seed % 2 else both[..., dim:]
+
+
+def heads_first(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([blocks, heads, size, dim], dtype, seed).transpose(1, 2)
+
+
+def fewer_heads(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([blocks, size, 2 * heads, dim], dtype, seed)[:, :, heads:]
+
+
+def dims_first(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+    return tensor_of([blocks, heads, dim, size], dtype, seed).permute(0, 3, 1, 2)
+
+
+POOLS = (plain, stacked, packed_in_block, packed_in_head, heads_first, fewer_heads, dims_first)
+
+
+def naive(pool: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """Token by token."""
+    tokens = []
+    for token in range(pages.tokens):
+        if pages.by_slot:
+            block, slot = divmod(int(pages.index[token]), pages.block_size)
+        else:
+            block, slot = int(pages.index[token // pages.block_size]), token % pages.block_size
+        tokens.append(pool[block, slot])
+    return torch.stack(tokens)
+
+
+@st.composite
+def page_tables(draw: st.DrawFn) -> tuple[Pages, int]:
+    size, blocks = draw(st.sampled_from([1, 3, 16, 32])), draw(st.integers(1, 12))
+    tokens = draw(st.integers(1, blocks * size))
+    shuffle = random.Random(draw(st.integers(0, 999)))
+    if draw(st.booleans()):
+        ids = list(range(blocks))
+        if draw(st.booleans()):
+            shuffle.shuffle(ids)
+        return Pages.of_blocks(ids, block_size=size, tokens=tokens), blocks
+    slots = list(range(blocks * size))
+    kind = draw(st.sampled_from(["ascending", "in runs", "random"]))
+    if kind == "random":
+        shuffle.shuffle(slots)
+    if kind == "in runs":
+        slots = slots[len(slots) // 2 :] + slots[: len(slots) // 2]
+    return Pages.of_slots(slots[:tokens], block_size=size), blocks
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("features", FEATURES)
+@settings(max_examples=60, deadline=None)
+@given(
+    table=page_tables(),
+    kinds=st.lists(st.sampled_from(POOLS), min_size=1, max_size=3),
+    heads=st.integers(1, 4),
+    dim=st.sampled_from([1, 5, 64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+)
+def test_against_a_loop(
+    features: str, table: tuple[Pages, int], kinds: list[Pool], heads: int, dim: int, dtype
+) -> None:
+    pages, blocks = table
+    pools = [
+        kind(blocks, pages.block_size, heads, dim, dtype, seed) for seed, kind in enumerate(kinds)
+    ]
+    paged = [Paged(pool, pages) for pool in pools]
+    wanted = [naive(pool, pages) for pool in pools]
+    plan = plan_of(wanted)
+    ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
+    with using(features):
+        digests = NativeCopier().gather(paged, plan, ours)
+        assert digests == TorchCopier().gather(wanted, plan, theirs)
+        assert bytes(ours.view()) == bytes(theirs.view())
+
+        # And back, into pools of other bytes: only the sequence's tokens change.
+        fresh = [
+            kind(blocks, pages.block_size, heads, dim, dtype, seed + 50)
+            for seed, kind in enumerate(kinds)
+        ]
+        expected = [pool.clone() for pool in fresh]
+        for pool, tokens in zip(expected, wanted, strict=True):
+            Paged(pool, pages).fill(tokens)
+        NativeCopier().scatter(
+            plan.with_digests(digests), ours, [Paged(pool, pages) for pool in fresh]
+        )
+        for pool, like, tokens in zip(fresh, expected, wanted, strict=True):
+            assert as_bytes(pool) == as_bytes(like)
+            assert as_bytes(naive(pool, pages)) == as_bytes(tokens)
+            assert as_bytes(Paged(pool, pages).dense()) == as_bytes(tokens)
+
+
+@NEEDS_LIBRARY
+def test_latents_and_large_blocks() -> None:
+    ids = random.Random(1).sample(range(80), 61)
+    pages = Pages.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
+    pools = [tensor_of([80, 64, 576], torch.bfloat16, seed) for seed in range(3)]
+    wanted = [naive(pool, pages) for pool in pools]
+    plan = plan_of(wanted)
+    region = Mapping.anonymous(plan.nbytes).region
+    digests = NativeCopier().gather([Paged(pool, pages) for pool in pools], plan, region)
+    theirs = Mapping.anonymous(plan.nbytes).region
+    assert digests == TorchCopier().gather(wanted, plan, theirs)
+    assert bytes(region.view()) == bytes(theirs.view())
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Pages.of_blocks([1, 2], block_size=16, tokens=33), "2 blocks of 16.*wanted 3"),
+        (lambda: Pages.of_blocks([1, 2, 1], block_size=16, tokens=48), "block id 1 stands twice"),
+        (lambda: Pages.of_blocks([1, -2], block_size=16, tokens=32), "block id -2 is negative"),
+        (lambda: Pages.of_blocks([0.5], block_size=16, tokens=3), "integers"),
+        (lambda: Pages.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
+        (lambda: Pages.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
+        (lambda: Pages.of_slots([-1], block_size=16), "slot -1 is negative"),
+    ],
+)
+def test_tables_that_cannot_be(make: Callable[[], Pages], complaint: str) -> None:
+    with pytest.raises(SchemaError, match=complaint):
+        make()
+
+
+def test_pools_that_lack_the_pages() -> None:
+    pool = torch.zeros(8, 16, 2, 4)
+    blocks = Pages.of_blocks([7, 8], block_size=16, tokens=20)
+    with pytest.raises(SchemaError, match="layer 3, K: block id 8 is outside the pool's 8 blocks"):
+        Paged(pool, blocks, "layer 3, K")
+    with pytest.raises(SchemaError, match="layer 0, V: slot 128 is outside the pool's 8 blocks"):
+        Paged(pool, Pages.of_slots([3, 128], block_size=16), "layer 0, V")
+    with pytest.raises(SchemaError, match=r"wanted \[num_blocks, 4, …\]"):
+        Paged(pool, Pages.of_blocks([0], block_size=4, tokens=2))
+
+
+def test_blocks_beyond_the_last_token_are_left_out() -> None:
+    pages = Pages.of_blocks([4, 9, 999, 999], block_size=16, tokens=17)
+    assert list(pages.index) == [4, 9]
+
+
+@NEEDS_LIBRARY
+def test_a_layer_that_does_not_fit_is_named() -> None:
+    pages = Pages.of_blocks([0], block_size=16, tokens=3)
+    paged = Paged(torch.zeros(1, 16, 2, 4), pages)
+    plan = plan_of([torch.zeros(3, 2, 4), torch.zeros(4, 2, 4)])
+    region = Mapping.anonymous(plan.nbytes).region
+    with pytest.raises(SchemaError, match="layer 1, K"):
+        NativeCopier().gather([paged, paged], plan, region)
