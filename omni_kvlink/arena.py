@@ -6,7 +6,7 @@ import bisect
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from .errors import CapacityError, ClosedError
 from .memory import Mapping, Region
@@ -17,30 +17,31 @@ MIN_ARENA = 64 << 20
 
 
 class Arena:
-    """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. No bytes."""
+    """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. No bytes.
+
+    Its state is replaced in one step, so that an exception from a signal handler, which can come
+    at any line, never leaves a hole half taken: that block would be given out twice.
+    """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self._holes = [(nbytes, 0)]  # (length, offset), sorted
-        self._starts = {0: nbytes}
-        self._ends = {nbytes: 0}
-        self._used: dict[int, int] = {}
+        self._state: tuple[list[_Span], dict[int, int]] = [(0, nbytes)], {}
 
     @property
     def free_nbytes(self) -> int:
-        return sum(length for length, _ in self._holes)
+        return sum(length for _, length in self._state[0])
 
     @property
     def largest_hole(self) -> int:
-        return self._holes[-1][0] if self._holes else 0
+        return max((length for _, length in self._state[0]), default=0)
 
     @property
     def blocks(self) -> int:
-        return len(self._used)
+        return len(self._state[1])
 
     @property
     def is_empty(self) -> bool:
-        return not self._used
+        return not self._state[1]
 
     def can_allocate(self, nbytes: int) -> bool:
         return nbytes <= self.largest_hole
@@ -53,34 +54,30 @@ class Arena:
                 asked=nbytes,
                 free=self.largest_hole,
             )
-        length, offset = self._holes[bisect.bisect_left(self._holes, (nbytes, 0))]
-        self._remove_hole(offset, length)
-        if length > nbytes:
-            self._add_hole(offset + nbytes, length - nbytes)
-        self._used[offset] = nbytes
+        holes, used = self._state
+        length, offset = min((length, offset) for offset, length in holes if length >= nbytes)
+        at = holes.index((offset, length))
+        rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+        self._state = [*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes}
         return offset
 
     def free(self, offset: int) -> None:
         """Give a block back, merging it with the holes on both sides."""
-        length = self._used.pop(offset)
-        before = self._ends.get(offset)
-        if before is not None:
-            self._remove_hole(before, offset - before)
-            offset, length = before, length + offset - before
-        after = self._starts.get(offset + length)
-        if after is not None:
-            self._remove_hole(offset + length, after)
-            length += after
-        self._add_hole(offset, length)
+        holes, used = self._state
+        start, stop = offset, offset + used[offset]
+        first = last = bisect.bisect(holes, (offset, 0))
+        if first and sum(holes[first - 1]) == start:
+            first -= 1
+            start = holes[first][0]
+        if last < len(holes) and holes[last][0] == stop:
+            stop = sum(holes[last])
+            last += 1
+        merged = [*holes[:first], (start, stop - start), *holes[last:]]
+        self._state = merged, {at: size for at, size in used.items() if at != offset}
 
-    def _add_hole(self, offset: int, length: int) -> None:
-        bisect.insort(self._holes, (length, offset))
-        self._starts[offset] = length
-        self._ends[offset + length] = offset
 
-    def _remove_hole(self, offset: int, length: int) -> None:
-        self._holes.pop(bisect.bisect_left(self._holes, (length, offset)))
-        del self._starts[offset], self._ends[offset + length]
+_Span: TypeAlias = tuple[int, int]
+"""Offset and length in bytes."""
 
 
 class Block(NamedTuple):
@@ -115,7 +112,9 @@ class ArenaPool:
         self._made = 0
         self._mapped = 0
         self._closed = False
-        self._changed = threading.Condition()
+        # Taken by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def reserve(self, nbytes: int, *, timeout: float = 0.0) -> Block:
         """A block of at least `nbytes`, waiting up to `timeout` seconds for others to be freed.
@@ -127,7 +126,7 @@ class ArenaPool:
         nbytes = -(-nbytes // GRAIN) * GRAIN
         deadline = time.monotonic() + timeout
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     raise ClosedError("the arena pool is closed")
                 block = self._place(nbytes)
@@ -144,7 +143,7 @@ class ArenaPool:
 
     def free(self, block: Block) -> None:
         """Give a block back and wake who waits for room."""
-        with self._changed:
+        with self._lock:
             if block.arena in self._arenas:  # closing drops arenas that still have blocks
                 arena = self._arenas[block.arena][0]
                 arena.free(block.offset)
@@ -156,7 +155,7 @@ class ArenaPool:
         return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
 
     def mapping(self, arena: int) -> Mapping:
-        with self._changed:
+        with self._lock:
             if arena not in self._arenas:
                 raise ClosedError(f"arena {arena} is gone: the pool is closed")
             return self._arenas[arena][1]
@@ -167,7 +166,7 @@ class ArenaPool:
 
     def stats(self) -> dict[str, int]:
         """Bytes and numbers now: quota, mapped, used, arenas, blocks."""
-        with self._changed:
+        with self._lock:
             arenas = [arena for arena, _ in self._arenas.values()]
             free = sum(arena.free_nbytes for arena in arenas)
             return {
@@ -180,7 +179,7 @@ class ArenaPool:
 
     def close(self) -> None:
         """Drop the arenas (memory goes when the last view does) and wake who waits."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._arenas.clear()
             self._mapped = 0
@@ -223,11 +222,11 @@ class ArenaPool:
         try:
             mapping = self._make(size)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._mapped -= size
                 self._changed.notify_all()
             raise
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ClosedError("the arena pool was closed while it grew")
             number, arena = self._made, Arena(size)

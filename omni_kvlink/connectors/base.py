@@ -7,6 +7,8 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -74,7 +76,7 @@ class Receipt:
             TransferTimeout: `timeout` seconds passed and it is still on its way.
         """
         transfer = self._transfer
-        if not transfer.settled.wait(timeout):
+        if not transfer.settled.wait(min(timeout, threading.TIMEOUT_MAX)):
             raise TransferTimeout(
                 f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
                 f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
@@ -178,7 +180,9 @@ class Consumer(Connector):
             TransferFailed: the producer said it failed, or it expired.
             PeerLostError: the producer died, or closed.
         """
-        return self.begin(key, timeout=timeout).wait(timeout=timeout)
+        started = time.monotonic()
+        want = self.begin(key, timeout=timeout)
+        return want.wait(timeout=timeout - (time.monotonic() - started))
 
 
 class Want(ABC):

@@ -42,7 +42,10 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say good-bye; every waiting `get` ends with ClosedError."""
+        """Every waiting `get` ends with ClosedError; good-bye is said when the last view is gone.
+
+        Earlier, the producer would reuse memory under a reader that still looks at it.
+        """
 
 
 class PooledWant(Want):
@@ -91,7 +94,14 @@ class SessionConsumer(Consumer):
 
     @abstractmethod
     def _open(self, timeout: float) -> Session:
-        """Wait for a producer and shake hands; TransferTimeout if none comes."""
+        """Wait for a producer and shake hands; TransferTimeout if none comes.
+
+        Raises:
+            ClosedError: the link was closed meanwhile.
+        """
+
+    def _interrupt(self) -> None:
+        """Wake a thread that waits in `_open`: the link was closed."""
 
     def connect(self, timeout: float) -> None:
         """The first session; later ones are opened by whoever needs them."""
@@ -111,6 +121,7 @@ class SessionConsumer(Consumer):
             session.inbox.fail(key, error)
 
     def health(self) -> dict[str, Any]:
+        self._check_process()
         session = self._session
         return {
             "role": "consumer",
@@ -126,16 +137,20 @@ class SessionConsumer(Consumer):
             self._closed = True
             return
         self._closed = True
+        self._interrupt()
         with self._opening:
             if self._session is not None:
                 self._session.close()
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"link {self._url} belongs to process {self._pid}; "
                 "after fork the child must open its own"
             )
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError(f"link {self._url} is closed")
 
@@ -144,15 +159,23 @@ class SessionConsumer(Consumer):
         session = self._session
         if session is not None and not session.is_over:
             return session
-        with self._opening:
+        deadline = time.monotonic() + timeout
+        if not self._opening.acquire(timeout=max(0.0, timeout)):
+            raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
+        try:
             self._check_open()
             if self._session is None or self._session.is_over:
-                try:
-                    self._session = self._open(timeout)
-                except TimeoutError as error:
-                    raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
+                self._session = self._reopen(deadline - time.monotonic())
                 self._sessions += 1
             return self._session
+        finally:
+            self._opening.release()
+
+    def _reopen(self, timeout: float) -> Session:
+        try:
+            return self._open(timeout)
+        except TimeoutError as error:
+            raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
 
 
 def closed_here(url: str) -> KVLinkError:

@@ -185,16 +185,24 @@ class Exchange:
         if transfer is None or (peer, want) not in transfer.leases:
             self.counters["stale"] += 1
             return
-        if outcome == "rejected":
+        if outcome == "rejected" and not transfer.state.is_final:
             self._end(transfer, State.FAILED, f"a reader rejected it: {reason}")
             self._bury(transfer.key, transfer.reason, "failed", now)
         self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
 
-    def lost(self, peer: Peer) -> None:
-        """A peer is gone: its wants are void, what it held can be delivered again."""
+    def leave(self, peer: Peer) -> None:
+        """A peer asks for nothing more: its wants are void, what it holds it will release."""
         for key, claims in list(self._wants.items()):
             for claim in [claim for claim in claims if claim[0] == peer]:
                 self._forget(key, claim)
+
+    def holds(self, peer: Peer) -> bool:
+        """Whether a peer has not released all that it was offered."""
+        return any(claim[0] == peer for t in self._leased.values() for claim in t.leases)
+
+    def lost(self, peer: Peer) -> None:
+        """A peer is gone: its wants are void, what it held can be delivered again."""
+        self.leave(peer)
         for transfer in list(self._leased.values()):
             for claim in [claim for claim in transfer.leases if claim[0] == peer]:
                 self._drop_lease(transfer, claim, redeliver=True)

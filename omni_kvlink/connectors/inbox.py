@@ -22,6 +22,7 @@ class Wanted:
         self.phase = NEVER_ANNOUNCED
         self.started = time.monotonic()
         self.future: Future[Offer] = Future()
+        self.future.set_running_or_notify_cancel()  # only the inbox ends it
 
     def timed_out(self) -> TransferTimeout:
         waited = time.monotonic() - self.started
@@ -56,7 +57,7 @@ class Inbox:
         """
         with self._lock:
             if self._over is not None:
-                raise self._over
+                raise type(self._over)(str(self._over))
             self._number += 1
             wanted = self._open[self._number] = Wanted(self._number, key)
         self._send(Want(wanted.number, key))
@@ -85,7 +86,7 @@ class Inbox:
                 return wanted.future.result()
             raise wanted.timed_out() from None
         except BaseException:
-            if not wanted.future.done() and not self.cancel(wanted):
+            if not self.cancel(wanted) and wanted.future.exception() is None:
                 self.release(wanted.number, wanted.future.result().epoch, "unread")
             raise
 
@@ -111,7 +112,7 @@ class Inbox:
         else:
             unexpected(message)
 
-    def end(self, error: KVLinkError) -> None:
+    def end(self, error: KVLinkError) -> list[Wanted]:
         """The connection is over: every waiting `get` raises, and so does every later one."""
         with self._lock:
             if self._over is None:
@@ -119,6 +120,7 @@ class Inbox:
             waiting, self._open = list(self._open.values()), {}
         for wanted in waiting:
             wanted.future.set_exception(type(error)(f"{error}; {wanted.key!r} was awaited"))
+        return waiting
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Wake every waiting `get` of one key with an error."""

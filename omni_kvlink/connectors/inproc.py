@@ -6,7 +6,7 @@ import threading
 import time
 from functools import partial
 
-from ..errors import BusyError, PeerLostError, TransferTimeout
+from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from ..memory import Mapping, Region
 from .base import Backend, Options
 from .consumer import Session, SessionConsumer, closed_here
@@ -26,11 +26,11 @@ class InprocProducer(PooledProducer):
         self._sessions: set[InprocSession] = set()
         super().__init__(name, options, Mapping.anonymous)
         with _changed:
-            if name in _names:
-                self.close()
-                raise BusyError(f"inproc://{name} is served already in this process")
-            _names[name] = self
+            other = _names.setdefault(name, self)
             _changed.notify_all()
+        if other is not self:
+            self.close()  # not under the lock: its loop takes it too
+            raise BusyError(f"inproc://{name} is served already in this process")
 
     def attach(self, session: InprocSession) -> None:
         self._sessions.add(session)
@@ -56,8 +56,10 @@ class InprocProducer(PooledProducer):
         peer.inbox.on_message(message)
 
     def _leave(self, session: InprocSession) -> None:
+        """What the session still reads stays its own: its views live in this very process."""
         self._sessions.discard(session)
-        self._on_lost(session)
+        with self._lock:
+            self._exchange.leave(session)
 
     def _disconnect(self) -> None:
         with _changed:
@@ -71,8 +73,8 @@ class InprocProducer(PooledProducer):
 class InprocSession(Session):
     """A reader's place at a producer."""
 
-    def __init__(self, producer: InprocProducer):
-        self._producer = producer
+    def __init__(self, url: str, producer: InprocProducer):
+        self._url, self._producer = url, producer
         self._over = False
         post = partial(producer.hear, self)
         self.inbox = Inbox(post, post)
@@ -83,7 +85,10 @@ class InprocSession(Session):
         return self._over
 
     def slot(self, location: Location) -> Region:
-        return self._producer.region(location)
+        try:
+            return self._producer.region(location)
+        except ClosedError as error:
+            raise PeerLostError(f"{self._url}: the producer closed the link") from error
 
     def send(self, message: Abort) -> None:
         self._producer.hear(self, message)
@@ -94,7 +99,7 @@ class InprocSession(Session):
 
     def close(self) -> None:
         self._over = True
-        self.inbox.end(closed_here("inproc"))
+        self.inbox.end(closed_here(self._url))
         self._producer.detach(self)
 
 
@@ -105,10 +110,15 @@ class InprocConsumer(SessionConsumer):
         super().__init__(f"inproc://{name}")
         self._name = name
 
+    def _interrupt(self) -> None:
+        with _changed:
+            _changed.notify_all()
+
     def _open(self, timeout: float) -> Session:
         deadline = time.monotonic() + timeout
         with _changed:
             while self._name not in _names:
+                self._check_open()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TransferTimeout(
@@ -117,7 +127,7 @@ class InprocConsumer(SessionConsumer):
                         phase="connecting",
                     )
                 _changed.wait(left)
-            return InprocSession(_names[self._name])
+            return InprocSession(self._url, _names[self._name])
 
 
 def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:

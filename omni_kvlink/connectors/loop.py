@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import threading
@@ -16,6 +17,9 @@ class HasFileno(Protocol):
 
 
 Handler = Callable[[int], None]
+
+
+_LONGEST = 86_400.0  # epoll counts milliseconds in an int; a longer sleep is two
 
 
 def _never(now: float) -> float:
@@ -73,10 +77,8 @@ class Loop:
             self._selector.register(what, events, handler)
 
     def unwatch(self, what: int | HasFileno) -> None:
-        try:
+        with contextlib.suppress(KeyError, ValueError):  # already gone
             self._selector.unregister(what)
-        except (KeyError, ValueError):
-            pass  # already gone
 
     @property
     def is_here(self) -> bool:
@@ -125,7 +127,7 @@ class Loop:
         os.close(self._wake)
 
     def _sleep(self, seconds: float) -> None:
-        timeout = None if seconds == float("inf") else max(0.0, seconds)
+        timeout = None if seconds == float("inf") else min(max(0.0, seconds), _LONGEST)
         for key, events in self._selector.select(timeout):
             key.data(events)
 

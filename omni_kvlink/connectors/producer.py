@@ -17,7 +17,7 @@ from ..errors import CapacityError, ClosedError, SchemaError
 from ..ledger import Ledger
 from ..memory import Lease, Mapping, Region
 from .base import Options, Producer, Receipt
-from .exchange import Exchange, Peer, Transfer
+from .exchange import Exchange, Peer, State, Transfer
 from .loop import Loop
 from .messages import Abort, Location, Message, Release, Unwant, Want, unexpected
 
@@ -98,7 +98,7 @@ class PooledProducer(Producer):
                 self._exchange.commit(transfer, location, readers, expires)
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
-            if transfer.location is None:
+            if transfer.state is State.RESERVED or transfer.location is None:
                 self._discard(transfer)
             raise
         self._loop.remind(expires)
@@ -112,6 +112,7 @@ class PooledProducer(Producer):
             self._exchange.fail(key, reason, "aborted" if aborted else "failed", now)
 
     def health(self) -> dict[str, Any]:
+        self._check_process()  # before the lock: the fork may have happened while it was held
         with self._lock:
             transfers = self._exchange.stats()
         return {
@@ -133,12 +134,15 @@ class PooledProducer(Producer):
 
     # Inside
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"link {self._name!r} belongs to process {self._pid}; "
                 "after fork the child must open its own"
             )
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError(f"link {self._name!r} is closed")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 import time
 from functools import partial
 
@@ -29,8 +30,10 @@ from ..messages import (
     Location,
     Memory,
     Message,
+    Offer,
     Refused,
     Retire,
+    Unwant,
     agree,
     own_hello,
 )
@@ -45,13 +48,22 @@ class ShmConsumer(SessionConsumer):
     def __init__(self, name: str, options: Options):
         super().__init__(f"shm://{name}")
         self._path = socket_path(name, options.directory)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def _interrupt(self) -> None:
+        os.eventfd_write(self._stop, 1)
+
+    def __del__(self) -> None:
+        # Not in `close`: another thread may still wait for it, and its number must not be reused.
+        if hasattr(self, "_stop"):
+            os.close(self._stop)
 
     def _open(self, timeout: float) -> Session:
         deadline = time.monotonic() + timeout
         while True:
-            sock = dial(self._path, deadline - time.monotonic())
+            sock = dial(self._path, deadline - time.monotonic(), self._stop)
             try:
-                return ShmSession(self._url, sock, deadline)
+                return ShmSession(self._url, sock, deadline, self._stop)
             except ConnectionError:
                 if time.monotonic() >= deadline:  # it died in the handshake: wait for the next
                     raise
@@ -60,17 +72,19 @@ class ShmConsumer(SessionConsumer):
 class ShmSession(Session):
     """One connection, its mapped arenas, and the thread that listens."""
 
-    def __init__(self, url: str, sock: socket.socket, deadline: float):
+    def __init__(self, url: str, sock: socket.socket, deadline: float, stop: int):
         self._url = url
         pid, uid = peer_identity(sock)
         if uid != os.geteuid():
             sock.close()
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas: dict[int, Mapping] = {}
-        self._over = False
+        self._over = self._leaving = False
+        self._held = 0  # offers not yet released; the loop's alone
+        self._left = threading.Event()
         self._channel = Channel(sock, self._on_backlog)
         try:
-            self._shake_hands(deadline)
+            self._shake_hands(deadline, stop)
         except BaseException:
             self._channel.close()
             raise
@@ -85,6 +99,8 @@ class ShmSession(Session):
 
     def slot(self, location: Location) -> Region:
         mapping = self._arenas.get(location.arena)
+        if mapping is None and self._over:
+            raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
         if mapping is None:
             raise WireError(f"a payload was offered in arena {location.arena}, which nobody passed")
         nbytes = SLOT + location.nbytes
@@ -99,14 +115,22 @@ class ShmSession(Session):
         self._channel.send(message)
 
     def close(self) -> None:
-        self._loop.call(partial(self._end, closed_here(self._url)))
-        self._loop.stop()
+        if self._loop.is_here:  # a forgotten link, collected in this very thread
+            self._leave()
+            return
+        self._loop.call(self._leave)
+        self._left.wait()
+        if self._over:
+            self._loop.stop()
 
-    def _shake_hands(self, deadline: float) -> None:
+    def _shake_hands(self, deadline: float, stop: int) -> None:
         self._channel.send(own_hello())
         while True:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._channel], [], [], left)[0]:
+            ready = select.select([self._channel.fileno(), stop], [], [], max(0.0, left))[0]
+            if stop in ready:
+                raise closed_here(self._url)
+            if left <= 0 or not ready:
                 raise TransferTimeout(
                     f"{self._url}: the producer does not answer", phase="shaking hands"
                 )
@@ -136,7 +160,22 @@ class ShmSession(Session):
 
     def _post(self, message: Message) -> None:
         """For finalizers: no lock, no socket."""
-        self._loop.call(partial(self._channel.send, message))
+        self._loop.call(partial(self._release, message))
+
+    def _release(self, message: Message) -> None:
+        self._channel.send(message)
+        self._held -= 1
+        if self._leaving and not self._held:
+            self._end(closed_here(self._url))
+
+    def _leave(self) -> None:
+        """Wait for nothing more; go now, or with the last view."""
+        self._leaving = True
+        for wanted in self.inbox.end(closed_here(self._url)):
+            self._channel.send(Unwant(wanted.number))
+        if not self._held:
+            self._end(closed_here(self._url))
+        self._left.set()
 
     def _on_backlog(self) -> None:
         self._loop.call(self._rearm)
@@ -167,6 +206,7 @@ class ShmSession(Session):
         if isinstance(message, Retire):
             self._arenas.pop(message.arena, None)
         else:
+            self._held += isinstance(message, Offer)
             self.inbox.on_message(message)
 
     def _map(self, message: Memory, fd: int) -> None:
@@ -196,6 +236,7 @@ class ShmSession(Session):
         self._channel.close()
         self._arenas.clear()
         self.inbox.end(error)
+        self._left.set()
         self._loop.stop()
 
     def _crashed(self, error: BaseException) -> None:

@@ -53,6 +53,7 @@ class ShmProducer(PooledProducer):
     def __init__(self, name: str, options: Options):
         self._path = socket_path(name, options.directory)
         self._readers: set[Reader] = set()
+        self._ghosts: set[Reader] = set()
         self._counts: Counter[str] = Counter()
         self._listener = listen(self._path)
         try:
@@ -164,22 +165,39 @@ class ShmProducer(PooledProducer):
 
     def _on_death(self, reader: Reader) -> None:
         """The process ended; its last words count, even if a child of it holds the socket open."""
-        self._on_events(reader, READ)
-        self._drop(reader)
+        if reader in self._readers:
+            self._on_events(reader, READ)
+            self._drop(reader)
+        self._bury(reader)
 
     def _drop(self, reader: Reader) -> None:
+        """End a connection. A process that lives may still look at what it was offered."""
         if reader not in self._readers:
             return
         self._readers.discard(reader)
         self._loop.unwatch(reader.channel)
-        if reader.pidfd >= 0:
-            self._loop.unwatch(reader.pidfd)
-        reader.close()
-        self._on_lost(reader)
+        reader.channel.close()
+        self._ghosts.add(reader)
+        with self._lock:
+            self._exchange.leave(reader)
+            is_reading = self._exchange.holds(reader)
+        if not is_reading or reader.pidfd < 0:
+            self._bury(reader)
+
+    def _bury(self, reader: Reader) -> None:
+        """Nobody looks any more: what the reader held can be delivered again, or reused."""
+        if reader in self._ghosts:
+            self._ghosts.discard(reader)
+            if reader.pidfd >= 0:
+                self._loop.unwatch(reader.pidfd)
+            reader.close()
+            self._on_lost(reader)
 
     def _disconnect(self) -> None:
         for reader in list(self._readers):
             reader.channel.flush()
             self._drop(reader)
+        for reader in list(self._ghosts):
+            self._bury(reader)
         self._loop.unwatch(self._listener)
         unlink(self._path, self._listener)

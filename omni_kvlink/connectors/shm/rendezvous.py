@@ -12,13 +12,15 @@ import socket
 import stat
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 
-from ...errors import BusyError, ConnectorError, TransferTimeout
+from ...errors import BusyError, ClosedError, ConnectorError, TransferTimeout
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
 _IN_MOVED_TO = 0x80  # linux/inotify.h
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def socket_path(name: str, directory: str = "") -> str:
@@ -69,22 +71,28 @@ def listen(path: str) -> socket.socket:
             os.unlink(draft)
         raise
     listener.setblocking(False)
+    _listeners.add(listener)
     return listener
 
 
 def unlink(path: str, listener: socket.socket) -> None:
     """Remove the socket file, unless a successor has put its own there."""
-    with _locked(os.path.dirname(path)), contextlib.suppress(FileNotFoundError):
-        listener.close()
+    listener.close()
+    # Somebody may have cleared the whole directory away already.
+    with contextlib.suppress(FileNotFoundError), _locked(os.path.dirname(path)):
         if not _is_alive(path):
             os.unlink(path)
 
 
-def dial(path: str, timeout: float) -> socket.socket:
+def dial(path: str, timeout: float, stop: int) -> socket.socket:
     """Connect as soon as somebody listens at `path`; woken by the directory, never polling.
+
+    Args:
+        stop: a descriptor that becomes readable when nobody wants the answer any more.
 
     Raises:
         TransferTimeout: nobody came within `timeout` seconds.
+        ClosedError: `stop` became readable.
     """
     deadline = time.monotonic() + timeout
     with _watching(os.path.dirname(path)) as events:
@@ -93,7 +101,10 @@ def dial(path: str, timeout: float) -> socket.socket:
             found = _try_dial(path, max(left, 0.001))
             if found is not None:
                 return found
-            if left <= 0 or not select.select([events], [], [], left)[0]:
+            ready = select.select([events, stop], [], [], max(0.0, left))[0]
+            if stop in ready:
+                raise ClosedError(f"the link was closed while it waited for {path}")
+            if left <= 0 or not ready:
                 raise TransferTimeout(
                     f"nobody serves {path} after {timeout:g} s; "
                     "start the producer, or give a longer timeout",
@@ -134,10 +145,16 @@ def _try_dial(path: str, timeout: float) -> socket.socket | None:
 
 
 def _is_alive(path: str) -> bool:
-    sock = _try_dial(path, 1.0)
-    if sock is not None:
-        sock.close()
-    return sock is not None
+    """Whether a process listens there, be it too busy or too frozen to accept."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            return True
+    return True
 
 
 @contextlib.contextmanager
@@ -165,3 +182,12 @@ def _watching(directory: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _close_in_child() -> None:
+    """A forked child must not make its parent's name look alive after the parent's death."""
+    for listener in list(_listeners):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

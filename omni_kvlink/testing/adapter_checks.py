@@ -1,0 +1,121 @@
+"""`check_adapter`: an engine's cache goes through the schema and comes out the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ..adapters.base import CacheAdapter
+from ..branch import DTYPES
+from ..errors import SchemaError
+from ..metadata import KVMetadata
+from ..schema import KVCacheTransferData, same_bytes
+from .caches import random_tensor
+from .failure import CheckFailed
+from .rig import expect
+
+C = TypeVar("C")
+Layers = list[torch.Tensor | None]
+MakeCache = Callable[[Layers, Layers], C]
+
+
+def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """Run every check against one adapter of K and V caches.
+
+    Args:
+        make_cache: `(keys, values)` to an engine's cache of these tensors, one each a layer;
+            all None for the empty cache that `load` fills.
+
+    Raises:
+        CheckFailed: names the first behaviour that is missing.
+    """
+    for check in (
+        check_round_trip,
+        check_empty_cache,
+        check_missing_layers,
+        check_contradictions,
+        check_load_into_another_size,
+    ):
+        try:
+            check(adapter, make_cache)
+        except Exception as error:
+            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+
+
+def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """Bit for bit, in each dtype, and the tensors are the engine's own on both ways."""
+    for dtype in DTYPES:
+        keys, values = _layers(3, dtype), _layers(3, dtype)
+        data = adapter.export(make_cache(keys, values), request_id="r", metadata=_metadata(3))
+        assert data.request_id == "r"
+        assert data.metadata.ropes == (2,)
+        assert data.metadata.dtype == dtype
+        _same(data, keys, values, f"{dtype}, export")
+        empty = make_cache([None] * 3, [None] * 3)
+        loaded = adapter.load(data, empty)
+        assert loaded is empty, "load must return the cache it filled"
+        again = adapter.export(loaded, request_id="r", metadata=_metadata(3))
+        _same(again, keys, values, f"{dtype}, load")
+        assert not data.difference(again), data.difference(again)
+
+
+def check_empty_cache(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    nothing = KVMetadata((0,), (0,), 2)
+    cache = make_cache([None] * 2, [None] * 2)
+    data = adapter.export(cache, request_id="r", metadata=nothing)
+    assert data.is_empty
+    loaded = adapter.load(data, make_cache([None] * 2, [None] * 2))
+    assert adapter.export(loaded, request_id="r", metadata=nothing).is_empty
+
+
+def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """One layer's K or V is None while others are there: refused, and the layer is named."""
+    for layer in range(3):
+        for part in (0, 1):
+            both = [_layers(3, "float32"), _layers(3, "float32")]
+            both[part][layer] = None
+            cache = make_cache(*both)
+            expect(
+                SchemaError,
+                lambda cache=cache: adapter.export(cache, request_id="r", metadata=_metadata(3)),  # type: ignore[misc]
+                words=(f"layer {layer}", "KV"[part]),
+            )
+
+
+def check_contradictions(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """A cache that is not what its metadata says is refused."""
+    cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
+    wrong = (_metadata(3), KVMetadata((4,), (2,), 2), KVMetadata((0,), (0,), 2))
+    for metadata in wrong:
+        expect(
+            SchemaError,
+            lambda m=metadata: adapter.export(cache, request_id="r", metadata=m),  # type: ignore[misc]
+        )
+
+
+def check_load_into_another_size(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
+    data = adapter.export(cache, request_id="r", metadata=_metadata(2))
+    for layers in (1, 3):
+        other = make_cache([None] * layers, [None] * layers)
+        expect(SchemaError, lambda other=other: adapter.load(data, other))  # type: ignore[misc]
+
+
+def _metadata(layers: int) -> KVMetadata:
+    return KVMetadata((3,), (2,), layers)
+
+
+def _layers(layers: int, dtype: str) -> Layers:
+    generator = torch.Generator().manual_seed(layers)
+    return [random_tensor((3, 2, 5), getattr(torch, dtype), generator) for _ in range(layers)]
+
+
+def _same(data: KVCacheTransferData, keys: Layers, values: Layers, what: str) -> None:
+    for name, layers in (("key_cache", keys), ("value_cache", values)):
+        for found, wanted in zip(data.layer_blocks[name], layers, strict=True):
+            assert isinstance(found, torch.Tensor)
+            assert wanted is not None
+            assert same_bytes(found, wanted), f"{what}: {name} has other bytes"
+            assert found.data_ptr() == wanted.data_ptr(), f"{what}: {name} was copied"

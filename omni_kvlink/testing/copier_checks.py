@@ -1,0 +1,297 @@
+"""`check_copier`: a copier against a reference that reads memory by address and shares no code."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from crc32c import crc32c
+
+from ..branch import DTYPES
+from ..copier import Copier
+from ..errors import IntegrityError, SchemaError
+from ..memory import Mapping, Region
+from ..metadata import KVMetadata
+from ..places import dense
+from ..schema import KVCacheTransferData
+from ..wire import Manifest
+from .caches import random_tensor
+from .failure import CheckFailed
+from .rig import expect
+
+MIB = 1 << 20
+_FILL = 0xA5
+Layout = Callable[[torch.dtype, torch.Generator, int, int, int], torch.Tensor]
+
+
+def check_copier(copier: Copier) -> None:
+    """Run every check against one copier.
+
+    Raises:
+        CheckFailed: names the first behaviour that is missing.
+    """
+    for check in COPIER_CHECKS:
+        try:
+            check(copier)
+        except Exception as error:
+            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+
+
+def check_gather_of_every_layout(copier: Copier) -> None:
+    """Each dtype in each layout, odd sizes: the right bytes in the right place, nothing beside."""
+    chance = random.Random(1)
+    for name, layout in itertools.product(DTYPES, LAYOUTS):
+        sizes = [chance.randint(1, 7) for _ in range(3)]
+        sources = _sources(name, layout, *sizes)
+        _check_gather(copier, sources, f"{name}, {layout.__name__} {sizes}")
+
+
+def check_gather_of_random_shapes(copier: Copier) -> None:
+    chance = random.Random(2)
+    for turn in range(60):
+        name, layout = chance.choice(list(DTYPES)), chance.choice(LAYOUTS)
+        sizes = [chance.randint(1, 60), chance.randint(1, 9), chance.randint(1, 130)]
+        sources = _sources(name, layout, *sizes, layers=chance.randint(1, 3), seed=turn)
+        _check_gather(copier, sources, f"turn {turn}: {name}, {layout.__name__} {sizes}")
+
+
+def check_gather_around_a_digest_chunk(copier: Copier) -> None:
+    """One MiB, a row less and a row more, and rows that do not divide it."""
+    for layout in (_contiguous, _heads_of_more, _every_second):
+        for tokens, row in ((1023, 1024), (1024, 1024), (1025, 1024), (2050, 1000), (3, MIB // 2)):
+            sources = _sources("uint8", layout, tokens, 2, row // 2, layers=1)
+            _check_gather(copier, sources, f"{layout.__name__}, {tokens} rows of {row}")
+
+
+def check_digests_off(copier: Copier) -> None:
+    data = _cache(_sources("float32", _contiguous, 5, 2, 3))
+    plan = data.plan(digests=False)
+    region = _region(plan)
+    found = copier.gather(data.tensors(), plan, region)
+    assert found == [""] * len(plan.tensors), found
+    copier.verify(plan, region)
+    _compare(plan, region, [dense(place) for place in data.tensors()])
+
+
+def check_sources_are_only_read(copier: Copier) -> None:
+    for layout in LAYOUTS:
+        sources = _sources("bfloat16", layout, 6, 3, 5)
+        before = [reference(source) for source in sources]
+        data = _cache(sources)
+        copier.gather(data.tensors(), data.plan(), _region(data.plan()))
+        assert [reference(source) for source in sources] == before, layout.__name__
+
+
+def check_scatter_into_every_layout(copier: Copier) -> None:
+    """The bytes come out again, also into strided tensors, whose gaps stay what they were."""
+    for name, layout in itertools.product(DTYPES, (_contiguous, _transposed, _every_second)):
+        manifest, region, sources = _gathered(copier, _sources(name, _contiguous, 7, 3, 5))
+        targets = _sources(name, layout, 7, 3, 5, seed=99)
+        beside = [_beside(target) for target in targets]
+        copier.scatter(manifest, region, targets)
+        for source, target in zip(sources, targets, strict=True):
+            assert reference(source) == reference(target), f"{name}, {layout.__name__}"
+        assert [_beside(target) for target in targets] == beside, f"{name}: wrote beside"
+
+
+def check_scatter_of_large_tensors(copier: Copier) -> None:
+    for layout in (_contiguous, _every_second):
+        sources = _sources("uint8", _contiguous, 1500, 2, 700, layers=1)
+        manifest, region, _ = _gathered(copier, sources)
+        targets = _sources("uint8", layout, 1500, 2, 700, layers=1, seed=7)
+        copier.scatter(manifest, region, targets)
+        for source, target in zip(sources, targets, strict=True):
+            assert reference(source) == reference(target), layout.__name__
+
+
+def check_changed_bytes_are_named(copier: Copier) -> None:
+    """`verify` and `scatter` find one flipped bit anywhere, and name layer, K or V, and the MiB."""
+    manifest, region, sources = _gathered(copier, _sources("uint8", _contiguous, 1500, 2, 700))
+    copier.verify(manifest, region)
+    targets = [torch.empty_like(source) for source in sources]
+    copier.scatter(manifest, region, targets)
+    for spec in manifest.tensors:
+        _, layer, part = spec.name.split(".")
+        words = (f"layer {layer}", {"key": "K", "value": "V"}[part])
+        for at in (0, MIB - 1, MIB, spec.nbytes - 1):
+            view = region.view()
+            view[manifest.header_nbytes + spec.start + at] ^= 0x01
+            chunk = f"MiB {at // MIB} of"
+            expect(IntegrityError, lambda: copier.verify(manifest, region), words=(*words, chunk))
+            expect(
+                IntegrityError,
+                lambda: copier.scatter(manifest, region, targets),
+                words=(*words, chunk),
+            )
+            view[manifest.header_nbytes + spec.start + at] ^= 0x01
+    copier.verify(manifest, region)
+
+
+def check_misfits_are_refused(copier: Copier) -> None:
+    """Wrong shape, dtype, number of tensors, or a region too short: SchemaError, nothing moved."""
+    sources = _sources("float16", _contiguous, 5, 2, 4)
+    manifest = _cache(sources).plan()
+    region = _region(manifest)
+    before = bytes(region.view())
+    misfits: list[tuple[Sequence[torch.Tensor], Region]] = [
+        (sources[:-1], region),
+        ([*sources, sources[0]], region),
+        ([sources[0][:4], *sources[1:]], region),
+        ([*sources[:-1], sources[-1].transpose(1, 2)], region),
+        ([*sources[:-1], sources[-1].view(torch.bfloat16)], region),
+        ([*sources[:-1], sources[-1].to(torch.float64)], region),
+        (sources, region.slice(0, manifest.nbytes - 1)),
+    ]
+    for tensors, place in misfits:
+        expect(SchemaError, lambda t=tensors, p=place: copier.gather(t, manifest, p))  # type: ignore[misc]
+        expect(SchemaError, lambda t=tensors, p=place: copier.scatter(manifest, p, t))  # type: ignore[misc]
+    assert bytes(region.view()) == before
+
+
+def reference(tensor: torch.Tensor) -> bytes:
+    """The tensor's bytes in row-major order, each row read from where its strides say it lies."""
+    size, parts = tensor.element_size(), []
+    *outer, inner = tensor.shape
+    for index in itertools.product(*map(range, outer)):
+        at = tensor.data_ptr() + size * sum(
+            i * stride for i, stride in zip(index, tensor.stride(), strict=False)
+        )
+        if tensor.stride(-1) == 1:
+            parts.append(ctypes.string_at(at, inner * size))
+        else:
+            step = tensor.stride(-1) * size
+            parts.extend(ctypes.string_at(at + i * step, size) for i in range(inner))
+    return b"".join(parts)
+
+
+def _check_gather(copier: Copier, sources: list[torch.Tensor], what: str) -> None:
+    data = _cache(sources)
+    plan = data.plan()
+    region = _region(plan)
+    digests = copier.gather(data.tensors(), plan, region)
+    try:
+        _compare(plan, region, sources)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
+    for spec, source, digest in zip(plan.tensors, sources, digests, strict=True):
+        whole = reference(source)
+        want = "".join(f"{crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB))
+        assert digest == want, f"{what}: digest of {spec.name}"
+    copier.verify(plan.with_digests(digests), region)
+
+
+def _compare(plan: Manifest, region: Region, sources: Sequence[torch.Tensor]) -> None:
+    """Every tensor in its place; header, padding and what follows untouched."""
+    payload, at = bytes(region.view()), 0
+    for spec, source in zip(plan.tensors, sources, strict=True):
+        start = plan.header_nbytes + spec.start
+        assert set(payload[at:start]) <= {_FILL}, f"wrote before {spec.name}"
+        at = start + spec.nbytes
+        assert payload[start:at] == reference(source), f"{spec.name} is not its source"
+    assert set(payload[at:]) <= {_FILL}, "wrote beyond the payload"
+
+
+def _gathered(
+    copier: Copier, sources: list[torch.Tensor]
+) -> tuple[Manifest, Region, list[torch.Tensor]]:
+    data = _cache(sources)
+    plan = data.plan()
+    region = _region(plan)
+    return plan.with_digests(copier.gather(data.tensors(), plan, region)), region, sources
+
+
+def _region(plan: Manifest) -> Region:
+    """Room for the payload and a little more, filled with a pattern."""
+    region = Mapping.anonymous(plan.nbytes + 512).region
+    ctypes.memset(region.address, _FILL, region.nbytes)
+    return region
+
+
+def _cache(sources: list[torch.Tensor]) -> KVCacheTransferData:
+    tokens, layers = sources[0].shape[0], len(sources) // 2
+    blocks = {"key_cache": sources[0::2], "value_cache": sources[1::2]}
+    return KVCacheTransferData("r", blocks, (), KVMetadata((tokens,), (tokens,), layers))
+
+
+def _sources(
+    dtype: str, layout: Layout, tokens: int, heads: int, dim: int, *, layers: int = 2, seed: int = 0
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    return [layout(kind, generator, tokens, heads, dim) for _ in range(2 * layers)]
+
+
+def _beside(tensor: torch.Tensor) -> bytes:
+    """The bytes of the tensor's storage that are not the tensor's."""
+    storage = tensor.untyped_storage()
+    whole = bytearray(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+    for start, stop in _spans(tensor):
+        whole[start:stop] = bytes(stop - start)
+    return bytes(whole)
+
+
+def _spans(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    size = tensor.element_size()
+    for index in itertools.product(*map(range, tensor.shape)):
+        steps = zip(index, tensor.stride(), strict=True)
+        at = int(tensor.storage_offset() + sum(i * stride for i, stride in steps)) * size
+        yield at, at + size
+
+
+def _contiguous(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((t, h, d), dtype, g)
+
+
+def _transposed(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((h, t, d), dtype, g).transpose(0, 1)
+
+
+def _turned_over(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((d, h, t), dtype, g).permute(2, 1, 0)
+
+
+def _heads_of_more(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((t, h + 3, d), dtype, g)[:, 1 : 1 + h]
+
+
+def _middle(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((t + 2, h + 1, d + 3), dtype, g)[1 : 1 + t, 1:, 2 : 2 + d]
+
+
+def _every_second(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((2 * t, h, d), dtype, g)[::2]
+
+
+def _columns(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((t, h, 3 * d), dtype, g)[:, :, ::3]
+
+
+def _one_head(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((t, 1, d), dtype, g).expand(t, h, d)
+
+
+def _one_token(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
+    return random_tensor((1, h, d), dtype, g).expand(t, h, d)
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    _contiguous,
+    _transposed,
+    _turned_over,
+    _heads_of_more,
+    _middle,
+    _every_second,
+    _columns,
+    _one_head,
+    _one_token,
+)
+
+COPIER_CHECKS: tuple[Callable[[Copier], None], ...] = tuple(
+    function
+    for name, function in list(globals().items())
+    if name.startswith("check_") and name != "check_copier"
+)
+"""Every behaviour that `check_copier` asks for."""

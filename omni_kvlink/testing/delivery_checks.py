@@ -1,0 +1,228 @@
+"""What arrives, when, and at whom: checks that hold for every connector."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import DuplicateKeyError, KVLinkError, TransferTimeout
+from .caches import Recipe, every_dtype, fingerprint
+from .rig import PATIENCE, SLACK, Rig, expect, until, until_freed
+
+
+def check_every_dtype_arrives(rig: Rig) -> None:
+    """One cache of each dtype, random bytes with NaNs, bit for bit."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in every_dtype("dtype"):
+        data = recipe.make()
+        receipt = producer.put(data)
+        assert reader.do("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
+        receipt.wait(timeout=5)
+
+
+def check_every_shape_arrives(rig: Rig) -> None:
+    """Odd sizes, many layers, latent layers, an empty cache, and more than one digest chunk."""
+    producer, reader = rig.serve(), rig.connect()
+    recipes = [
+        Recipe("one byte", layers=1, tokens=1, heads=1, dim=1, dtype="uint8"),
+        Recipe("odd", layers=3, tokens=7, heads=3, dim=5, dtype="float16"),
+        Recipe("deep", layers=40, tokens=2, heads=1, dim=3, dtype="int8"),
+        Recipe("latent", layers=2, tokens=9, dim=33, latent=True),
+        Recipe("empty", layers=3, tokens=0),
+        Recipe("ключ/%00 ?&#", tokens=1),
+        Recipe("over a chunk", layers=1, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
+    ]
+    for recipe in recipes:
+        data = recipe.make()
+        receipt = producer.put(data)
+        assert reader.do("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
+        receipt.wait(timeout=5)
+
+
+def check_bundle_arrives(rig: Rig) -> None:
+    """Prefix, same, own and empty branches as one transfer, and no byte sent twice."""
+    producer, reader = rig.serve(), rig.connect()
+    recipe = Recipe("bundle", bundle=True, tokens=9, dtype="float32")
+    data = recipe.make()
+    receipt = producer.put(data)
+    assert reader.do("get", key="bundle", timeout=5) == fingerprint(data)
+    receipt.wait(timeout=5)
+    assert receipt.ledger.reused_nbytes > 0
+    sent = sum(tensor.nbytes for tensor in data.tensors())
+    assert receipt.ledger.nbytes < sent + (16 << 10), "a declared branch was sent again"
+
+
+def check_get_before_put(rig: Rig) -> None:
+    """A waiting get is woken by the commit, not by a poll."""
+    producer, reader = rig.serve(), rig.connect()
+    for number in range(5):
+        recipe = Recipe(f"early-{number}", seed=number)
+        waiting = reader.ask("get", key=recipe.key, timeout=PATIENCE)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        receipt = producer.put(recipe.make())
+        committed = time.monotonic()
+        assert waiting.result(PATIENCE) == fingerprint(recipe.make())
+        assert time.monotonic() - committed < SLACK, "woken late"
+        receipt.wait(timeout=5)
+
+
+def check_get_after_put(rig: Rig) -> None:
+    """A payload waits for its reader, also for one that connects only later."""
+    producer = rig.serve()
+    recipe = Recipe("late")
+    receipt = producer.put(recipe.make())
+    assert receipt.state == "committed"
+    assert not receipt.done
+    reader = rig.connect()
+    assert reader.do("get", key="late", timeout=5) == fingerprint(recipe.make())
+    receipt.wait(timeout=5)
+    assert receipt.state == "released"
+
+
+def check_either_side_starts_first(rig: Rig) -> None:
+    """A reader that connects first waits for the producer to appear."""
+    reader = rig.begin_connect()
+    connecting = reader.ask("connect", url=rig.url, timeout=PATIENCE, **rig.options)
+    expect(TimeoutError, lambda: connecting.result(0.1))
+    producer = rig.serve()
+    started = time.monotonic()
+    connecting.result(PATIENCE)
+    assert time.monotonic() - started < SLACK, "the producer was found late"
+    producer.put(Recipe("first").make())
+    reader.do("get", key="first", timeout=5)
+
+
+def check_connect_times_out(rig: Rig) -> None:
+    """Nobody serves: TransferTimeout at the deadline."""
+    reader = rig.begin_connect()
+    call = reader.ask("connect", url=rig.url, timeout=0.2, **rig.options)
+    expect(TransferTimeout, lambda: call.result(PATIENCE), within=0.2 + SLACK)
+
+
+def check_several_readers(rig: Rig) -> None:
+    """`readers=3` reaches three of them, and only the last one's release ends it."""
+    producer = rig.serve()
+    readers = [rig.connect() for _ in range(3)]
+    recipe = Recipe("shared")
+    receipt = producer.put(recipe.make(), readers=3)
+    for reader in readers:
+        assert not receipt.done
+        assert reader.do("get", key="shared", timeout=5) == fingerprint(recipe.make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_one_get_too_many(rig: Rig) -> None:
+    """The third get of `readers=2` times out, and its error says why."""
+    producer = rig.serve()
+    reader, late = rig.connect(), rig.connect()
+    receipt = producer.put(Recipe("two").make(), readers=2)
+    for number in (1, 2):
+        reader.do("hold" if number == 1 else "get", key="two", timeout=5)
+    error = expect(
+        TransferTimeout, lambda: late.do("get", key="two", timeout=0.3), within=0.3 + SLACK
+    )
+    assert "every declared reader has it" in error.phase, error.phase
+    assert error.key == "two"
+    assert 0.29 < error.waited < 0.3 + SLACK
+    reader.handle.do("drop", key="two")
+    receipt.wait(timeout=5)
+
+
+def check_timeout_names_the_phase(rig: Rig) -> None:
+    """Never announced: the deadline holds, and the error says how far the payload had come."""
+    rig.serve()
+    reader = rig.connect()
+    for timeout in (0.0, 0.05, 0.4):
+        error = expect(
+            TransferTimeout,
+            lambda timeout=timeout: reader.do("get", key="never", timeout=timeout),  # type: ignore[misc]
+            within=timeout + SLACK,
+            words=("never",),
+        )
+        assert "never announced" in error.phase, error.phase
+
+
+def check_duplicate_key(rig: Rig) -> None:
+    """A live key is refused, whatever its state, and the first payload is unharmed."""
+    producer, reader = rig.serve(), rig.connect()
+    first = Recipe("twice", seed=1).make()
+    receipt = producer.put(first)
+    expect(
+        DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()), words=("twice",)
+    )
+    assert reader.do("hold", key="twice", timeout=5) == fingerprint(first)
+    expect(DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()))
+    assert not receipt.done
+    reader.handle.do("drop", key="twice")
+    receipt.wait(timeout=5)
+
+
+def check_key_is_reusable(rig: Rig) -> None:
+    """After its release a key names the next payload, never the last one."""
+    producer, reader = rig.serve(), rig.connect()
+    for seed in range(4):
+        data = Recipe("again", seed=seed).make()
+        receipt = producer.put(data)
+        assert reader.do("get", key="again", timeout=5) == fingerprint(data)
+        receipt.wait(timeout=5)
+
+
+def check_timed_out_get_takes_nothing(rig: Rig) -> None:
+    """A get that gave up leaves the payload to the next reader, and nothing behind."""
+    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
+    for number in range(3):
+        key = f"given-up-{number}"
+        expect(TransferTimeout, lambda key=key: reader.do("get", key=key, timeout=0.05))  # type: ignore[misc]
+        until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the want was withdrawn")
+        receipt = producer.put(Recipe(key).make())
+        assert other.do("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
+        receipt.wait(timeout=5)
+
+
+def check_unread_offer_goes_back(rig: Rig) -> None:
+    """A get that is cancelled as the payload comes gives it back unread, for another reader."""
+    producer, here, other = rig.serve(), rig.connect_here(), rig.connect()
+    for number in range(10):
+        key = f"cancelled-{number}"
+        want = here.begin_get(key, timeout=5)
+        if number % 2:
+            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        receipt = producer.put(Recipe(key).make())
+        want.cancel()
+        assert other.do("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
+        receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_concurrent_threads(rig: Rig) -> None:
+    """Many puts and gets at once: each reader gets its own payload, nothing lost or doubled."""
+    producer, readers = rig.serve(), [rig.connect(), rig.connect()]
+    recipes = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7) for n in range(24)]
+    expected = {recipe.key: fingerprint(recipe.make()) for recipe in recipes}
+    gets: dict[str, Future[Any]] = {
+        recipe.key: readers[n % 2].ask("get", key=recipe.key, timeout=PATIENCE)
+        for n, recipe in enumerate(recipes)
+    }
+    receipts = [producer.put(recipe.make()) for recipe in reversed(recipes)]
+    for key, future in gets.items():
+        assert future.result(PATIENCE) == expected[key], key
+    for receipt in receipts:
+        receipt.wait(timeout=5)
+    assert producer.stats()["transfers"]["released"] == len(recipes)
+    until_freed(producer)
+
+
+def check_wrong_side(rig: Rig) -> None:
+    """A verb of the other side is refused in words, and harms nothing."""
+    producer, here = rig.serve(), rig.connect_here()
+    data = Recipe("side").make()
+    expect(KVLinkError, lambda: producer.get("side", timeout=0.1), words=("get",))
+    expect(KVLinkError, lambda: here.put(data), words=("put",))
+    expect(KVLinkError, lambda: here.fail("side", "no"), words=("fail",))
+    receipt = producer.put(data)
+    with here.get("side", timeout=5) as found:
+        assert fingerprint(found) == fingerprint(data)
+    del found
+    receipt.wait(timeout=5)

@@ -1,0 +1,62 @@
+"""Fixtures for every test: private socket directories, and no test may leave anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: later collections need not look at it, and are fast."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def sockets() -> Iterator[str]:
+    """A directory for shm sockets, short enough for a Unix socket's path; empty at the end."""
+    directory = tempfile.mkdtemp(prefix="kvl-")
+    yield directory
+    left = os.listdir(directory)
+    shutil.rmtree(directory)
+    assert not left, f"left in the socket's directory: {left}"
+
+
+@pytest.fixture
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves descriptors or threads of this process behind."""
+    before, threads = _descriptors(), set(threading.enumerate())
+    yield
+    request.node.funcargs.clear()  # pytest itself would keep closed links alive
+    deadline = time.monotonic() + 5
+    while _leftovers(before, threads) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not _leftovers(before, threads)
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def _leftovers(before: dict[str, str], threads: set[threading.Thread]) -> list[str]:
+    new = [
+        f"descriptor {number}: {what}"
+        for number, what in _descriptors().items()
+        if before.get(number) != what
+    ]
+    return new + [
+        f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads
+    ]

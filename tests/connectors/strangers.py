@@ -1,0 +1,55 @@
+"""Peers that say what they like, over a bare socket."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from omni_kvlink.connectors.messages import (
+    Message,
+    decode,
+    encode,
+    own_hello,
+)
+
+
+class Raw:
+    """A peer that says what it likes."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        sock.settimeout(5)
+
+    def say(self, message: Message | bytes, *fds: int) -> None:
+        data = message if isinstance(message, bytes) else encode(message)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.sock.sendmsg([data], rights)
+
+    def hear(self) -> tuple[Message, list[int]]:
+        data, fds, _, _ = socket.recv_fds(self.sock, 65536, 4)
+        if not data:
+            raise ConnectionError("closed")
+        return decode(data), fds
+
+    def is_dropped(self) -> bool:
+        try:
+            return self.sock.recv(65536) == b""
+        except ConnectionError:
+            return True
+
+
+@contextlib.contextmanager
+def dialled(path: str) -> Iterator[Raw]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(path)
+        yield Raw(sock)
+
+
+@contextlib.contextmanager
+def greeted(path: str) -> Iterator[Raw]:
+    with dialled(path) as peer:
+        peer.say(own_hello())
+        peer.hear()
+        yield peer

@@ -1,0 +1,42 @@
+"""Every behaviour of the conformance kit, for every connector of this package."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing.conformance import Check, run_check
+from omni_kvlink.testing.rig import Handle, ProcessPeer, Rig, ThreadPeer
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPeer]:
+    peer = ProcessPeer()
+    yield peer
+    peer.end()
+
+
+@pytest.fixture(scope="module")
+def threads() -> ThreadPeer:
+    return ThreadPeer()
+
+
+@pytest.fixture(params=["inproc", "shm-pooled", "shm-sealed"])
+def rig(
+    request: pytest.FixtureRequest, threads: ThreadPeer, process: ProcessPeer, sockets: str
+) -> Rig:
+    scheme, _, mode = request.param.partition("-")
+    handle: Handle = process if scheme == "shm" else threads
+    options = {"mode": mode, "directory": sockets} if mode else {}
+    return Rig(lambda: f"{scheme}://check-{next(_numbers)}", options, handle)
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+def test_connector(check: Check, rig: Rig) -> None:
+    run_check(check, rig)

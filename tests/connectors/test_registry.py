@@ -1,0 +1,84 @@
+"""Connectors by name: lazily imported, and an unknown one says what there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from omni_kvlink import KVLink, UnavailableError
+from omni_kvlink.connectors import registry
+from omni_kvlink.connectors.base import Backend, Options
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ROWS", dict(registry._ROWS))
+
+
+def test_known_schemes() -> None:
+    assert {"inproc", "shm"} <= set(registry.schemes())
+
+
+def test_unknown_scheme_names_the_known_ones() -> None:
+    with pytest.raises(UnavailableError, match=r"'carrier-pigeon'.*inproc.*shm"):
+        KVLink.serve("carrier-pigeon://x")
+    with pytest.raises(ImportError):
+        KVLink.connect("carrier-pigeon://x", timeout=0.1)
+
+
+@pytest.mark.parametrize("url", ["", "shm", "shm:", "shm:/x", "://x", "shm://", "bagel"])
+def test_no_url(url: str) -> None:
+    with pytest.raises(ValueError, match="link URL"):
+        KVLink.serve(url)
+
+
+def test_missing_package_names_the_cure(rows: None) -> None:
+    registry.register("rdma", "omni_kvlink_rdma:BACKEND", "pip install omni-kvlink-rdma")
+    assert "rdma" in registry.schemes()
+    with pytest.raises(UnavailableError, match=r"omni_kvlink_rdma.*; pip install omni-kvlink-rdma"):
+        registry.backend("rdma")
+
+
+def test_backend_that_cannot_run_here_says_why(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError("it was said to be unavailable")
+
+    module = types.ModuleType("moon")
+    module.BACKEND = Backend(never, never, lambda: "it needs the moon; go there")  # type: ignore[attr-defined, arg-type]
+    monkeypatch.setitem(sys.modules, "moon", module)
+    registry.register("moon", "moon:BACKEND")
+    with pytest.raises(UnavailableError, match="cannot run here: it needs the moon; go there"):
+        KVLink.serve("moon://x")
+
+
+def test_import_is_lazy() -> None:
+    code = (
+        "import sys, omni_kvlink; "
+        "loaded = {'inproc', 'shm', 'zmq', 'ucx'} & "
+        "{name.rpartition('.')[2] for name in sys.modules if 'omni_kvlink.connectors' in name}; "
+        'sys.exit(", ".join(loaded) or 0)'
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"mode": "open"}, "mode 'open'"),
+        ({"quota": 10, "prefault": 11}, "prefault"),
+        ({"prefault": -1}, "prefault"),
+    ],
+)
+def test_bad_options(options: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Options(**options)  # type: ignore[arg-type]
+
+
+def test_unknown_option_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no option quoat; there are quota, mode"):
+        KVLink.serve("inproc://x", quoat=5)
+    with pytest.raises(ValueError, match="no option speed"):
+        KVLink.serve("inproc://x?speed=9")

@@ -1,0 +1,53 @@
+"""A reader whose connection broke but whose process lives keeps the memory it looks at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError
+
+
+def cache(key: str, value: int) -> KVCacheTransferData:
+    layers = [torch.full((64, 2, 16), value, dtype=torch.uint8) for _ in range(2)]
+    return KVCacheTransferData(
+        key,
+        {"key_cache": layers, "value_cache": layers},
+        metadata={"kv_lens": [64], "ropes": [64], "num_layers": 2},
+    )
+
+
+def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("side", ["reader", "producer"])
+def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
+    url = f"shm://living?directory={battlefield}"
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
+        producer.put(cache("a", 1), ttl=0.2)
+        with reader.get("a", timeout=5) as data:
+            seen = data.layer_blocks["key_cache"][0]
+        session = reader._end._session  # type: ignore[union-attr]
+        if side == "reader":
+            session._channel.close()
+        else:
+            (peer,) = producer._end._readers  # type: ignore[union-attr]
+            producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]
+            with pytest.raises(PeerLostError):
+                session.inbox.want("b").future.result(5)
+        until(lambda: producer.stats()["readers"] == 0)
+        producer.put(cache("c", 9))
+        time.sleep(0.3)  # past the ttl, which must not free it either
+        assert producer.stats()["transfers"]["leased"] == 1
+        assert seen is not None
+        assert int(seen.min()) == int(seen.max()) == 1
+        with KVLink.connect(url, timeout=5) as other, other.get("c", timeout=5) as data:
+            assert int(data.layer_blocks["key_cache"][0][0, 0, 0]) == 9
+        del seen, data

@@ -1,0 +1,58 @@
+"""A slot says that it is committed only when it is, and only for its own epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from omni_kvlink import KVLink
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.producer import SLOT, is_committed
+from omni_kvlink.connectors.registry import backend
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.memory import Region
+from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.wire import Manifest
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+
+
+class Watching(TorchCopier):
+    """Remembers whether any epoch was committed while the payload was being written."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+        self.slots: list[Region] = []
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        slot = Region(region.address - SLOT, SLOT + region.nbytes, region.owner)
+        self.seen += [is_committed(slot, epoch, manifest.nbytes) for epoch in range(20)]
+        self.slots.append(slot)
+        return super().gather(sources, manifest, region)
+
+
+def test_commit_word_comes_last() -> None:
+    """Also in a slot that was used before, by a payload of the same size."""
+    url, copier = f"slots-{next(_numbers)}", Watching()
+    end = backend("inproc").serve(url, Options(quota=1 << 20))
+    with (
+        KVLink(f"inproc://{url}", end, copier=copier, digests=True) as producer,
+        KVLink.connect(f"inproc://{url}", timeout=1) as reader,
+    ):
+        for turn in range(5):
+            receipt = producer.put(Recipe("k", seed=turn).make())
+            nbytes = receipt.ledger.nbytes
+            slot = copier.slots.pop()
+            committed = [epoch for epoch in range(20) if is_committed(slot, epoch, nbytes)]
+            assert len(committed) == 1
+            assert not is_committed(slot, committed[0], nbytes + 1)
+            with reader.get("k", timeout=5):
+                pass
+            receipt.wait(timeout=5)
+        assert not any(copier.seen)

@@ -1,0 +1,85 @@
+"""The reference copier, held to the kit; and the kit, which must notice broken copiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from omni_kvlink.copier import Copier, TorchCopier
+from omni_kvlink.memory import Region
+from omni_kvlink.testing import COPIER_CHECKS, CheckFailed, check_copier
+from omni_kvlink.wire import Manifest
+
+
+@pytest.mark.parametrize("check", COPIER_CHECKS, ids=lambda check: check.__name__[6:])
+def test_torch_copier(check: Callable[[Copier], None]) -> None:
+    check(TorchCopier())
+
+
+class WithoutDigests(TorchCopier):
+    """Gives the placeholders back."""
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        super().gather(sources, manifest, region)
+        return [spec.digest for spec in manifest.tensors]
+
+
+class OneByteShort(TorchCopier):
+    """Loses the last byte of each payload."""
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        last = region.view()[manifest.nbytes - 1]
+        digests = super().gather(sources, manifest, region)
+        region.view()[manifest.nbytes - 1] = last
+        return digests
+
+
+class Contiguous(TorchCopier):
+    """Reads strided sources as if they were contiguous."""
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        flat = [source.as_strided(source.shape, _dense(source.shape)) for source in sources]
+        return super().gather(flat, manifest, region)
+
+
+class Trusting(TorchCopier):
+    """Verifies nothing."""
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        pass
+
+
+class Overshooting(TorchCopier):
+    """Writes one byte beyond the payload."""
+
+    def gather(
+        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+    ) -> list[str]:
+        digests = super().gather(sources, manifest, region)
+        region.view()[manifest.nbytes] = 0
+        return digests
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    return [shape[1] * shape[2], shape[2], 1]
+
+
+@pytest.mark.parametrize(
+    "broken", [WithoutDigests, OneByteShort, Trusting, Overshooting], ids=lambda kind: kind.__name__
+)
+def test_kit_notices_a_broken_copier(broken: type[TorchCopier]) -> None:
+    with pytest.raises(CheckFailed, match="check_"):
+        check_copier(broken())
+
+
+def test_kit_notices_ignored_strides() -> None:
+    with pytest.raises((CheckFailed, RuntimeError)):
+        check_copier(Contiguous())

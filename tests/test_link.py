@@ -1,0 +1,295 @@
+"""`KVLink` as its users see it; what every connector must do is in the conformance kit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omni_kvlink import (
+    ClosedError,
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVLink,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.testing import CheckFailed, check_connector
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import expect
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["inproc", "shm", "sealed"])
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
+    scheme = "inproc" if request.param == "inproc" else "shm"
+    url = f"{scheme}://link-{next(_numbers)}"
+    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
+    if request.param == "sealed":
+        options["mode"] = "sealed"
+    with (
+        KVLink.serve(url, **options) as producer,
+        KVLink.connect(url, timeout=5, **options) as consumer,
+    ):
+        yield producer, consumer
+
+
+def test_options_in_the_url(sockets: str) -> None:
+    url = f"shm://o?mode=sealed&quota=1048576&directory={sockets}"
+    with KVLink.serve(url) as producer:
+        stats = producer.stats()
+        assert stats["mode"] == "sealed"
+        assert stats["memory"]["quota"] == 1 << 20
+        with KVLink.connect(url, timeout=5):
+            pass
+
+
+def test_explicit_copier_must_exist() -> None:
+    with pytest.raises(ValueError, match="no copier 'magic'"):
+        KVLink.serve("inproc://copier", copier="magic")
+
+
+def test_repr_says_what_it_is(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    assert "producer" in repr(producer)
+    assert "consumer" in repr(consumer)
+    consumer.close()
+    assert "closed" in repr(consumer)
+    receipt = producer.put(Recipe("k").make())
+    assert "'k': committed" in repr(receipt)
+
+
+def test_forgotten_link_is_loud_and_closed(sockets: str) -> None:
+    link = KVLink.serve("shm://forgotten", directory=sockets)
+    with pytest.warns(ResourceWarning, match="shm://forgotten was not closed"):
+        del link
+    KVLink.serve("shm://forgotten", directory=sockets).close()
+
+
+def test_ledger_counts_one_copy(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    data = Recipe("k", tokens=50).make()
+    receipt = producer.put(data)
+    assert receipt.ledger.copies == 1
+    assert receipt.ledger.temporary_nbytes == 0
+    assert receipt.ledger.digests == "crc32c"
+    assert list(receipt.ledger.seconds) == ["plan", "reserve", "copy", "publish"]
+    received = consumer.get("k", timeout=5)
+    assert received.ledger.copies == 0
+    assert received.ledger.nbytes == receipt.ledger.nbytes
+    received.release()
+
+
+def test_tensors_are_views_of_the_link(ends: tuple[KVLink, KVLink]) -> None:
+    """Nothing is copied on the way out: all tensors lie in one span, aligned."""
+    producer, consumer = ends
+    producer.put(Recipe("k", layers=4).make())
+    received = consumer.get("k", timeout=5)
+    assert isinstance(received.data, KVCacheTransferData)
+    addresses = [tensor.data_ptr() for tensor in received.data.tensors()]
+    assert addresses == sorted(addresses)
+    assert addresses[-1] - addresses[0] < received.manifest.nbytes
+    assert all(address % 256 == 0 for address in addresses)
+    received.release()
+
+
+def test_put_copies_before_it_returns(ends: tuple[KVLink, KVLink]) -> None:
+    """The caller's tensors are its own again when put returns."""
+    producer, consumer = ends
+    data = Recipe("k").make()
+    before = fingerprint(data)
+    producer.put(data)
+    for tensor in data.tensors():
+        tensor.zero_()
+    with consumer.get("k", timeout=5) as found:
+        assert fingerprint(found) == before
+    del found
+
+
+def test_bundle_branches_share_their_bytes(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    producer.put(Recipe("b", bundle=True, tokens=6).make())
+    with consumer.get("b", timeout=5) as found:
+        assert isinstance(found, KVCacheBundle)
+        gen, text, img = (found[name].tensors() for name in ("gen", "cfg_text", "cfg_img"))
+        assert [t.data_ptr() for t in gen] == [t.data_ptr() for t in text]
+        assert [t.data_ptr() for t in gen] == [t.data_ptr() for t in img]
+        assert found["empty"].is_empty
+    del found, gen, text, img
+
+
+def test_a_kept_branch_holds_the_payload(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("b", bundle=True).make())
+    with consumer.get("b", timeout=5) as found:
+        assert isinstance(found, KVCacheBundle)
+        kept = found["cfg_text"].tensors()[0][:1]
+    with pytest.raises(ClosedError):
+        found["cfg_text"].tensors()
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.05))
+    del kept
+    receipt.wait(timeout=5)
+
+
+def test_a_numpy_view_holds_the_payload(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k", dtype="float32").make())
+    with consumer.get("k", timeout=5) as found:
+        kept = found.tensors()[0].numpy()
+    del found
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.05))
+    del kept
+    receipt.wait(timeout=5)
+
+
+def test_dropped_result_is_given_back(ends: tuple[KVLink, KVLink]) -> None:
+    """A Received that nobody used is collected like any other view."""
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make())
+    consumer.get("k", timeout=5)
+    receipt.wait(timeout=5)
+
+
+def test_release_twice_is_once(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make(), readers=2)
+    received = consumer.get("k", timeout=5)
+    received.release()
+    received.release()
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("1 readers missing",))
+    with consumer.get("k", timeout=5):
+        pass
+    receipt.wait(timeout=5)
+
+
+def test_error_in_the_block_gives_back(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make())
+    with pytest.raises(ZeroDivisionError), consumer.get("k", timeout=5):
+        _ = 1 / 0
+    receipt.wait(timeout=5)
+
+
+@pytest.mark.parametrize("bad", ["", "k" * 1025, "k" * 100_000, "\ud800", 5, None, b"k"])
+def test_bad_request_ids_are_refused_here(ends: tuple[KVLink, KVLink], bad: Any) -> None:
+    """They never reach the peer, where they would end the connection."""
+    producer, consumer = ends
+    for call in (
+        lambda: consumer.get(bad, timeout=1),
+        lambda: consumer.abort(bad),
+        lambda: producer.fail(bad, "x"),
+        lambda: producer.abort(bad),
+    ):
+        expect(SchemaError, call)
+    receipt = producer.put(Recipe("k" * 1024).make())
+    with consumer.get("k" * 1024, timeout=5):
+        pass
+    receipt.wait(timeout=5)
+
+
+def test_long_reasons_are_cut(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    producer.fail("a", "x" * 100_000)
+    error = expect(TransferFailed, lambda: consumer.get("a", timeout=5))
+    assert 1000 < len(error.reason) < 5000
+    receipt = producer.put(Recipe("b").make())
+    consumer.abort("b", "y" * 100_000)
+    expect(TransferFailed, lambda: receipt.wait(timeout=5))
+
+
+def test_bad_verify_takes_nothing(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make())
+    with pytest.raises(ValueError, match="verify 'maybe'"):
+        consumer.get("k", timeout=1, verify="maybe")  # type: ignore[arg-type]
+    assert receipt.state == "committed"
+    with consumer.get("k", timeout=5, verify="off"):
+        pass
+    receipt.wait(timeout=5)
+
+
+@pytest.mark.parametrize("timeout", [1e8, 1e12, float("inf")])
+def test_endless_timeouts(ends: tuple[KVLink, KVLink], timeout: float) -> None:
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make(), timeout=timeout)
+    with consumer.get("k", timeout=timeout):
+        pass
+    receipt.wait(timeout=timeout)
+
+
+def test_zero_timeout_takes_what_is_there(ends: tuple[KVLink, KVLink]) -> None:
+    """It may time out, but never loses the payload."""
+    producer, consumer = ends
+    receipt = producer.put(Recipe("k").make())
+    for _ in range(20):
+        try:
+            consumer.get("k", timeout=0).release()
+            break
+        except TransferTimeout:
+            pass
+    else:
+        consumer.get("k", timeout=5).release()
+    receipt.wait(timeout=5)
+
+
+def test_digests_can_be_switched_off(sockets: str) -> None:
+    with (
+        KVLink.serve("shm://d", directory=sockets, digests=False) as producer,
+        KVLink.connect("shm://d", timeout=5, directory=sockets) as consumer,
+    ):
+        receipt = producer.put(Recipe("k").make())
+        assert receipt.ledger.digests == "off"
+        received = consumer.get("k", timeout=5, verify="full")
+        assert received.ledger.digests == "off"
+        assert fingerprint(received.data) == fingerprint(Recipe("k").make())
+        received.release()
+
+
+def test_link_is_collected_after_close(ends: tuple[KVLink, KVLink]) -> None:
+    """Nothing (a thread, a finalizer, a registry) keeps a closed link."""
+    url = f"inproc://cycle-{next(_numbers)}"
+    producer = KVLink.serve(url)
+    consumer = KVLink.connect(url, timeout=1)
+    producer.put(Recipe("k").make())
+    with consumer.get("k", timeout=5):
+        pass
+    consumer.close()
+    producer.close()
+    dead = weakref.ref(producer._end), weakref.ref(consumer._end)
+    del producer, consumer
+    gc.collect()
+    assert [end() for end in dead] == [None, None]
+
+
+def test_kit_names_the_behaviour_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector whose slots are never committed does not pass."""
+    monkeypatch.setattr("omni_kvlink.connectors.consumer.is_committed", lambda *_: False)
+    with pytest.raises(CheckFailed, match="holds another") as found:
+        check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
+    assert found.value.check == "check_every_dtype_arrives"
+
+
+def test_kit_is_content_with_inproc() -> None:
+    check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
+
+
+def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVLink, KVLink]) -> None:
+    """Only the process that opened a link is told that it forgot to close it."""
+    producer, _ = ends
+    child = os.fork()
+    if child == 0:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            producer.__del__()
+        os._exit(len(told))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

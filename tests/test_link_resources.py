@@ -1,0 +1,146 @@
+"""What a link costs: memory, descriptors, page faults, idle time; and what it does without."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from omni_kvlink import (
+    CapacityError,
+    KVCacheTransferData,
+    KVLink,
+    KVMetadata,
+    TransferTimeout,
+)
+from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.testing.rig import expect, until, until_freed
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["inproc", "shm", "sealed"])
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
+    scheme = "inproc" if request.param == "inproc" else "shm"
+    url = f"{scheme}://link-{next(_numbers)}"
+    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
+    if request.param == "sealed":
+        options["mode"] = "sealed"
+    with (
+        KVLink.serve(url, **options) as producer,
+        KVLink.connect(url, timeout=5, **options) as consumer,
+    ):
+        yield producer, consumer
+
+
+def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
+    """More than the machine has is refused before the kernel would kill somebody."""
+    memory = psutil.virtual_memory().total
+    with KVLink.serve("shm://m", directory=sockets, quota=4 * memory) as producer:
+        huge = torch.zeros(1, 1, dtype=torch.uint8).expand(2 * memory, 1).unsqueeze(1)
+        data = KVCacheTransferData(
+            "huge",
+            {"key_cache": [huge], "value_cache": [huge]},
+            metadata=KVMetadata((2 * memory,), (0,), 1),
+        )
+        error = expect(CapacityError, lambda: _put_without_digests(producer, data), within=10)
+        assert error.asked > 2 * memory
+        assert producer.stats()["memory"]["used"] == 0
+
+
+def _put_without_digests(producer: KVLink, data: KVCacheTransferData) -> None:
+    producer._digests = False  # else the header of 32,000 GiB alone is too long
+    producer.put(data, timeout=0)
+
+
+def test_out_of_descriptors_is_a_capacity_error(sockets: str) -> None:
+    with KVLink.serve("shm://fd", directory=sockets, mode="sealed") as producer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        top = max(int(number) for number in os.listdir("/proc/self/fd"))
+        plugs = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, hard))
+        try:
+            while True:
+                try:
+                    plugs.append(os.dup(0))
+                except OSError:
+                    break
+            data = Recipe("k").make()
+            expect(CapacityError, lambda: producer.put(data, timeout=0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for plug in plugs:
+                os.close(plug)
+        assert producer.stats()["memory"]["used"] == 0
+        producer.put(data)
+
+
+def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
+    """After the first round, 64 MB cross without faults in payload size on either side."""
+    recipe = Recipe("k", layers=2, tokens=16_000, heads=8, dim=64, dtype="bfloat16")
+    data = recipe.make()
+    nbytes = data.plan().nbytes
+    assert nbytes > 60e6
+    options: dict[str, Any] = {"directory": sockets, "quota": 256 << 20}
+    with (
+        KVLink.serve("shm://warm", **options) as producer,
+        KVLink.connect("shm://warm", timeout=5, **options) as consumer,
+    ):
+        for turn in range(4):
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            receipt = producer.put(data)
+            with consumer.get("k", timeout=5, verify="full"):
+                pass
+            receipt.wait(timeout=5)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
+            if turn:
+                assert faults < nbytes / 4096 / 20, f"{faults} faults in turn {turn}"
+        until_freed(producer)
+
+
+@pytest.mark.parametrize("ends", ["inproc", "shm"], indirect=True)
+def test_idle_link_costs_nothing(ends: tuple[KVLink, KVLink]) -> None:
+    """Two connected ends and a waiting get: under 1 % of one core."""
+    _, consumer = ends
+    waiting = threading.Thread(
+        target=lambda: expect(TransferTimeout, lambda: consumer.get("k", timeout=2.2))
+    )
+    waiting.start()
+    time.sleep(0.1)
+    before, started = time.process_time(), time.monotonic()
+    time.sleep(2)
+    used = (time.process_time() - before) / (time.monotonic() - started)
+    waiting.join()
+    assert used < 0.01, f"{100 * used:.2f} % of a core"
+
+
+def test_thousand_transfers_leave_nothing(ends: tuple[KVLink, KVLink]) -> None:
+    producer, consumer = ends
+    data = Recipe("k").make()
+    process = psutil.Process()
+
+    def turn() -> None:
+        receipt = producer.put(data)
+        with consumer.get("k", timeout=5):
+            pass
+        receipt.wait(timeout=5)
+
+    for _ in range(100):
+        turn()
+    until_freed(producer)
+    descriptors, memory = process.num_fds(), process.memory_info().rss
+    for _ in range(1000):
+        turn()
+    until_freed(producer)
+    until(lambda: process.num_fds() <= descriptors, "the descriptors are back")
+    assert process.memory_info().rss - memory < 8 << 20
