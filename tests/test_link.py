@@ -21,7 +21,6 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.testing import CheckFailed, check_connector
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect
 
@@ -268,18 +267,6 @@ def test_link_is_collected_after_close(ends: tuple[KVLink, KVLink]) -> None:
     del producer, consumer
     gc.collect()
     assert [end() for end in dead] == [None, None]
-
-
-def test_kit_names_the_behaviour_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connector whose slots are never committed does not pass."""
-    monkeypatch.setattr("omni_kvlink.connectors.consumer.is_committed", lambda *_: False)
-    with pytest.raises(CheckFailed, match="holds another") as found:
-        check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
-    assert found.value.check == "check_every_dtype_arrives"
-
-
-def test_kit_is_content_with_inproc() -> None:
-    check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
 
 
 def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVLink, KVLink]) -> None:

@@ -36,7 +36,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
             seen = data.layer_blocks["key_cache"][0]
         session = reader._end._session  # type: ignore[union-attr]
         if side == "reader":
-            session._channel.close()
+            session._loop.call(session._channel.close)  # not while its thread reads
         else:
             (peer,) = producer._end._readers  # type: ignore[union-attr]
             producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]

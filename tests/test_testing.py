@@ -1,0 +1,149 @@
+"""The kit itself: it passes what is right, names what is wrong, and arms only faults that exist."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import omni_kvlink
+from omni_kvlink import KVCacheTransferData, KVMetadata
+from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.testing import (
+    CONNECTOR_CHECKS,
+    CheckFailed,
+    check_adapter,
+    check_connector,
+    faults,
+)
+from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
+
+_numbers = itertools.count()
+Cache = dict[str, list[torch.Tensor | None]]
+
+
+def make_cache(keys: list[torch.Tensor | None], values: list[torch.Tensor | None]) -> Cache:
+    return {"key_cache": keys, "value_cache": values}
+
+
+class PlainAdapter(CacheAdapter[Cache]):
+    """The least that keeps the contract."""
+
+    def export(
+        self, cache: Cache, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
+    ) -> KVCacheTransferData:
+        return KVCacheTransferData(request_id, cache, (), metadata)
+
+    def load(self, data: KVCacheTransferData, into: Cache) -> Cache:
+        blocks = data.layer_blocks
+        for name, layers in into.items():
+            layers[:] = [self.take(layer) for layer, _ in zip(blocks[name], layers, strict=True)]
+        return into
+
+    def take(self, layer: torch.Tensor | None) -> torch.Tensor | None:
+        return layer
+
+
+class Copying(PlainAdapter):
+    def take(self, layer: torch.Tensor | None) -> torch.Tensor | None:
+        return None if layer is None else layer.clone()
+
+
+class Forgetful(PlainAdapter):
+    def export(
+        self, cache: Cache, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
+    ) -> KVCacheTransferData:
+        nothing = [None] * len(cache["key_cache"])
+        if None in cache["key_cache"]:
+            cache, metadata = make_cache(nothing, nothing), KVMetadata((0,), (0,), len(nothing))
+        return super().export(cache, request_id=request_id, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "check"),
+    [
+        (PlainAdapter(), "check_load_into_another_size"),  # a ValueError is no SchemaError
+        (Copying(), "check_round_trip"),
+        (Forgetful(), "check_missing_layers"),
+    ],
+    ids=lambda value: getattr(value, "__class__", value).__name__,
+)
+def test_adapter_kit_names_what_is_wrong(adapter: PlainAdapter, check: str) -> None:
+    with pytest.raises(CheckFailed) as found:
+        check_adapter(adapter, make_cache)
+    assert found.value.check == check
+
+
+def test_connector_kit_passes_inproc() -> None:
+    check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
+
+
+def test_connector_kit_with_readers_in_a_process(sockets: str) -> None:
+    check_connector(
+        lambda: f"shm://kit-{next(_numbers)}",
+        options={"directory": sockets},
+        checks=CONNECTOR_CHECKS[:3],
+    )
+
+
+def test_connector_kit_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector whose slots are never committed does not pass."""
+    monkeypatch.setattr("omni_kvlink.connectors.consumer.is_committed", lambda *_: False)
+    with pytest.raises(CheckFailed, match="holds another") as found:
+        check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
+    assert found.value.check == "check_every_dtype_arrives"
+
+
+def test_checks_have_names_of_their_own() -> None:
+    names = [check.__name__ for check in CONNECTOR_CHECKS]
+    assert len(set(names)) == len(names) > 40
+
+
+@pytest.mark.parametrize("bundle", [False, True])
+def test_recipes_are_repeatable_and_different(bundle: bool) -> None:
+    recipes = [*every_dtype("k", bundle=bundle), Recipe("k", seed=99, bundle=bundle)]
+    first = [fingerprint(recipe.make()) for recipe in recipes]
+    assert first == [fingerprint(Recipe(**recipe.to_dict()).make()) for recipe in recipes]
+    assert len(set(first)) == len(first)
+
+
+def test_fingerprint_sees_one_bit() -> None:
+    data = Recipe("k").make()
+    before = fingerprint(data)
+    data.tensors()[-1].view(torch.uint8).view(-1)[-1] ^= 1
+    assert fingerprint(data) != before
+
+
+def test_faults_are_armed_by_name() -> None:
+    env = faults.armed({"put.copied": "kill", "get.mapped": "sleep:0.1"}, {"A": "b"})
+    assert env == {"A": "b", faults.VARIABLE: "put.copied=kill,get.mapped=sleep:0.1"}
+    assert faults.armed({"put.copied": "raise"})["PATH"] == os.environ["PATH"]
+    with pytest.raises(ValueError, match="no point"):
+        faults.armed({"put.nowhere": "kill"})
+
+
+def test_every_fault_point_is_in_the_code() -> None:
+    """A point that nobody passes would make its tests worthless."""
+    files = Path(omni_kvlink.__file__).parent.rglob("*.py")
+    texts = [file.read_text() for file in files]
+    found = {name for text in texts for name in re.findall(r'_faults\.point\("([^"]+)"\)', text)}
+    assert found == set(faults.POINTS)
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill", -9), ("raise", 1)])
+def test_faults_happen_in_the_child(action: str, code: int) -> None:
+    program = "from omni_kvlink.testing import faults; faults.point('put.copied')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=faults.armed({"put.copied": action}),
+        stderr=subprocess.DEVNULL,
+    )
+    assert done.returncode == code
