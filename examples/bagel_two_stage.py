@@ -274,7 +274,9 @@ def load(args: argparse.Namespace, stage: Any) -> BagelPipeline:
 
 
 def tell(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+    # One write a line: both stages speak into the same pipe.
+    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+    sys.stdout.flush()
 
 
 def image_path(args: argparse.Namespace, request: Request) -> str:

@@ -28,4 +28,8 @@ from .ledger import Ledger as Ledger
 from .link import KVLink as KVLink
 from .link import Received as Received
 from .metadata import KVMetadata as KVMetadata
+from .paged import Paged as Paged
+from .paged import Pages as Pages
+from .pools import split_packed as split_packed
+from .pools import split_stacked as split_stacked
 from .schema import KVCacheTransferData as KVCacheTransferData

@@ -7,12 +7,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-import torch
-
 from .branch import Branch, Reuse, check_branches
 from .errors import SchemaError
 from .memory import Region
 from .metadata import KVMetadata
+from .places import Place
 from .schema import KVCacheTransferData, branch_tensors, cache_at
 from .wire import Manifest
 
@@ -77,8 +76,8 @@ class KVCacheBundle:
     def __len__(self) -> int:
         return len(self.branches)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that are sent, in the order of the wire."""
+    def tensors(self) -> list[Place]:
+        """The tensors or pages that are sent, in the order of the wire."""
         return [tensor for cache in self._owners() for tensor in cache.tensors()]
 
     @property
@@ -87,7 +86,7 @@ class KVCacheBundle:
         total = 0
         for name, branch in self.branches.items():
             if not isinstance(branch, KVCacheTransferData):
-                sent = [t.numel() * t.element_size() for t in self._source(name, branch).tensors()]
+                sent = [place.nbytes for place in self._source(name, branch).tensors()]
                 source = self._source(name, branch).metadata.seq_len
                 total += sum(sent) * self._metadata(name).seq_len // source
         return total

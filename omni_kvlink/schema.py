@@ -9,18 +9,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from .branch import RANKS, Branch, check_branches
 from .errors import ClosedError, SchemaError
 from .memory import Region
 from .metadata import KVMetadata
+from .paged import Paged, check_strided
+from .places import Place, first_tokens
+from .places import same_bytes as same_bytes
+from .pools import BlockTable, PoolLayers, paged_layers, pages_of
 from .tensors import dtype_name, tensor_views
 from .wire import PART_WORDS, PARTS, Manifest, tensor_name
 
 _REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
 
-LayerBlocks = Mapping[str, Sequence[torch.Tensor | None]]
+LayerBlocks = Mapping[str, Sequence[Place | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
 
 SINGLE = "kv"
@@ -38,7 +40,7 @@ class KVCacheTransferData:
         layer_blocks: `{"key_cache": [...], "value_cache": [...]}`, one tensor
             `[tokens, kv_heads, head_dim]` a layer; or `{"latent_cache": [...]}`, one tensor
             `[tokens, latent_dim]` a layer (MLA). All None means an empty cache. Any strides and
-            devices; every tensor of a cache has the same shape and dtype.
+            devices, or a `Paged` in a tensor's stead; all of a cache have one shape and dtype.
         block_ids: the blocks the cache came from; empty for dense tensors.
         metadata: `KVMetadata`, or the RFC's dict of the same.
 
@@ -64,13 +66,13 @@ class KVCacheTransferData:
             self.block_ids = [operator.index(block) for block in block_ids]
         except TypeError as error:
             raise SchemaError(f"block_ids: {error}") from None
-        self._blocks: dict[str, list[torch.Tensor | None]] | None
+        self._blocks: dict[str, list[Place | None]] | None
         self._blocks = _complete_layers(layer_blocks, metadata)
         self.metadata = _fit_metadata(metadata, self._blocks)
         check_branches([self.as_branch(SINGLE)], bundle=False, error=SchemaError)
 
     @property
-    def layer_blocks(self) -> dict[str, list[torch.Tensor | None]]:
+    def layer_blocks(self) -> dict[str, list[Place | None]]:
         """The tensors, by the RFC's names.
 
         Raises:
@@ -87,8 +89,11 @@ class KVCacheTransferData:
     def is_empty(self) -> bool:
         return self.metadata.seq_len == 0
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors in the order of the wire: layer by layer, K before V."""
+    def tensors(self) -> list[Place]:
+        """All layers in the order of the wire: layer by layer, K before V.
+
+        Each is a tensor, or the `Paged` that was given; what was received is always tensors.
+        """
         if self.is_empty:
             return []
         parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
@@ -102,6 +107,48 @@ class KVCacheTransferData:
         return Manifest.lay_out(
             self.request_id, [branch], branch_tensors(branch), bundle=False, digests=digests
         )
+
+    @classmethod
+    def from_paged(
+        cls,
+        request_id: str,
+        key_cache: PoolLayers,
+        value_cache: PoolLayers | None,
+        *,
+        block_size: int,
+        metadata: KVMetadata | Mapping[str, Any],
+        block_ids: BlockTable = None,
+        slot_mapping: BlockTable = None,
+    ) -> KVCacheTransferData:
+        """A sequence in an engine's pools of blocks, borrowed where it lies; nothing is copied.
+
+        Args:
+            key_cache: one pool `[num_blocks, block_size, kv_heads, head_dim]` a layer, any strides;
+                `split_stacked` and `split_packed` make K's and V's of pools that hold both. In
+                layout "ND" the latents, `[num_blocks, block_size, latent_dim]`.
+            value_cache: the same for V; None in layout "ND".
+            block_size: tokens of a block, as the pools must have it.
+            metadata: `num_layers` and `block_size` may be left out of a dict.
+            block_ids: the blocks of the one sequence, in its order; the last may be partly filled.
+            slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
+
+        Raises:
+            SchemaError: a table or a pool does not fit; names layer, K or V.
+        """
+        if isinstance(metadata, Mapping):
+            metadata = KVMetadata.from_dict({"num_layers": len(key_cache), **metadata})
+        if metadata.block_size not in (0, block_size):
+            raise SchemaError(f"block_size {block_size}, but metadata says {metadata.block_size}")
+        metadata = dataclasses.replace(metadata, block_size=block_size)
+        if not metadata.seq_len:
+            names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
+            return cls(request_id, {name: [None] * len(key_cache) for name in names}, (), metadata)
+        pages = pages_of(
+            metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
+        )
+        layers = paged_layers(key_cache, value_cache, pages, metadata.layout)
+        blocks = {CACHES[part]: places for part, places in layers.items()}
+        return cls(request_id, blocks, pages.blocks(), metadata)
 
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheTransferData:
@@ -178,7 +225,7 @@ class KVCacheTransferData:
     def first_tokens(self, tokens: int, metadata: KVMetadata) -> KVCacheTransferData:
         """The cache of the first `tokens` tokens: views of the same bytes."""
         blocks = {
-            name: [None if layer is None else layer[:tokens] for layer in layers]
+            name: [None if layer is None else first_tokens(layer, tokens) for layer in layers]
             for name, layers in self.layer_blocks.items()
         }
         return KVCacheTransferData(self.request_id, blocks, (), metadata)
@@ -194,19 +241,6 @@ class KVCacheTransferData:
             f"<KVCacheTransferData {self.request_id!r}: {meta.num_layers} layers × "
             f"{meta.seq_len} tokens, {meta.dtype or 'empty'}{state}>"
         )
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit-exact equality, NaN payloads and signed zeros included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(_plain_bytes(a), _plain_bytes(b))
-
-
-def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_neg().contiguous()
-    # Sides of one may have any stride in a contiguous tensor, and a dtype's view wants 1.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def branch_tensors(branch: Branch) -> Iterator[Reserve]:
@@ -234,7 +268,7 @@ def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTrans
 
 def _complete_layers(
     layer_blocks: LayerBlocks, metadata: KVMetadata
-) -> dict[str, list[torch.Tensor | None]]:
+) -> dict[str, list[Place | None]]:
     """A private copy of the lists, every layer there and of one shape and dtype."""
     if metadata.layout not in PARTS:
         raise SchemaError(f"layout {metadata.layout!r}; wanted one of {', '.join(PARTS)}")
@@ -257,13 +291,11 @@ def _complete_layers(
     return blocks
 
 
-def _check_layer(layer: torch.Tensor | None, first: torch.Tensor, where: str) -> None:
+def _check_layer(layer: Place | None, first: Place, where: str) -> None:
     if layer is None:
         raise SchemaError(f"{where} is missing, while other layers are there")
-    if not isinstance(layer, torch.Tensor):
-        raise SchemaError(f"{where} is a {type(layer).__name__}, wanted a torch.Tensor")
-    if layer.layout is not torch.strided or layer.device.type == "meta":
-        raise SchemaError(f"{where} is a {layer.layout} tensor on {layer.device}, not dense memory")
+    if not isinstance(layer, Paged):
+        check_strided(layer, where)
     if layer.shape != first.shape or layer.dtype != first.dtype:
         raise SchemaError(
             f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache is "
@@ -271,7 +303,7 @@ def _check_layer(layer: torch.Tensor | None, first: torch.Tensor, where: str) ->
         )
 
 
-def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[torch.Tensor | None]]) -> KVMetadata:
+def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[Place | None]]) -> KVMetadata:
     """Metadata that agrees with the tensors, its dtype filled in from them if it was left out."""
     first = next(iter(blocks.values()))[0] if metadata.num_layers else None
     if first is None:
@@ -280,7 +312,7 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[torch.Tensor | No
         return metadata
     where = f"layer 0, {PART_WORDS[PARTS[metadata.layout][0]]}"
     rank = RANKS[metadata.layout]
-    if first.dim() != rank or 0 in first.shape:
+    if len(first.shape) != rank or 0 in first.shape:
         raise SchemaError(
             f"{where} is {list(first.shape)}; layout {metadata.layout} wants {rank} dimensions, "
             "none of them 0 (an empty cache is given as None)"

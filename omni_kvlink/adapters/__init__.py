@@ -4,3 +4,5 @@ from .bagel import BagelAdapter as BagelAdapter
 from .bagel import pack_generator as pack_generator
 from .bagel import unpack_generator as unpack_generator
 from .base import CacheAdapter as CacheAdapter
+from .paged import PagedAdapter as PagedAdapter
+from .paged import PagedCache as PagedCache

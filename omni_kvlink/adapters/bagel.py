@@ -18,7 +18,8 @@ import torch
 from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from ..errors import SchemaError
 from ..metadata import KVMetadata
-from ..schema import KVCacheTransferData, same_bytes
+from ..places import Place, dense, first_tokens, same_bytes
+from ..schema import KVCacheTransferData
 from .base import CacheAdapter
 
 GEN = "gen"
@@ -62,15 +63,15 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         return KVCacheTransferData(request_id, blocks, [], metadata)
 
     def load(self, data: KVCacheTransferData, into: C) -> C:
-        """Fill a NaiveCache; an empty branch leaves every layer None."""
+        """Fill a NaiveCache; an empty branch leaves every layer None, and pages become tensors."""
         for name in ("key_cache", "value_cache"):
             layers, target = data.layer_blocks[name], getattr(into, name)
             if len(target) != len(layers):
                 raise SchemaError(
                     f"{name} of the target has {len(target)} layers, the data has {len(layers)}"
                 )
-            for layer, tensor in enumerate(layers):
-                target[layer] = tensor
+            for layer, place in enumerate(layers):
+                target[layer] = None if place is None else dense(place)
         return into
 
     def export_contexts(
@@ -184,10 +185,12 @@ def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
     return PrefixOf(GEN, tokens, own.metadata)
 
 
-def _starts_with(longer: torch.Tensor, shorter: torch.Tensor) -> bool:
-    head = longer[: len(shorter)]
+def _starts_with(longer: Place, shorter: Place) -> bool:
+    head = first_tokens(longer, shorter.shape[0])
     is_same_memory = (
-        head.data_ptr() == shorter.data_ptr()
+        isinstance(head, torch.Tensor)
+        and isinstance(shorter, torch.Tensor)
+        and head.data_ptr() == shorter.data_ptr()
         and head.stride() == shorter.stride()
         and head.shape == shorter.shape
         and head.dtype == shorter.dtype

@@ -27,7 +27,9 @@ class CacheAdapter(ABC, Generic[C]):
 
     @abstractmethod
     def load(self, data: KVCacheTransferData, into: C) -> C:
-        """Fill an empty cache of the right size and return it; the tensors are shared, not copied.
+        """Fill an empty cache of the right size and return it.
+
+        The tensors are shared, not copied, except where the engine's cache is memory of its own.
 
         Raises:
             SchemaError: `into` has another number of layers.

@@ -12,8 +12,9 @@ import numpy as np
 from ..branch import DTYPES
 from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from ..link import Payload
-from .payloads import Shape, empty_cache, expected_empty, make_sample, prefix_metadata
+from .payloads import Shape, Sources, empty_cache, expected_empty, make_sample, prefix_metadata
 
+SOURCES: tuple[Sources, ...] = ("contiguous", "strided", "paged")
 BRANCHINGS = ("single", "prefix", "same", "empty", "mixed")
 _ROWS = {"4×128": (4, 128), "8×64": (8, 64), "3×80": (3, 80), "latent 576": (0, 576)}
 _QUICK_ROWS = ("4×128", "latent 576")
@@ -27,13 +28,13 @@ class Case:
     shape: Shape
     rows: str
     branching: str
-    strided: bool
+    sources: Sources
 
     def make(self) -> tuple[str, Payload, dict[str, Any]]:
         """Its key, the payload, and what each branch must hold on arrival."""
         key = f"case-{self.number}"
         rng = np.random.default_rng(self.number)
-        sample = make_sample(key, self.shape, rng, strided=self.strided, block_ids=(7, self.number))
+        sample = make_sample(key, self.shape, rng, sources=self.sources, block_ids=(7, self.number))
         if self.branching == "single":
             return key, sample.cache, {"": sample.expected()}
         branches: dict[str, BundleBranch] = {"gen": sample.cache}
@@ -58,19 +59,18 @@ class Case:
         return key, KVCacheBundle(key, branches), expected
 
     def __str__(self) -> str:
-        gaps = "strided" if self.strided else "contiguous"
-        return f"case {self.number}: {self.shape}, {self.branching}, {gaps}"
+        return f"case {self.number}: {self.shape}, {self.branching}, {self.sources}"
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """All cases in a fixed order; `quick` keeps every dtype, branching and both layouts."""
+    """All cases in a fixed order; `quick` keeps every dtype, branching, layout and source."""
     numbers = itertools.count()
     layers = (2,) if quick else (1, 5)
     tokens = (1, 7, 255) if quick else (1, 7, 255, 1023)
     rows = _QUICK_ROWS if quick else tuple(_ROWS)
-    for dtype, row, layer, token, branching, strided in itertools.product(
-        DTYPES, rows, layers, tokens, BRANCHINGS, (False, True)
+    for dtype, row, layer, token, branching, sources in itertools.product(
+        DTYPES, rows, layers, tokens, BRANCHINGS, SOURCES
     ):
         heads, dim = _ROWS[row]
         shape = Shape(layer, token, heads, dim, dtype)
-        yield Case(next(numbers), shape, row, branching, strided)
+        yield Case(next(numbers), shape, row, branching, sources)

@@ -12,7 +12,7 @@ from ..branch import DTYPES
 from ..errors import KVLinkError
 from . import latency, machine, report, verify
 from .cases import cases
-from .payloads import Shape
+from .payloads import BLOCK, Shape
 from .tables import latency_text
 
 PRESETS = {
@@ -72,8 +72,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add(
         "--paged",
         action="store_true",
-        help="sources with gaps: K and V of a token side by side. A stand-in: no block table is "
-        "followed, because there is no paged gather yet",
+        help=f"sources in pools: blocks of {BLOCK} tokens in random order, read by a block table",
     )
     add(
         "--branches",
@@ -106,7 +105,7 @@ def _latency(arguments: argparse.Namespace) -> int:
         connector=arguments.url.partition("://")[0] or arguments.connector,
         url=arguments.url,
         shape=dataclasses.replace(PRESETS[arguments.preset], **given),
-        strided=arguments.paged,
+        paged=arguments.paged,
         branches=arguments.branches,
         rounds=arguments.rounds,
         warmup=arguments.warmup,

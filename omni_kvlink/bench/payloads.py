@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from ..metadata import KVMetadata
+from ..places import dense
+from ..pools import PoolLayers
 from ..schema import KVCacheTransferData
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""
+
+Sources: TypeAlias = Literal["contiguous", "strided", "paged"]
+"""How tensors lie: dense; K and V of a token side by side; in blocks of a pool, out of order."""
+
+BLOCK = 16
+"""Tokens of a block of paged sources."""
 
 BRANCH_NAMES = ("gen", "cfg_text", "cfg_img")
 
@@ -90,18 +98,16 @@ def make_sample(
     shape: Shape,
     rng: np.random.Generator,
     *,
-    strided: bool = False,
+    sources: Sources = "contiguous",
     block_ids: tuple[int, ...] = (),
 ) -> Sample:
-    """A cache of random bytes: every bit pattern, NaNs too.
-
-    Args:
-        strided: K and V of a token lie side by side in one buffer, so that each tensor has gaps.
-    """
+    """A cache of random bytes: every bit pattern, NaNs too; pages have block ids of their own."""
+    if sources == "paged":
+        return _paged_sample(request_id, shape, rng)
     rows: list[Rows] = []
-    blocks: dict[str, list[torch.Tensor | None]] = {part: [] for part in shape.parts}
+    blocks: dict[str, list[torch.Tensor]] = {part: [] for part in shape.parts}
     for _ in range(shape.layers):
-        for part, one in zip(shape.parts, _layer_rows(shape, rng, strided), strict=False):
+        for part, one in zip(shape.parts, _layer_rows(shape, rng, sources), strict=False):
             rows.append(one)
             tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
             blocks[part].append(tensor.view(shape.tokens, *shape.row))
@@ -144,7 +150,7 @@ def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
 def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
     """Metadata, and the SHA-256 of type, shape and bytes of each tensor, layer by layer."""
     layers = zip(*cache.layer_blocks.values(), strict=True)
-    tensors = [tensor for layer in layers for tensor in layer if tensor is not None]
+    tensors = [dense(place) for layer in layers for place in layer if place is not None]
     return {
         **_facts(cache.metadata),
         "dtype": cache.metadata.dtype,
@@ -161,8 +167,34 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def _layer_rows(shape: Shape, rng: np.random.Generator, strided: bool) -> list[Rows]:
-    if strided:
+def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sample:
+    """In pools with an eighth of other blocks between; the last block is partly used."""
+    wanted = -(-shape.tokens // BLOCK)
+    count = wanted + wanted // 8 + 1
+    block_ids = rng.permutation(count)[:wanted]
+    slots = (block_ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: shape.tokens]
+    rows: list[Rows] = []
+    pools: list[list[torch.Tensor]] = [[] for _ in shape.parts]
+    for _ in range(shape.layers):
+        for part in pools:
+            pool = _random_bytes(rng, count * BLOCK, shape.row_nbytes)
+            rows.append(pool[slots])
+            tensor = torch.from_numpy(pool).view(torch_dtype(shape.dtype))
+            part.append(tensor.view(count, BLOCK, *shape.row))
+    values: PoolLayers | None = pools[1] if len(pools) == 2 else None
+    cache = KVCacheTransferData.from_paged(
+        request_id,
+        pools[0],
+        values,
+        block_size=BLOCK,
+        metadata=_metadata(shape, shape.tokens, rng),
+        block_ids=block_ids.tolist(),
+    )
+    return Sample(cache, shape, rows)
+
+
+def _layer_rows(shape: Shape, rng: np.random.Generator, sources: Sources) -> list[Rows]:
+    if sources == "strided":
         both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
         return [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
     return [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]

@@ -17,6 +17,7 @@ import torch
 from ..bundle import KVCacheBundle
 from ..link import KVLink, Payload
 from ..memory import PAGE
+from ..places import dense
 from ..schema import KVCacheTransferData
 from .payloads import bytes_of, found_in
 
@@ -65,7 +66,7 @@ class Reader:
         with received as data:
             for cache in _caches(data).values():
                 for tensor in cache.tensors():
-                    bytes_of(tensor)[::PAGE].sum()
+                    bytes_of(dense(tensor))[::PAGE].sum()
             touched = faults(own_thread=self._own_thread) - before
             cache = tensor = data = None  # type: ignore[assignment]
         dropped = time.monotonic_ns()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..copier import Copier
 from ..memory import Region
+from ..places import Place
 from ..wire import Manifest
 
 
@@ -20,9 +19,7 @@ class FlipOneBit(Copier):
         self._copier = copier
         self.armed = False
 
-    def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
-    ) -> list[str]:
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
         digests = self._copier.gather(sources, manifest, region)
         if self.armed:
             spec = manifest.tensors[-1]
@@ -30,7 +27,7 @@ class FlipOneBit(Copier):
             region.view()[at] ^= 1
         return digests
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[torch.Tensor]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         self._copier.scatter(manifest, region, targets)
 
     def verify(self, manifest: Manifest, region: Region) -> None:

@@ -43,7 +43,7 @@ def _setup_lines(result: Result) -> str:
             "link",
             f"{setup.connector}, mode {setup.mode}, copier {result.ledger.copier}, "
             f"digests {result.ledger.digests}, verify {setup.verify}, "
-            f"sources {'strided' if setup.strided else 'contiguous'}, "
+            f"sources {'paged' if setup.paged else 'contiguous'}, "
             f"torch threads {setup.threads}",
         ),
         wrapped("rounds", f"{len(result.rounds)} after {setup.warmup} to warm up"),

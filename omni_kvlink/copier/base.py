@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-
 from ..errors import IntegrityError, SchemaError
 from ..memory import Region
+from ..places import Place
 from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
 
 
@@ -27,13 +26,11 @@ class Copier(ABC):
         return ""
 
     @abstractmethod
-    def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
-    ) -> list[str]:
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
         """Copy each tensor to its place in the payload.
 
         Args:
-            sources: in the manifest's order, any strides and devices; only read.
+            sources: in the manifest's order, in pages or of any strides, on any device; only read.
             manifest: the plan.
             region: the payload's memory, at least `manifest.nbytes` long.
 
@@ -46,8 +43,8 @@ class Copier(ABC):
         """
 
     @abstractmethod
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[torch.Tensor]) -> None:
-        """Copy a payload out into the caller's tensors, checking digests in the same pass.
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+        """Copy a payload out into the caller's tensors or pages, checking digests in the same pass.
 
         Raises:
             SchemaError: a target is not what the manifest says.
@@ -64,7 +61,7 @@ class Copier(ABC):
 
 
 def check_fit(
-    tensors: Sequence[torch.Tensor], manifest: Manifest, region: Region, codes: Sequence[str]
+    tensors: Sequence[Place], manifest: Manifest, region: Region, codes: Sequence[str]
 ) -> None:
     """Refuse, before a byte moves, tensors or a region that are not what the manifest says."""
     if region.nbytes < manifest.nbytes:

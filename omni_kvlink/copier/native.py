@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias, cast
 
 import torch
 
@@ -13,14 +12,12 @@ from .. import _native
 from ..branch import DTYPES
 from ..errors import NativeError, SchemaError
 from ..memory import Region
+from ..paged import Paged
+from ..places import Place, view_words
 from ..tensors import dtype_name, tensor_view
 from ..wire import Manifest, TensorSpec
 from .base import Copier, check_fit, mismatch
-from .paged import Paged
 from .torch_copier import TorchCopier
-
-Place: TypeAlias = torch.Tensor | Paged
-"""What a copier reads from or writes to, outside the payload."""
 
 
 class NativeCopier(Copier):
@@ -53,12 +50,12 @@ class NativeCopier(Copier):
         _check(sources, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
         for source, spec in zip(sources, manifest.tensors, strict=True):
-            view = _view_of(source)
+            view = view_words(source)
             if view:
                 ours.add(spec, view)
             else:
                 target = tensor_view(region, spec, manifest.header_nbytes)
-                target.copy_(source.dense() if isinstance(source, Paged) else source.detach())
+                _copy(source, target)
                 others.add(spec)
         digests = {**ours.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
@@ -68,7 +65,7 @@ class NativeCopier(Copier):
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
         rest: list[tuple[Place, torch.Tensor]] = []
         for target, spec in zip(targets, manifest.tensors, strict=True):
-            view = _view_of(target)
+            view = view_words(target)
             if view:
                 ours.add(spec, view)
             else:
@@ -171,57 +168,12 @@ _warned = False
 
 def _check(places: Sequence[Place], manifest: Manifest, region: Region) -> None:
     codes = [DTYPES[dtype_name(place.dtype)] for place in places]
-    check_fit(cast("Sequence[torch.Tensor]", places), manifest, region, codes)
+    check_fit(places, manifest, region, codes)
 
 
-def _view_of(place: Place) -> _native.ViewWords:
-    """The place as the library takes it; empty if only torch can reach it."""
-    if isinstance(place, Paged):
-        return _paged_view(place)
-    if not place.is_cpu or place.is_neg():
-        return ()
-    if place.is_contiguous():
-        return _native.flat_view_words(place.data_ptr(), place.nbytes)
-    return _strided_view(place)
-
-
-def _strided_view(tensor: torch.Tensor) -> _native.ViewWords:
-    """Bounded by the tensor's storage, so that the library can check the strides against it."""
-    if tensor.dim() > _native.DIMS:
-        return ()
-    size, storage = tensor.element_size(), tensor.untyped_storage()
-    return _native.view_words(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(tensor.storage_offset()) * size,
-        sizes=tensor.shape,
-        strides=[stride * size for stride in tensor.stride()],
-    )
-
-
-def _paged_view(paged: Paged) -> _native.ViewWords:
-    pool, pages = paged.pool, paged.pages
-    inner = 2 if pages.by_slot else 1  # the dimensions that are not looked up
-    unused = _native.DIMS - 1 - (pool.dim() - inner)
-    if not pool.is_cpu or pool.is_neg() or unused < 0:
-        return ()
-    size, storage = pool.element_size(), pool.untyped_storage()
-    strides = [stride * size for stride in pool.stride()]
-    view = _native.view_words(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(pool.storage_offset()) * size,
-        sizes=(len(pages.index), *(1,) * unused, *pool.shape[inner:]),
-        strides=(strides[0], *(0,) * unused, *strides[inner:]),
-    )
-    if not pages.by_slot:
-        return _native.indexed_view_words(view, pages.address, limit=pool.shape[0])
-    return _native.indexed_view_words(
-        view,
-        pages.address,
-        limit=pool.shape[0] * pages.block_size,
-        split=pages.block_size,
-        stride=strides[1],
-    )
+def _copy(source: Place, target: torch.Tensor) -> None:
+    if isinstance(source, Paged):
+        for _ in source.read(target):
+            pass
+    else:
+        target.copy_(source.detach())

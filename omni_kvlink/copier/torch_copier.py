@@ -10,21 +10,19 @@ from crc32c import crc32c
 
 from ..branch import DTYPES
 from ..memory import Region
+from ..paged import STEP, Paged
+from ..places import Place
 from ..tensors import dtype_name, tensor_view
 from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
 from .base import Copier, check_fit, mismatch
 
-_STEP = 512 << 10  # bytes copied before they are hashed: stays in the second-level cache
-
 
 class TorchCopier(Copier):
-    """Right on every machine and device; `gather` of strided sources makes no temporary."""
+    """Right on every machine and device; strided and paged sources need no large temporary."""
 
     name = "torch"
 
-    def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
-    ) -> list[str]:
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
         check_fit(sources, manifest, region, _codes(sources))
         payload = region.view()
         digests = []
@@ -33,20 +31,20 @@ class TorchCopier(Copier):
             landed = payload[start : start + spec.nbytes]
             digest = _Digest(landed) if spec.digest else None
             target = tensor_view(region, spec, manifest.header_nbytes)
-            for upto in _copy_steps(source.detach(), target):
+            for upto in _gather_steps(source, target):
                 if digest:
                     digest.advance(upto)
             digests.append(digest.text() if digest else "")
         return digests
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[torch.Tensor]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         check_fit(targets, manifest, region, _codes(targets))
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)
             start = manifest.header_nbytes + spec.start
             digest = _Digest(payload[start : start + spec.nbytes])
-            for upto in _copy_steps(source, target.detach()):
+            for upto in _scatter_steps(source, target):
                 if spec.digest:
                     digest.advance(upto)
             if spec.digest:
@@ -82,8 +80,24 @@ class _Digest:
         return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
-def _codes(tensors: Sequence[torch.Tensor]) -> list[str]:
+def _codes(tensors: Sequence[Place]) -> list[str]:
     return [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
+
+
+def _gather_steps(source: Place, target: torch.Tensor) -> Iterator[int]:
+    if isinstance(source, Paged):
+        return _in_bytes(source.read(target), source)
+    return _copy_steps(source.detach(), target)
+
+
+def _scatter_steps(source: torch.Tensor, target: Place) -> Iterator[int]:
+    if isinstance(target, Paged):
+        return _in_bytes(target.write(source), target)
+    return _copy_steps(source, target.detach())
+
+
+def _in_bytes(done: Iterator[int], paged: Paged) -> Iterator[int]:
+    return (tokens * (paged.nbytes // paged.pages.tokens) for tokens in done)
 
 
 def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
@@ -107,8 +121,8 @@ def _copy_bytes(
     source: np.ndarray[tuple[int], np.dtype[np.uint8]],
     target: np.ndarray[tuple[int], np.dtype[np.uint8]],
 ) -> Iterator[int]:
-    for start in range(0, len(source), _STEP):
-        stop = min(start + _STEP, len(source))
+    for start in range(0, len(source), STEP):
+        stop = min(start + STEP, len(source))
         np.copyto(target[start:stop], source[start:stop])
         yield stop
 
@@ -116,7 +130,7 @@ def _copy_bytes(
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
     """Tokens at a time, so that strided sources and other devices need no temporary."""
     row = target[0].numel() * target.element_size()
-    rows = max(1, _STEP // row)
+    rows = max(1, STEP // row)
     for start in range(0, len(target), rows):
         target[start : start + rows].copy_(source[start : start + rows])
         yield min(start + rows, len(target)) * row

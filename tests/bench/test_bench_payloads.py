@@ -5,29 +5,43 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, Paged
 from omni_kvlink.bench.cases import BRANCHINGS, cases
-from omni_kvlink.bench.payloads import Shape, found_in, make_bundle, make_sample
+from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
 from omni_kvlink.branch import DTYPES
 
 SHAPE = Shape(2, 5, 3, 8)
 
 
 @pytest.mark.parametrize("heads", [3, 0])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("sources", ["contiguous", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sample_is_of_its_shape(dtype: str, strided: bool, heads: int) -> None:
+def test_a_sample_is_of_its_shape(dtype: str, sources: Sources, heads: int) -> None:
     shape = Shape(2, 5, heads, 8, dtype)
-    sample = make_sample("k", shape, np.random.default_rng(0), strided=strided)
+    sample = make_sample("k", shape, np.random.default_rng(0), sources=sources)
     tensors = sample.cache.tensors()
     assert sum(t.numel() * t.element_size() for t in tensors) == shape.nbytes
-    assert all(t.is_contiguous() is not strided for t in tensors)
+    assert all(t.is_contiguous() is (sources == "contiguous") for t in tensors)
 
 
 def test_the_raw_bytes_say_what_the_tensors_hold() -> None:
     sample = make_sample("k", SHAPE, np.random.default_rng(0), block_ids=(4, 2))
     assert sample.expected() == found_in(sample.cache)
     assert sample.expected(tokens=4)["digests"] != found_in(sample.cache)["digests"]
+
+
+@pytest.mark.parametrize("heads", [3, 0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_paged_sample_lies_in_blocks_out_of_order(dtype: str, heads: int) -> None:
+    shape = Shape(2, 100, heads, 8, dtype)
+    sample = make_sample("k", shape, np.random.default_rng(0), sources="paged")
+    places = sample.cache.tensors()
+    assert all(isinstance(place, Paged) for place in places)
+    assert sum(place.nbytes for place in places) == shape.nbytes
+    assert len(sample.cache.block_ids) == 7
+    assert sample.cache.block_ids != sorted(sample.cache.block_ids)
+    assert sample.cache.metadata.block_size == 16
+    assert sample.expected() == found_in(sample.cache)
 
 
 def test_a_bundle_has_one_branch_with_bytes() -> None:
@@ -44,6 +58,7 @@ def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
     assert {case.shape.dtype for case in chosen} == set(DTYPES)
     assert {case.branching for case in chosen} == set(BRANCHINGS)
     assert {case.shape.layout for case in chosen} == {"NHD", "ND"}
+    assert {case.sources for case in chosen} == {"contiguous", "strided", "paged"}
     assert {1, 7, 255} <= {case.shape.tokens for case in chosen}
     assert [case.number for case in chosen] == list(range(len(chosen)))
 

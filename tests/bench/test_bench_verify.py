@@ -27,7 +27,7 @@ def test_one_bit_spoiled_in_flight_is_seen(capsys: pytest.CaptureFixture[str]) -
     command = ["verify", "--quick", "--connector", "inproc", "--corrupt", "23"]
     assert main(command) == 1
     text = capsys.readouterr().out
-    assert "1 of 420 cases FAILED" in text
+    assert "1 of 630 cases FAILED" in text
     assert "FAILED case 23:" in text
     assert "tensors [3] of 4" in text
 

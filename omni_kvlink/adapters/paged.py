@@ -1,0 +1,139 @@
+"""Paged caches: the pools of an engine such as vLLM, with a block table or a slot mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SchemaError
+from ..metadata import KVMetadata
+from ..paged import Paged
+from ..places import Place, dense, overlaps_itself, write
+from ..pools import BlockTable, PoolLayers, paged_layers, pages_of
+from ..schema import CACHES, KVCacheTransferData
+from .base import CacheAdapter
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedCache:
+    """One sequence in an engine's pools.
+
+    Of pools that hold both K and V, `split_stacked` and `split_packed` give the first two.
+
+    Args:
+        key_cache: one pool `[num_blocks, block_size, kv_heads, head_dim]` a layer, any strides; or
+            latents, `[num_blocks, block_size, latent_dim]`.
+        value_cache: the same for V; None for latents.
+        block_size: tokens of a block.
+        block_ids: the sequence's blocks, in its order.
+        slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
+    """
+
+    key_cache: PoolLayers
+    value_cache: PoolLayers | None
+    block_size: int
+    block_ids: BlockTable = None
+    slot_mapping: BlockTable = None
+
+
+class PagedAdapter(CacheAdapter[PagedCache]):
+    """Pools of blocks to and from `KVCacheTransferData`."""
+
+    def export(
+        self,
+        cache: PagedCache,
+        *,
+        request_id: str,
+        metadata: KVMetadata | Mapping[str, Any],
+    ) -> KVCacheTransferData:
+        """The sequence where it lies: the one copy, of `put`, reads the blocks themselves."""
+        return KVCacheTransferData.from_paged(
+            request_id,
+            cache.key_cache,
+            cache.value_cache,
+            block_size=cache.block_size,
+            metadata=metadata,
+            block_ids=cache.block_ids,
+            slot_mapping=cache.slot_mapping,
+        )
+
+    def load(self, data: KVCacheTransferData, into: PagedCache) -> PagedCache:
+        """Copy a cache into its blocks; see `inject`."""
+        self.inject(
+            data,
+            into.key_cache,
+            into.value_cache,
+            block_size=into.block_size,
+            block_ids=into.block_ids,
+            slot_mapping=into.slot_mapping,
+        )
+        return into
+
+    def inject(
+        self,
+        data: KVCacheTransferData,
+        key_cache: PoolLayers,
+        value_cache: PoolLayers | None,
+        *,
+        block_size: int,
+        block_ids: BlockTable = None,
+        slot_mapping: BlockTable = None,
+    ) -> None:
+        """Copy a cache, received or of this process, into the caller's pools.
+
+        Nothing but the sequence's own slots is written: other blocks, and what follows the last
+        token in its block, stay as they are. The blocks need not be those, nor as large as those,
+        that the cache came from. The arguments are those of `KVCacheTransferData.from_paged`.
+
+        Raises:
+            SchemaError: a table or a pool does not fit the data, or a byte would be written twice;
+                found before any is written.
+        """
+        wanted = data.metadata.num_layers
+        for word, pools in (("K", key_cache), ("V", value_cache)):
+            if pools is not None and len(pools) != wanted:
+                raise SchemaError(f"{word}: {len(pools)} pools for {wanted} layers")
+        if data.is_empty:
+            return
+        pages = pages_of(
+            data.metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
+        )
+        layers = paged_layers(key_cache, value_cache, pages, data.metadata.layout)
+        pairs = [
+            pair
+            for part, targets in layers.items()
+            for pair in zip(targets, data.layer_blocks[CACHES[part]], strict=True)
+        ]
+        _check_targets(pairs)
+        for target, tokens in pairs:
+            assert tokens is not None  # the data is not empty
+            write(target, dense(tokens))
+
+
+def _check_targets(pairs: Sequence[tuple[Paged, Place | None]]) -> None:
+    """Refuse, before a byte is written, what does not fit or would be written twice."""
+    taken: dict[tuple[torch.device, int], str] = {}
+    own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
+    for target, tokens in pairs:
+        assert tokens is not None
+        where, pool = target.where, target.pool
+        if (target.shape, target.dtype) != (tokens.shape, tokens.dtype):
+            raise SchemaError(
+                f"{where}: a pool of {pool.dtype} {list(pool.shape)} "
+                f"for tokens of {tokens.dtype} {list(tokens.shape)}"
+            )
+        if overlaps_itself(pool):
+            raise SchemaError(f"{where}: a pool with strides {pool.stride()} overlaps itself")
+        other = taken.setdefault((pool.device, pool.data_ptr()), where)
+        if other != where:
+            raise SchemaError(f"{where} has the same pool as {other}")
+        if _storage(target) in own:
+            raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
+
+
+def _storage(place: Place) -> tuple[torch.device, int]:
+    memory = place.pool if isinstance(place, Paged) else place
+    return memory.device, memory.untyped_storage().data_ptr()
