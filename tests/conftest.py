@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from omni_kvlink import KVLink
+
+_numbers = itertools.count()
 
 
 def pytest_collection_finish() -> None:
@@ -28,6 +34,21 @@ def sockets() -> Iterator[str]:
     left = os.listdir(directory)
     shutil.rmtree(directory)
     assert not left, f"left in the socket's directory: {left}"
+
+
+@pytest.fixture(params=["inproc", "shm", "sealed"])
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
+    """A producer and a consumer, over each connector and mode."""
+    scheme = "inproc" if request.param == "inproc" else "shm"
+    url = f"{scheme}://link-{next(_numbers)}"
+    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
+    if request.param == "sealed":
+        options["mode"] = "sealed"
+    with (
+        KVLink.serve(url, **options) as producer,
+        KVLink.connect(url, timeout=5, **options) as consumer,
+    ):
+        yield producer, consumer
 
 
 @pytest.fixture

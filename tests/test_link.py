@@ -7,7 +7,6 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,20 +25,6 @@ from omni_kvlink.testing.rig import expect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
-
-
-@pytest.fixture(params=["inproc", "shm", "sealed"])
-def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
-    scheme = "inproc" if request.param == "inproc" else "shm"
-    url = f"{scheme}://link-{next(_numbers)}"
-    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
-    if request.param == "sealed":
-        options["mode"] = "sealed"
-    with (
-        KVLink.serve(url, **options) as producer,
-        KVLink.connect(url, timeout=5, **options) as consumer,
-    ):
-        yield producer, consumer
 
 
 def test_options_in_the_url(sockets: str) -> None:

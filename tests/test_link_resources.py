@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -25,21 +23,6 @@ from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-_numbers = itertools.count()
-
-
-@pytest.fixture(params=["inproc", "shm", "sealed"])
-def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
-    scheme = "inproc" if request.param == "inproc" else "shm"
-    url = f"{scheme}://link-{next(_numbers)}"
-    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
-    if request.param == "sealed":
-        options["mode"] = "sealed"
-    with (
-        KVLink.serve(url, **options) as producer,
-        KVLink.connect(url, timeout=5, **options) as consumer,
-    ):
-        yield producer, consumer
 
 
 def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
