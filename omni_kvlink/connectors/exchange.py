@@ -53,6 +53,7 @@ class Transfer:
         self.expires = float("inf")
         self.unclaimed = 0
         self.leases: set[Claim] = set()
+        self.pins: set[Peer] = set()
         self.settled = threading.Event()
         self.block: object = None
 
@@ -74,6 +75,7 @@ class Exchange:
         self._epoch = 0
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
+        self._pinned: set[Transfer] = set()
         self._wants: dict[str, OrderedDict[Claim, None]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
@@ -196,22 +198,36 @@ class Exchange:
             for claim in [claim for claim in claims if claim[0] == peer]:
                 self._forget(key, claim)
 
-    def holds(self, peer: Peer) -> bool:
-        """Whether a peer has not released all that it was offered."""
-        return any(claim[0] == peer for t in self._leased.values() for claim in t.leases)
+    def strand(self, peer: Peer) -> bool:
+        """A peer is cut off but lives, and may look at what it held until `lost` says otherwise.
+
+        That can be delivered again, and ends as it would; only its memory is not reused.
+        Returns whether there is any.
+        """
+        self.leave(peer)
+        for transfer, claim in self._held_by(peer):
+            transfer.pins.add(peer)
+            self._pinned.add(transfer)
+            self._drop_lease(transfer, claim, redeliver=True)
+        return any(peer in transfer.pins for transfer in self._pinned)
 
     def lost(self, peer: Peer) -> None:
         """A peer is gone: its wants are void, what it held can be delivered again."""
         self.leave(peer)
-        for transfer in list(self._leased.values()):
-            for claim in [claim for claim in transfer.leases if claim[0] == peer]:
-                self._drop_lease(transfer, claim, redeliver=True)
+        for transfer, claim in self._held_by(peer):
+            self._drop_lease(transfer, claim, redeliver=True)
+        for transfer in [transfer for transfer in self._pinned if peer in transfer.pins]:
+            transfer.pins.discard(peer)
+            if not transfer.pins:
+                self._pinned.discard(transfer)
+            self._free_if_unseen(transfer)
 
     def stats(self) -> dict[str, int]:
-        """Numbers now (live, leased, waiting) and since the start."""
+        """Numbers now (live, leased, waiting, pinned) and since the start."""
         waiting = sum(len(claims) for claims in self._wants.values())
         leased = sum(len(transfer.leases) for transfer in self._leased.values())
-        return {"live": len(self._live), "leased": leased, "waiting": waiting, **self.counters}
+        now = {"live": len(self._live), "leased": leased, "waiting": waiting}
+        return {**now, "pinned": len(self._pinned), **self.counters}
 
     # The machine
 
@@ -231,8 +247,7 @@ class Exchange:
         if not transfer.leases:
             self._leased.pop(transfer.epoch, None)
         if transfer.state.is_final:
-            if not transfer.leases:
-                self._free(transfer)
+            self._free_if_unseen(transfer)
             return
         if redeliver:
             transfer.unclaimed += 1
@@ -245,7 +260,7 @@ class Exchange:
             self._end(transfer, State.RELEASED, "")
 
     def _end(self, transfer: Transfer, state: State, reason: str) -> None:
-        """Reach a final state; the memory is freed now, or with the last lease on it.
+        """Reach a final state; the memory is freed now, or when the last reader is off it.
 
         A payload still being written belongs to its writer, whose lease frees it.
         """
@@ -255,8 +270,16 @@ class Exchange:
             del self._live[transfer.key]
         self.counters[state.value] += 1
         transfer.settled.set()
-        if not transfer.leases and not was_reserved:
+        if not was_reserved:
+            self._free_if_unseen(transfer)
+
+    def _free_if_unseen(self, transfer: Transfer) -> None:
+        if transfer.state.is_final and not transfer.leases and not transfer.pins:
             self._free(transfer)
+
+    def _held_by(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
+        leased = self._leased.values()
+        return [(t, claim) for t in leased for claim in t.leases if claim[0] == peer]
 
     def _bury(self, key: str, reason: str, ending: Ending, now: float) -> None:
         reason = short(reason)

@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from omni_kvlink import KVLink, SchemaError
 from omni_kvlink.bench import verify
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.cli import main
-from omni_kvlink.link import Payload
 
 
 def test_everything_arrives_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,14 +38,13 @@ def test_each_spoiled_case_fails_alone(connector: str) -> None:
     assert "FAILED" in verdict.text()
 
 
-def test_a_put_that_fails_fails_its_case_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = KVLink.put
-
-    def refuse_one(link: KVLink, data: Payload) -> object:
-        if data.request_id == "case-1":
-            raise SchemaError("not today")
-        return put(link, data)
-
-    monkeypatch.setattr(KVLink, "put", refuse_one)
-    verdict = verify.run("inproc", list(cases(quick=True))[:4])
-    assert [outcome.problem for outcome in verdict.failed] == ["put: not today"]
+def test_a_put_that_fails_fails_its_case_only() -> None:
+    """The link has no room for one of the cases."""
+    by_size = sorted(cases(quick=True), key=lambda case: case.shape.nbytes)
+    chosen = [by_size[0], by_size[-1], by_size[1]]
+    quota = by_size[-1].shape.nbytes
+    assert quota > 4 * by_size[1].shape.nbytes + (1 << 16)
+    verdict = verify.run("inproc", chosen, url=f"inproc://small?quota={quota}")
+    assert [outcome.case for outcome in verdict.failed] == [by_size[-1]]
+    assert verdict.failed[0].problem.startswith("put: key ")
+    assert f"free of a quota of {quota}" in verdict.failed[0].problem

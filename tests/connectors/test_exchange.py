@@ -186,6 +186,45 @@ def test_leaving_reader_keeps_what_it_holds(bench: Bench) -> None:
     assert transfer.state is State.RELEASED
 
 
+@pytest.mark.parametrize("end", ["released", "expired", "failed"])
+def test_what_a_stranded_reader_sees_is_not_reused(bench: Bench, end: str) -> None:
+    """It is delivered again and ends as it would; its memory waits for the reader's death."""
+    transfer = bench.put("k", expires=10.0)
+    bench.want("a", 1, "k")
+    bench.heard()
+    assert bench.exchange.strand("a")
+    assert transfer.state is State.COMMITTED
+    if end == "released":
+        bench.want("b", 7, "k")
+        assert bench.heard() == [("b", offer(7, transfer))]
+        bench.release("b", 7, transfer)
+    elif end == "expired":
+        bench.exchange.tick(10.0)
+    else:
+        bench.exchange.fail("k", "no", "failed", 1.0)
+    assert transfer.state.value == end
+    assert transfer.settled.is_set()
+    assert bench.freed == []
+    bench.release("a", 1, transfer)  # too late to count
+    assert bench.freed == []
+    bench.exchange.lost("a")
+    assert bench.freed == [transfer]
+    bench.exchange.lost("a")
+    assert bench.freed == [transfer]
+
+
+def test_a_dead_stranger_does_not_free_what_is_on_its_way(bench: Bench) -> None:
+    transfer = bench.put("k")
+    bench.want("a", 1, "k")
+    bench.exchange.strand("a")
+    bench.exchange.lost("a")
+    assert bench.freed == []
+    bench.want("b", 7, "k")
+    bench.release("b", 7, transfer)
+    assert bench.freed == [transfer]
+    assert not bench.exchange.strand("b")
+
+
 def test_unread_goes_to_the_next(bench: Bench) -> None:
     transfer = bench.put("k")
     bench.want("a", 1, "k")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError
+from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError, TransferFailed
 
 
 def cache(key: str, value: int) -> KVCacheTransferData:
@@ -31,7 +31,7 @@ def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
 def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
     url = f"shm://living?directory={battlefield}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
-        producer.put(cache("a", 1), ttl=0.2)
+        first = producer.put(cache("a", 1), ttl=0.3)
         with reader.get("a", timeout=5) as data:
             seen = data.layer_blocks["key_cache"][0]
         session = reader._end._session  # type: ignore[union-attr]
@@ -43,11 +43,30 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
             with pytest.raises(PeerLostError):
                 session.inbox.want("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0)
-        producer.put(cache("c", 9))
-        time.sleep(0.3)  # past the ttl, which must not free it either
-        assert producer.stats()["transfers"]["leased"] == 1
-        assert seen is not None
+        with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
+            first.wait(timeout=2)
+        second = producer.put(cache("c", 9))
+        assert producer.stats()["transfers"]["pinned"] == 1
+        assert producer.stats()["memory"]["blocks"] == 2
         assert int(seen.min()) == int(seen.max()) == 1
         with KVLink.connect(url, timeout=5) as other, other.get("c", timeout=5) as data:
             assert int(data.layer_blocks["key_cache"][0][0, 0, 0]) == 9
+        second.wait(timeout=5)
+        assert producer.stats()["memory"]["blocks"] == 1
+        del seen, data
+
+
+def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> None:
+    url = f"shm://living?directory={battlefield}"
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
+        receipt = producer.put(cache("a", 1))
+        with reader.get("a", timeout=5) as data:
+            seen = data.layer_blocks["key_cache"][0]
+        (peer,) = producer._end._readers  # type: ignore[union-attr]
+        producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]
+        with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
+            assert int(data.layer_blocks["key_cache"][0].max()) == 1
+        receipt.wait(timeout=5)
+        assert producer.stats()["memory"]["blocks"] == 1
+        assert int(seen.max()) == 1
         del seen, data

@@ -115,7 +115,10 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError:
-            pass  # the peer is gone: the loop reads the end of the stream and acts on it
+            # The peer is gone, or a message is lost (no more descriptors may travel): either way
+            # the stream is over, and the loop reads its last words and its end.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         return True
 
     def _forget(self) -> None:

@@ -179,13 +179,12 @@ class ShmProducer(PooledProducer):
         reader.channel.close()
         self._ghosts.add(reader)
         with self._lock:
-            self._exchange.leave(reader)
-            is_reading = self._exchange.holds(reader)
-        if not is_reading or reader.pidfd < 0:
+            is_looking = self._exchange.strand(reader)
+        if not is_looking or reader.pidfd < 0:
             self._bury(reader)
 
     def _bury(self, reader: Reader) -> None:
-        """Nobody looks any more: what the reader held can be delivered again, or reused."""
+        """Nobody looks any more: the memory that the reader saw may be reused."""
         if reader in self._ghosts:
             self._ghosts.discard(reader)
             if reader.pidfd >= 0:
