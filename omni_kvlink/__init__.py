@@ -25,8 +25,12 @@ from .errors import UnavailableError as UnavailableError
 from .errors import VersionError as VersionError
 from .errors import WireError as WireError
 from .ledger import Ledger as Ledger
+from .link import Allocation as Allocation
 from .link import KVLink as KVLink
+from .link import PutStream as PutStream
 from .link import Received as Received
+from .link import ReceivedLayer as ReceivedLayer
+from .link import ReceivedStream as ReceivedStream
 from .metadata import KVMetadata as KVMetadata
 from .paged import Paged as Paged
 from .paged import Pages as Pages

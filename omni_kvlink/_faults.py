@@ -15,6 +15,7 @@ POINTS = (
     "put.reserved",
     "put.copied",
     "put.encoded",
+    "stream.layer",
     "publish.before",
     "publish.after",
     "get.offered",

@@ -91,11 +91,13 @@ class KVCacheBundle:
                 total += sum(sent) * self._metadata(name).seq_len // source
         return total
 
-    def plan(self, *, digests: bool = True) -> Manifest:
-        """Sizes and places of everything, before a byte is copied."""
+    def plan(self, *, digests: bool = True, room: Manifest | None = None) -> Manifest:
+        """Sizes and places of everything, before a byte is copied; `room` as in `lay_out`."""
         branches = self._wire_branches()
         tensors = (tensor for branch in branches for tensor in branch_tensors(branch))
-        return Manifest.lay_out(self.request_id, branches, tensors, bundle=True, digests=digests)
+        return Manifest.lay_out(
+            self.request_id, branches, tensors, bundle=True, digests=digests, room=room
+        )
 
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:

@@ -76,7 +76,7 @@ class Header:
         A header that encodes back to the same bytes has none. One that does not (a later minor
         version, another writer) is walked once more by a parser that shows every pair.
         """
-        if _encode(self.note, self.entries) == self._text:
+        if _encode(self.note, self.entries, self.nbytes) == self._text:
             return
         try:
             for part in (self._text, self._note_json):  # len: nobody needs these numbers
@@ -85,18 +85,18 @@ class Header:
             raise WireError(f"not a kvlink header: {error}") from None
 
 
-def write_header(note: Note, entries: Mapping[str, Entry]) -> bytes:
-    """The payload's first bytes: length, JSON, and padding with spaces."""
-    text = _encode(note, entries)
+def write_header(note: Note, entries: Mapping[str, Entry], nbytes: int = 0) -> bytes:
+    """The payload's first bytes: length, JSON, and padding with spaces up to `nbytes` at least."""
+    text = _encode(note, entries, nbytes)
     at = text.index(_CRC_FIELD) + len(_CRC_FIELD)
     text = text[:at] + b"%08x" % crc32c(text) + text[at + 8 :]
     return len(text).to_bytes(8, "little") + text
 
 
-def _encode(note: Note, entries: Mapping[str, Entry]) -> bytes:
+def _encode(note: Note, entries: Mapping[str, Entry], nbytes: int) -> bytes:
     metadata = {"kvlink": msgspec.json.encode(note).decode()}
     text = msgspec.json.encode({"__metadata__": metadata, **entries})
-    return text + b" " * (-(len(text) + 8) % ALIGN)
+    return text.ljust(max(len(text) + -(len(text) + 8) % ALIGN, nbytes - 8))
 
 
 def _text_of(buffer: bytes | memoryview, total: int) -> bytes:

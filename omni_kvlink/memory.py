@@ -72,6 +72,10 @@ class Lease:
             raise ClosedError("this lease was released or published; reserve a new one")
         return self._region
 
+    def shrink(self, nbytes: int) -> None:
+        """Keep the first `nbytes` only."""
+        self._region = self.region.slice(0, nbytes)
+
     def move(self) -> Region:
         """Hand the region to a new owner: this lease is spent, `release` does nothing more."""
         region = self.region

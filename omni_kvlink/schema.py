@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from .branch import RANKS, Branch, check_branches
 from .errors import ClosedError, SchemaError
 from .memory import Region
@@ -101,11 +103,41 @@ class KVCacheTransferData:
             tensor for layer in zip(*parts, strict=True) for tensor in layer if tensor is not None
         ]
 
-    def plan(self, *, digests: bool = True) -> Manifest:
-        """Sizes and places of everything, before a byte is copied."""
+    def plan(self, *, digests: bool = True, room: Manifest | None = None) -> Manifest:
+        """Sizes and places of everything, before a byte is copied; `room` as in `lay_out`."""
         branch = self.as_branch(SINGLE)
         return Manifest.lay_out(
-            self.request_id, [branch], branch_tensors(branch), bundle=False, digests=digests
+            self.request_id,
+            [branch],
+            branch_tensors(branch),
+            bundle=False,
+            digests=digests,
+            room=room,
+        )
+
+    @classmethod
+    def blank(
+        cls,
+        request_id: str,
+        *,
+        row: Sequence[int],
+        dtype: torch.dtype,
+        metadata: KVMetadata | Mapping[str, Any],
+    ) -> KVCacheTransferData:
+        """Sizes without bytes: what `KVLink.stream_put` and `KVLink.allocate` plan with.
+
+        Args:
+            row: the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`.
+            metadata: says how many tokens, and `num_layers`.
+        """
+        if not isinstance(metadata, KVMetadata):
+            metadata = KVMetadata.from_dict(metadata)
+        layer = None
+        if metadata.seq_len:
+            layer = torch.empty((metadata.seq_len, *row), dtype=dtype, device="meta")
+        names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
+        return cls(
+            request_id, {name: [layer] * metadata.num_layers for name in names}, (), metadata
         )
 
     @classmethod
@@ -294,7 +326,7 @@ def _complete_layers(
 def _check_layer(layer: Place | None, first: Place, where: str) -> None:
     if layer is None:
         raise SchemaError(f"{where} is missing, while other layers are there")
-    if not isinstance(layer, Paged):
+    if not isinstance(layer, Paged) and layer.device.type != "meta":  # a plan, made by blank()
         check_strided(layer, where)
     if layer.shape != first.shape or layer.dtype != first.dtype:
         raise SchemaError(

@@ -34,6 +34,10 @@ from .header import (
 DIGEST_CHUNK = 1 << 20
 """One CRC-32C for each started MiB of a tensor, so that a mismatch can be localised."""
 MAX_RANK = 8
+MAX_PAD_TEXT = 100
+"""Bytes of a header that one `pad.N` entry takes at most."""
+SLACK = 4096
+"""Bytes of a header kept for metadata that is not known yet."""
 ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 """safetensors' dtype codes that a KV cache may have, with the bytes of one element."""
 
@@ -95,16 +99,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         *,
         bundle: bool,
         digests: bool = True,
+        room: Manifest | None = None,
     ) -> Manifest:
         """Give each `(name, dtype code, shape)` its place, and the header its final length.
 
         Digests are placeholders of the right width until `with_digests`, so the header's length
         does not change when they become known.
+
+        Args:
+            room: a plan made by `with_room`, whose places and whose header's length are kept.
+
+        Raises:
+            SchemaError: too much for a header, or more than there is room for.
         """
         specs, at = [], 0
+        places = {} if room is None else {spec.name: spec for spec in room.tensors}
         for name, dtype, shape in tensors:
-            at = -(-at // ALIGN) * ALIGN
             size = math.prod(shape) * ITEMSIZE[dtype]
+            at = -(-at // ALIGN) * ALIGN if room is None else _place(places, name, size, at)
             blank = CRC_ZERO * -(-size // DIGEST_CHUNK) if digests else ""
             specs.append(TensorSpec(name, dtype, shape, at, at + size, blank))
             at += size
@@ -113,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             bundle=bundle,
             branches=tuple(branches),
             tensors=tuple(specs),
-            header_nbytes=0,
+            header_nbytes=0 if room is None else room.header_nbytes,
             nbytes=0,
             producer={"library": __version__, "host": platform.node()},
         )
@@ -123,7 +135,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
                 f"{MAX_TENSORS} and {MAX_HEADER}, less where block_ids or extra hold many values"
             )
+        if room is not None and len(header) > room.header_nbytes:
+            raise SchemaError(
+                f"a header of {len(header)} bytes, allocated were {room.header_nbytes}: "
+                "give the plan the extra, or the block_ids, that the payload will have"
+            )
         return msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=len(header) + at)
+
+    def with_room(self) -> Manifest:
+        """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
+        text = self.header_nbytes + MAX_PAD_TEXT * len(self.tensors) + SLACK
+        header = min(-(-text // ALIGN) * ALIGN, (8 + MAX_HEADER) // ALIGN * ALIGN)
+        data = self.nbytes - self.header_nbytes
+        return msgspec.structs.replace(self, header_nbytes=header, nbytes=header + data)
 
     def with_digests(self, digests: Sequence[str]) -> Manifest:
         """The same layout with the digests that the copier computed, one string a tensor."""
@@ -138,11 +162,32 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, layer by layer."""
+        numbers = self._numbers(branch)
+        return self.tensors[numbers.start : numbers.stop]
+
+    def layers(self) -> list[tuple[Branch, int, range]]:
+        """Every layer that carries tensors, in the order of the wire: branch, index, numbers."""
+        found = []
+        for branch in self.branches:
+            parts, numbers = len(PARTS[branch.layout]), self._numbers(branch)
+            for layer, first in enumerate(numbers[::parts]):
+                found.append((branch, layer, range(first, first + parts)))
+        return found
+
+    def part(self, numbers: range) -> Manifest:
+        """The same payload, but of its tensors only those of a layer."""
+        return self.only(self.tensors[numbers.start : numbers.stop])
+
+    def only(self, tensors: Iterable[TensorSpec]) -> Manifest:
+        """The same payload, but of its tensors only these."""
+        return msgspec.structs.replace(self, tensors=tuple(tensors))
+
+    def _numbers(self, branch: Branch) -> range:
         start = 0
         for other in self.branches:
             count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
             if other is branch:
-                return self.tensors[start : start + count]
+                return range(start, start + count)
             start += count
         raise KeyError(branch.name)
 
@@ -158,7 +203,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             digests=[spec.digest for spec in self.tensors],
             producer=self.producer,
         )
-        return write_header(note, _entries(self.tensors))
+        return write_header(note, _entries(self.tensors), self.header_nbytes)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
@@ -190,6 +235,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         _check_completeness(manifest)
         header.refuse_duplicates()
         return manifest
+
+
+def _place(places: dict[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
+    """Where a tensor lies in memory that was allocated for it."""
+    spec = places.get(name)
+    if spec is None:
+        raise SchemaError(f"nothing was allocated for tensor {name!r}")
+    if nbytes > spec.nbytes:
+        raise SchemaError(f"{spec.where()}: {nbytes} bytes, allocated were {spec.nbytes}")
+    if spec.start < at:
+        raise SchemaError(f"{spec.where()}: the branches were allocated in another order")
+    return spec.start
 
 
 def tensor_name(branch: str, layer: int, part: str) -> str:
@@ -226,7 +283,7 @@ def _tensor_specs(header: Header, total: int) -> tuple[TensorSpec, ...]:
         if span[0] != at or span[1] - span[0] != size:
             _refuse(name, f"spans {list(span)}; its shape wants [{at}, {at + size}]")
         if name.startswith("pad."):
-            if dtype != "U8" or len(entry.shape) != 1 or size != -at % ALIGN or not size:
+            if dtype != "U8" or len(entry.shape) != 1 or (at + size) % ALIGN or not size:
                 _refuse(name, f"is no padding: U8, one dimension, up to a multiple of {ALIGN}")
         else:
             if at % ALIGN:

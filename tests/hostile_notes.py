@@ -68,7 +68,12 @@ case("tensors for an empty branch", "belongs", lambda: one(seq_len=0, kv_lens=[0
 # ---- padding
 case("padding as data", "no padding", lambda: reordered(["pad.0", *names()[1:]]))
 case("padding of 256 bytes", "no padding", lambda: _padded(256, "U8", [256]))
-case("padding of 1 MB", "no padding", lambda: _padded(1 << 20, "U8", [1 << 20]))
+case("padding of 1 MiB and 1", "no padding", lambda: _padded(1 << 20 | 1, "U8", [1 << 20 | 1]))
+case(
+    "padding of 2^50 bytes",
+    "behind the last",
+    lambda: _padded(160 + 2**50, "U8", [160 + 2**50], 160),
+)
 case("padding of the wrong dtype", "no padding", lambda: _padded(160, "I8", [160]))
 case("padding of rank 2", "no padding", lambda: _padded(160, "U8", [16, 10]))
 case("padding too short", "no padding", lambda: _padded(80, "U8", [80]))
@@ -84,9 +89,9 @@ case("no padding", "multiple of 256", lambda: _unpadded())
 _NO_BYTES = dump(entry(0, 0, [0], "U8"))
 
 
-def _padded(size: int, dtype: str, shape: list[int]) -> bytes:
+def _padded(size: int, dtype: str, shape: list[int], data: int = -1) -> bytes:
     entries = {"kv.0.key": entry(0, 96), "pad.0": entry(96, 96 + size, shape, dtype)}
-    return payload(note(1), entries, data=96 + size)
+    return payload(note(1), entries, data=96 + (size if data < 0 else data))
 
 
 def _padding_last() -> bytes:

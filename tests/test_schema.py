@@ -69,8 +69,6 @@ sparse = torch.eye(3).reshape(3, 3, 1).to_sparse()
          ["layer 0, K", "int64", "bfloat16"]),
         (lambda: build([torch.zeros(3, 2, 4).bool()] * 3, [torch.zeros(3, 2, 4).bool()] * 3),
          ["layer 0, K", "bool"]),
-        (lambda: build([torch.zeros(3, 2, 4, device="meta")] * 3), ["layer 0, K", "meta"]),
-        (lambda: build(with_one(1, torch.zeros(3, 2, 4, device="meta"))), ["layer 1, K", "meta"]),
         (lambda: build([sparse] * 3, [sparse] * 3), ["layer 0, K", "sparse"]),
         (lambda: build(with_one(2, [[1.0]])), ["layer 2, K", "list", "torch.Tensor"]),
         (lambda: build(layers(shape=(3, 0, 4)), layers(shape=(3, 0, 4))),

@@ -27,6 +27,9 @@ class FlipOneBit(Copier):
             region.view()[at] ^= 1
         return digests
 
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return self._copier.digest(manifest, region)
+
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         self._copier.scatter(manifest, region, targets)
 

@@ -18,8 +18,9 @@ from typing import Any
 from ..errors import KVLinkError, TransferFailed, TransferTimeout
 from ..ledger import Ledger
 from ..memory import Lease, Region
-from .exchange import State, Transfer
 from .messages import Outcome
+from .progress import Progress
+from .transfer import State, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +101,22 @@ class Delivery:
 
     Args:
         release: tells the producer; called once, from any thread, must not block or lock.
+        draft: of a payload that is still being written, its header without digests.
+        progress: how far that one is; None if it is whole.
     """
 
-    def __init__(self, key: str, region: Region, release: Callable[[Outcome, str], None]):
+    def __init__(
+        self,
+        key: str,
+        region: Region,
+        release: Callable[[Outcome, str], None],
+        *,
+        draft: bytes = b"",
+        progress: Progress | None = None,
+    ):
         self.key = key
         self.region: Region | None = region
+        self.draft, self.progress = draft, progress
         self._release = release
         self._finalizer = weakref.finalize(region.span, release, "read", "")
         self._finalizer.atexit = False  # at exit the connection's end says it
@@ -136,13 +148,43 @@ class Producer(Connector):
     """The end that payloads leave from."""
 
     @abstractmethod
-    def reserve(self, key: str, nbytes: int, *, timeout: float) -> Lease:
+    def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Memory for one payload, in the place it will be sent from.
+
+        Args:
+            draft: bytes that `begin` will want for a header; 0 if nothing will be streamed.
 
         Raises:
             DuplicateKeyError: a live payload has this key.
             CapacityError: no room within `timeout` seconds, or ever.
         """
+
+    @abstractmethod
+    def lend(self, lease: Lease) -> Region:
+        """The leased memory for somebody who keeps tensors of it beyond `publish`.
+
+        It is not reused before the last view of this region is gone.
+        """
+
+    @abstractmethod
+    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        """Announce a payload before it is written, to readers that take its layers.
+
+        Args:
+            draft: its header without digests, as long as `reserve` was told.
+        """
+
+    @abstractmethod
+    def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
+        """The tensors from number `first` on are written; one entry of digests for each.
+
+        Raises:
+            TransferFailed: the transfer was ended meanwhile.
+        """
+
+    @abstractmethod
+    def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
+        """The receipt of a payload that will be published later, or fail."""
 
     @abstractmethod
     def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
@@ -161,8 +203,11 @@ class Consumer(Connector):
     """The end that payloads arrive at."""
 
     @abstractmethod
-    def begin(self, key: str, *, timeout: float) -> Want:
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
         """Ask for a payload without waiting for it; `timeout` bounds a reconnection only.
+
+        Args:
+            streamed: take it while it is being written, its layers announced one by one.
 
         Raises:
             PeerLostError: the producer is gone and did not come back in time.

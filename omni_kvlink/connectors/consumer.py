@@ -15,7 +15,7 @@ from ..memory import Region
 from .base import Consumer, Delivery, Want
 from .inbox import Inbox, Wanted
 from .messages import Abort, Location, Offer, short
-from .producer import is_committed, payload_of
+from .producer import SLOT, holds
 
 
 class Session(ABC):
@@ -29,8 +29,8 @@ class Session(ABC):
         """Whether the producer is gone."""
 
     @abstractmethod
-    def slot(self, location: Location) -> Region:
-        """The slot that was offered, mapped.
+    def slot(self, location: Location, draft: int) -> Region:
+        """The slot that was offered, mapped: head, payload, and `draft` bytes behind it.
 
         Raises:
             WireError: no such place; nothing a peer says is believed.
@@ -70,15 +70,18 @@ class PooledWant(Want):
         release = partial(self._session.inbox.release, self._wanted.number, offer.epoch)
         try:
             _faults.point("get.offered")
-            slot = self._session.slot(offer.location)
-            if not is_committed(slot, offer.epoch, offer.location.nbytes):
+            nbytes, draft = offer.location.nbytes, offer.draft
+            slot = self._session.slot(offer.location, draft)
+            if not holds(slot, offer.epoch, nbytes, committed=not draft):
                 raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")
-            region = payload_of(slot).slice(0, offer.location.nbytes)
+            region = slot.slice(SLOT, nbytes)
+            header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
             _faults.point("get.mapped")
         except BaseException as error:
             release("rejected", short(repr(error)))
             raise
-        return Delivery(self._wanted.key, region, release)
+        progress = self._wanted.progress
+        return Delivery(self._wanted.key, region, release, draft=header, progress=progress)
 
 
 class SessionConsumer(Consumer):
@@ -108,9 +111,9 @@ class SessionConsumer(Consumer):
         self._session = self._open(timeout)
         self._sessions = 1
 
-    def begin(self, key: str, *, timeout: float) -> Want:
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
         session = self._live_session(timeout)
-        return PooledWant(session, session.inbox.want(key))
+        return PooledWant(session, session.inbox.want(key, streamed=streamed))
 
     def abort(self, key: str, reason: str) -> None:
         self._check_open()

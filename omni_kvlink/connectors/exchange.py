@@ -1,8 +1,12 @@
 """The producer's half of the protocol: one state machine for every connector, without I/O.
 
     RESERVED --commit--> COMMITTED --offer--> LEASED --every reader released--> RELEASED
-        |                    |  ttl: EXPIRED    |  reader lost: COMMITTED again
-        +-------- fail, abort, close: FAILED ---+
+     |   |                   |  ttl: EXPIRED    |  reader lost: COMMITTED again
+     | begin             commit                 |
+     |   +--> STREAMING -----+                  |
+     +-----------+- fail, abort, close: FAILED -+
+
+While STREAMING it is offered to readers that take layers as they come; each layer is announced.
 
 It is driven by calls and answers through `send` and `free`, both called under the owner's lock,
 so neither may block or call back. Time is an argument: tests drive it with a clock of their own.
@@ -10,56 +14,27 @@ so neither may block or call back. Time is an argument: tests drive it with a cl
 
 from __future__ import annotations
 
-import enum
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from ..errors import DuplicateKeyError, TransferFailed
-from .messages import Ending, Failed, Location, Message, Offer, Outcome, Status, short
+from .messages import (
+    Committed,
+    Ending,
+    Failed,
+    Layer,
+    Location,
+    Message,
+    Offer,
+    Outcome,
+    Status,
+    short,
+)
+from .transfer import Claim, Peer, State, Transfer
 
 MAX_TOMBSTONES = 4096
 TOMBSTONE_SECONDS = 300.0
 MAX_WANTS = 1 << 16
-
-Peer = Hashable
-Claim = tuple[Peer, int]
-"""Who has or wants a payload: a peer, and the number it gave its want."""
-
-
-class State(enum.Enum):
-    """Where a transfer is; the last three are final."""
-
-    RESERVED = "reserved"
-    COMMITTED = "committed"
-    LEASED = "leased"
-    RELEASED = "released"
-    FAILED = "failed"
-    EXPIRED = "expired"
-
-    @property
-    def is_final(self) -> bool:
-        return self in (State.RELEASED, State.FAILED, State.EXPIRED)
-
-
-class Transfer:
-    """One payload on its way; `(key, epoch)` never comes twice."""
-
-    def __init__(self, key: str, epoch: int):
-        self.key, self.epoch = key, epoch
-        self.state = State.RESERVED
-        self.reason = ""
-        self.location: Location | None = None
-        self.expires = float("inf")
-        self.unclaimed = 0
-        self.leases: set[Claim] = set()
-        self.pins: set[Peer] = set()
-        self.settled = threading.Event()
-        self.block: object = None
-
-    @property
-    def is_offerable(self) -> bool:
-        return self.unclaimed > 0 and self.state in (State.COMMITTED, State.LEASED)
 
 
 class Exchange:
@@ -76,7 +51,7 @@ class Exchange:
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
         self._pinned: set[Transfer] = set()
-        self._wants: dict[str, OrderedDict[Claim, None]] = {}
+        self._wants: dict[str, OrderedDict[Claim, bool]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
             ("committed", "released", "failed", "expired", "redelivered", "stale"), 0
@@ -104,39 +79,79 @@ class Exchange:
         return transfer
 
     def discard(self, transfer: Transfer) -> None:
-        """Give up a reservation that was never committed; who waits goes on waiting."""
-        if self._live.get(transfer.key) is transfer:
+        """Give up a reservation that was never committed; who waits goes on waiting.
+
+        A stream was announced, so its readers are told. After `commit` this changes nothing.
+        """
+        if not transfer.has_writer:
+            return
+        transfer.has_writer = False
+        if transfer.state is State.STREAMING:
+            self._end(transfer, State.FAILED, "its producer gave it up", "failed")
+        elif self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-        self._free(transfer)
+            transfer.state, transfer.reason = State.FAILED, "it was given up unwritten"
+            transfer.settled.set()
+        self._free_if_unseen(transfer)
+
+    def begin(self, transfer: Transfer, location: Location, draft: int, readers: int) -> None:
+        """Offer a payload that is still being written to readers that take its layers."""
+        self._check_writing(transfer)
+        transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
+        transfer.state = State.STREAMING
+        self._offer(transfer)
+
+    def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
+        """The tensors from number `first` on are written.
+
+        Raises:
+            TransferFailed: the transfer was aborted, or a reader rejected it.
+        """
+        self._check_writing(transfer)
+        transfer.layers.append((first, digests))
+        for peer, want in transfer.leases:
+            self._send(peer, Layer(want, first, digests))
 
     def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
         """The payload is whole: offer it to `readers` readers until `expires`.
 
+        Of a stream, `begin` said where it lies and for how many readers.
+
         Raises:
             TransferFailed: it was aborted while it was being written.
         """
-        if transfer.state is not State.RESERVED:
-            raise TransferFailed(
-                f"key {transfer.key!r} was aborted while it was being put: {transfer.reason}",
-                key=transfer.key,
-                reason=transfer.reason,
-            )
-        transfer.location, transfer.unclaimed, transfer.expires = location, readers, expires
-        transfer.state = State.COMMITTED
+        self._check_writing(transfer)
+        if transfer.state is State.RESERVED:
+            transfer.location, transfer.unclaimed = location, readers
+        transfer.expires, transfer.has_writer = expires, False
+        transfer.state = State.LEASED if transfer.leases else State.COMMITTED
         self.counters["committed"] += 1
+        for peer, want in transfer.leases:
+            self._send(peer, Committed(want))
         self._offer(transfer)
+        if not transfer.unclaimed and not transfer.leases:
+            self._end(transfer, State.RELEASED, "", "closed")
+
+    def lend(self, transfer: Transfer) -> None:
+        """The caller holds tensors of the payload: its memory waits for `give_back`."""
+        transfer.is_lent = True
+
+    def give_back(self, transfer: Transfer) -> None:
+        """The last tensor that was lent is gone."""
+        transfer.is_lent = False
+        self._free_if_unseen(transfer)
 
     def fail(self, key: str, reason: str, ending: Ending, now: float) -> None:
         """There is, or will be, no payload `key`: tell who waits, remember it for who comes."""
         transfer = self._live.get(key)
         if transfer is not None:
-            self._end(transfer, State.FAILED, reason)
+            self._end(transfer, State.FAILED, reason, ending)
         self._bury(key, reason, ending, now)
 
     def close(self, reason: str) -> None:
         """End everything; every want is answered."""
         for transfer in list(self._live.values()):
-            self._end(transfer, State.FAILED, reason)
+            self._end(transfer, State.FAILED, reason, "closed")
         for claims in self._wants.values():
             for peer, want in claims:
                 self._send(peer, Failed(want, reason, "closed"))
@@ -147,7 +162,7 @@ class Exchange:
         for transfer in list(self._live.values()):
             if transfer.expires <= now and transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
-                self._end(transfer, State.EXPIRED, reason)
+                self._end(transfer, State.EXPIRED, reason, "expired")
                 self._bury(transfer.key, reason, "expired", now)
         while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
             self._tombstones.popitem(last=False)
@@ -155,7 +170,7 @@ class Exchange:
 
     # What peers say
 
-    def want(self, peer: Peer, want: int, key: str, now: float) -> None:
+    def want(self, peer: Peer, want: int, key: str, now: float, *, streamed: bool = False) -> None:
         """A reader asks, before or after the payload exists."""
         transfer, claim = self._live.get(key), (peer, want)
         if transfer is None and key in self._tombstones:
@@ -166,7 +181,7 @@ class Exchange:
         if len(self._wants) >= MAX_WANTS or len(claims) >= MAX_WANTS:
             self._send(peer, Failed(want, f"more than {MAX_WANTS} readers wait already", "failed"))
             return
-        self._wants.setdefault(key, claims)[claim] = None
+        self._wants.setdefault(key, claims)[claim] = streamed
         if transfer is not None:
             self._offer(transfer)
             if claim in self._wants.get(key, ()):
@@ -188,7 +203,7 @@ class Exchange:
             self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
-            self._end(transfer, State.FAILED, f"a reader rejected it: {reason}")
+            self._end(transfer, State.FAILED, f"a reader rejected it: {reason}", "failed")
             self._bury(transfer.key, transfer.reason, "failed", now)
         self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
 
@@ -231,16 +246,35 @@ class Exchange:
 
     # The machine
 
+    def _check_writing(self, transfer: Transfer) -> None:
+        if transfer.state not in (State.RESERVED, State.STREAMING):
+            raise TransferFailed(
+                f"key {transfer.key!r} was ended while it was being put: {transfer.reason}",
+                key=transfer.key,
+                reason=transfer.reason,
+            )
+
     def _offer(self, transfer: Transfer) -> None:
-        claims = self._wants.get(transfer.key, OrderedDict())
-        while claims and transfer.is_offerable and transfer.location is not None:
-            claim = next(iter(claims))
-            self._forget(transfer.key, claim)
-            transfer.unclaimed -= 1
-            transfer.leases.add(claim)
+        """Give the payload to who waits longest, as far as readers are missing."""
+        for claim, streamed in list(self._wants.get(transfer.key, {}).items()):
+            if transfer.location is None or not transfer.unclaimed:
+                return
+            if transfer.is_for(streamed):
+                self._forget(transfer.key, claim)
+                self._lease(transfer, transfer.location, claim)
+
+    def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
+        transfer.unclaimed -= 1
+        transfer.leases.add(claim)
+        self._leased[transfer.epoch] = transfer
+        peer, want = claim
+        if transfer.state is not State.STREAMING:
             transfer.state = State.LEASED
-            self._leased[transfer.epoch] = transfer
-            self._send(claim[0], Offer(claim[1], transfer.epoch, transfer.location))
+            self._send(peer, Offer(want, transfer.epoch, location))
+            return
+        self._send(peer, Offer(want, transfer.epoch, location, transfer.draft))
+        for first, digests in transfer.layers:
+            self._send(peer, Layer(want, first, digests))
 
     def _drop_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases.discard(claim)
@@ -252,29 +286,31 @@ class Exchange:
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
-        if transfer.unclaimed and not transfer.leases:
+        if transfer.state is State.LEASED and transfer.unclaimed and not transfer.leases:
             transfer.state = State.COMMITTED
         if redeliver:
             self._offer(transfer)
-        elif not transfer.unclaimed and not transfer.leases:
-            self._end(transfer, State.RELEASED, "")
+        elif transfer.state is State.LEASED and not transfer.unclaimed and not transfer.leases:
+            self._end(transfer, State.RELEASED, "", "closed")
 
-    def _end(self, transfer: Transfer, state: State, reason: str) -> None:
-        """Reach a final state; the memory is freed now, or when the last reader is off it.
+    def _end(self, transfer: Transfer, state: State, reason: str, ending: Ending) -> None:
+        """Reach a final state; the memory is freed now, or when nobody is on it any more.
 
-        A payload still being written belongs to its writer, whose lease frees it.
+        Who reads a stream is told; a payload that was committed is theirs whatever becomes of it.
         """
-        was_reserved = transfer.state is State.RESERVED
+        if transfer.state is State.STREAMING:
+            for peer, want in transfer.leases:
+                self._send(peer, Failed(want, short(reason), ending))
         transfer.state, transfer.reason = state, reason
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
         self.counters[state.value] += 1
         transfer.settled.set()
-        if not was_reserved:
-            self._free_if_unseen(transfer)
+        self._free_if_unseen(transfer)
 
     def _free_if_unseen(self, transfer: Transfer) -> None:
-        if transfer.state.is_final and not transfer.leases and not transfer.pins:
+        is_seen = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
+        if transfer.state.is_final and not is_seen:
             self._free(transfer)
 
     def _held_by(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
@@ -298,6 +334,7 @@ class Exchange:
 
 _PHASE = {
     State.RESERVED: "announced, the producer is still writing it",
+    State.STREAMING: "announced, the producer is still writing it",
     State.COMMITTED: "announced, not fetched",
     State.LEASED: "announced, but every declared reader has it already",
 }

@@ -9,7 +9,20 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from ..errors import KVLinkError, PeerLostError, TransferFailed, TransferTimeout
-from .messages import Failed, Message, Offer, Outcome, Release, Status, Unwant, Want, unexpected
+from .messages import (
+    Committed,
+    Failed,
+    Layer,
+    Message,
+    Offer,
+    Outcome,
+    Release,
+    Status,
+    Unwant,
+    Want,
+    unexpected,
+)
+from .progress import Progress
 
 NEVER_ANNOUNCED = "never announced by the producer"
 
@@ -21,6 +34,7 @@ class Wanted:
         self.number, self.key = number, key
         self.phase = NEVER_ANNOUNCED
         self.started = time.monotonic()
+        self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
         self.future.set_running_or_notify_cancel()  # only the inbox ends it
 
@@ -46,11 +60,12 @@ class Inbox:
         self._send, self._post = send, post
         self._lock = threading.Lock()
         self._open: dict[int, Wanted] = {}
+        self._streams: dict[int, Wanted] = {}
         self._number = 0
         self._over: KVLinkError | None = None
 
-    def want(self, key: str) -> Wanted:
-        """Ask for a key.
+    def want(self, key: str, *, streamed: bool = False) -> Wanted:
+        """Ask for a key; streamed: also while it is being written.
 
         Raises:
             PeerLostError: the connection is over.
@@ -60,7 +75,7 @@ class Inbox:
                 raise type(self._over)(str(self._over))
             self._number += 1
             wanted = self._open[self._number] = Wanted(self._number, key)
-        self._send(Want(wanted.number, key))
+        self._send(Want(wanted.number, key, streamed))
         return wanted
 
     def cancel(self, wanted: Wanted) -> bool:
@@ -91,6 +106,7 @@ class Inbox:
             raise
 
     def release(self, want: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
+        self._streams.pop(want, None)
         self._post(Release(want, epoch, outcome, reason))
 
     def on_message(self, message: Message) -> None:
@@ -104,11 +120,18 @@ class Inbox:
             if wanted is None:
                 self.release(message.want, message.epoch, "unread")
             else:
+                if message.draft:
+                    wanted.progress = Progress()
+                    self._streams[message.want] = wanted
                 wanted.future.set_result(message)
         elif isinstance(message, Failed):
             wanted = self._take(message.want)
             if wanted is not None:
                 wanted.future.set_exception(_failure(wanted.key, message))
+            else:
+                self._end_stream(message.want, message)
+        elif isinstance(message, (Layer, Committed)):
+            self._on_progress(message)
         else:
             unexpected(message)
 
@@ -120,6 +143,7 @@ class Inbox:
             waiting, self._open = list(self._open.values()), {}
         for wanted in waiting:
             wanted.future.set_exception(type(error)(f"{error}; {wanted.key!r} was awaited"))
+        self._end_streams(error)
         return waiting
 
     def fail(self, key: str, error: KVLinkError) -> None:
@@ -130,10 +154,33 @@ class Inbox:
                 del self._open[wanted.number]
         for wanted in waiting:
             wanted.future.set_exception(error)
+        self._end_streams(error, key)
 
     @property
     def waiting(self) -> int:
         return len(self._open)
+
+    def _on_progress(self, message: Layer | Committed) -> None:
+        """Of a stream that was let go of, nothing is wanted any more."""
+        wanted = self._streams.get(message.want)
+        if wanted is None or wanted.progress is None:
+            return
+        if isinstance(message, Layer):
+            wanted.progress.announce(message.first, message.digests)
+        else:
+            self._streams.pop(message.want, None)
+            wanted.progress.commit()
+
+    def _end_stream(self, number: int, message: Failed) -> None:
+        wanted = self._streams.pop(number, None)
+        if wanted is not None and wanted.progress is not None:
+            wanted.progress.end(_failure(wanted.key, message))
+
+    def _end_streams(self, error: KVLinkError, key: str | None = None) -> None:
+        for number, wanted in list(self._streams.items()):
+            if wanted.progress is not None and key in (None, wanted.key):
+                self._streams.pop(number, None)
+                wanted.progress.end(error)
 
     def _take(self, number: int) -> Wanted | None:
         with self._lock:

@@ -10,10 +10,10 @@ from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from ..memory import Mapping, Region
 from .base import Backend, Options
 from .consumer import Session, SessionConsumer, closed_here
-from .exchange import Peer
 from .inbox import Inbox
 from .messages import Abort, Location, Message
 from .producer import SLOT, PooledProducer
+from .transfer import Peer
 
 _names: dict[str, InprocProducer] = {}
 _changed = threading.Condition()
@@ -42,11 +42,11 @@ class InprocProducer(PooledProducer):
     def detach(self, session: InprocSession) -> None:
         self._loop.call(partial(self._leave, session))
 
-    def region(self, location: Location) -> Region:
+    def region(self, location: Location, draft: int) -> Region:
         whole = self._pool.mapping(location.arena).region
         return Region(
             whole.address + location.offset,
-            SLOT + location.nbytes,
+            SLOT + location.nbytes + draft,
             whole.owner,
             readonly=True,
         )
@@ -84,9 +84,9 @@ class InprocSession(Session):
     def is_over(self) -> bool:
         return self._over
 
-    def slot(self, location: Location) -> Region:
+    def slot(self, location: Location, draft: int) -> Region:
         try:
-            return self._producer.region(location)
+            return self._producer.region(location, draft)
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
 

@@ -43,10 +43,11 @@ class Refused(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Want(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: give me `key`, now or as soon as it exists."""
+    """Consumer: give me `key`, now or as soon as it exists; streamed: as soon as it begins."""
 
     want: Number
     key: Text
+    streamed: bool = False
 
 
 class Unwant(_Message, frozen=True, array_like=True, tag=True):
@@ -77,11 +78,33 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: what you want lies here, committed; it is yours until you release it."""
+    """Producer: what you want lies here; it is yours until you release it.
+
+    It is committed, unless `draft` says that a header without digests, of so many bytes, lies
+    behind it: then its layers are announced one by one, and at last its commit.
+    """
 
     want: Number
     epoch: Number
     location: Location
+    draft: Number = 0
+
+
+class Layer(_Message, frozen=True, array_like=True, tag=True):
+    """Producer: of a streamed payload the tensors from number `first` on are there.
+
+    `digests` has one entry a tensor: four bytes a MiB, as the manifest holds them, or none.
+    """
+
+    want: Number
+    first: Number
+    digests: tuple[bytes, ...]
+
+
+class Committed(_Message, frozen=True, array_like=True, tag=True):
+    """Producer: a streamed payload is whole."""
+
+    want: Number
 
 
 class Status(_Message, frozen=True, array_like=True, tag=True):
@@ -116,7 +139,19 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
 
 
 Message: TypeAlias = (
-    Hello | Refused | Want | Unwant | Memory | Retire | Offer | Status | Failed | Release | Abort
+    Hello
+    | Refused
+    | Want
+    | Unwant
+    | Memory
+    | Retire
+    | Offer
+    | Layer
+    | Committed
+    | Status
+    | Failed
+    | Release
+    | Abort
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from ..errors import CapacityError, ClosedError, SchemaError
 from ..ledger import Ledger
 from ..memory import Lease, Mapping, Region
 from .base import Options, Producer, Receipt
-from .exchange import Exchange, Peer, State, Transfer
+from .exchange import Exchange
 from .loop import Loop
 from .messages import Abort, Location, Message, Release, Unwant, Want, unexpected
+from .transfer import Peer, Transfer
 
 SLOT = 256
 """Bytes of a slot's head; the payload follows, so it keeps the payload's alignment."""
@@ -62,12 +64,12 @@ class PooledProducer(Producer):
 
     # The contract
 
-    def reserve(self, key: str, nbytes: int, *, timeout: float) -> Lease:
+    def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         self._check_open()
         with self._lock:
             transfer = self._exchange.reserve(key)
         try:
-            transfer.block = block = self._pool.reserve(SLOT + nbytes, timeout=timeout)
+            transfer.block = block = self._pool.reserve(SLOT + nbytes + draft, timeout=timeout)
             slot = self._pool.region(block)
             _write_head(slot, transfer.epoch, nbytes, committed=False)
             return Lease(slot.slice(SLOT, nbytes), partial(self._discard, transfer), transfer)
@@ -80,26 +82,51 @@ class PooledProducer(Producer):
             self._discard(transfer)
             raise
 
+    def lend(self, lease: Lease) -> Region:
+        transfer = _transfer(lease)
+        region = lease.region.slice(0, lease.region.nbytes)
+        with self._lock:
+            self._exchange.lend(transfer)
+        back = partial(self._loop.call, partial(self._take_back, transfer))
+        weakref.finalize(region.span, back).atexit = False
+        return region
+
+    def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
+        return Receipt(_transfer(lease), ledger)
+
+    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        self._check_open()
+        if readers < 1:
+            raise SchemaError(f"readers {readers}: at least one")
+        transfer = _transfer(lease)
+        slot = self._pool.region(_block(transfer))
+        nbytes = lease.region.nbytes
+        slot.view(SLOT + nbytes, SLOT + nbytes + len(draft))[:] = draft
+        with self._lock:
+            self._exchange.begin(transfer, _location(transfer, nbytes), len(draft), readers)
+
+    def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
+        self._check_open()
+        with self._lock:
+            self._exchange.announce(_transfer(lease), first, digests)
+
     def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
         self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
-        transfer = lease.tag
-        assert isinstance(transfer, Transfer)
-        assert isinstance(transfer.block, Block)
+        transfer = _transfer(lease)
         region = lease.move()
         expires = time.monotonic() + ttl
         try:
             _faults.point("publish.before")
-            arena, offset, _ = transfer.block
-            _write_head(self._pool.region(transfer.block), transfer.epoch, region.nbytes, True)
-            location = Location(arena, offset, region.nbytes)
+            slot = self._pool.region(_block(transfer))
+            _write_head(slot, transfer.epoch, region.nbytes, True)
             with self._lock:
+                location = _location(transfer, region.nbytes)
                 self._exchange.commit(transfer, location, readers, expires)
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
-            if transfer.state is State.RESERVED or transfer.location is None:
-                self._discard(transfer)
+            self._discard(transfer)
             raise
         self._loop.remind(expires)
         _faults.point("publish.after")
@@ -151,6 +178,10 @@ class PooledProducer(Producer):
             with self._lock:
                 self._exchange.discard(transfer)
 
+    def _take_back(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._exchange.give_back(transfer)
+
     def _free(self, transfer: Transfer) -> None:
         """The exchange says that a payload's memory may be reused."""
         block, transfer.block = transfer.block, None
@@ -162,7 +193,7 @@ class PooledProducer(Producer):
         now = time.monotonic()
         with self._lock:
             if isinstance(message, Want):
-                self._exchange.want(peer, message.want, message.key, now)
+                self._exchange.want(peer, message.want, message.key, now, streamed=message.streamed)
             elif isinstance(message, Unwant):
                 self._exchange.unwant(peer, message.want)
             elif isinstance(message, Release):
@@ -194,16 +225,28 @@ class PooledProducer(Producer):
         self._shut(f"the producer {self._name!r} broke down: {error!r}")
 
 
+def _transfer(lease: Lease) -> Transfer:
+    assert isinstance(lease.tag, Transfer)
+    return lease.tag
+
+
+def _block(transfer: Transfer) -> Block:
+    assert isinstance(transfer.block, Block)
+    return transfer.block
+
+
+def _location(transfer: Transfer, nbytes: int) -> Location:
+    block = _block(transfer)
+    return Location(block.arena, block.offset, nbytes)
+
+
 def _write_head(slot: Region, epoch: int, nbytes: int, committed: bool) -> None:
     """The commit word repeats the epoch; whoever reads a slot compares both with its offer."""
     slot.view()[: _HEAD.size] = _HEAD.pack(_MAGIC, epoch, nbytes, epoch if committed else 0)
 
 
-def is_committed(slot: Region, epoch: int, nbytes: int) -> bool:
-    """Whether a slot holds exactly the payload that was offered."""
-    return slot.view()[: _HEAD.size] == _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
-
-
-def payload_of(slot: Region) -> Region:
-    """The payload in a slot, with a span of its own."""
-    return slot.slice(SLOT, slot.nbytes - SLOT)
+def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:
+    """Whether a slot holds exactly the payload that was offered, whole or being written."""
+    head = bytes(slot.view()[: _HEAD.size])
+    whole = _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
+    return head == whole or (not committed and head == _HEAD.pack(_MAGIC, epoch, nbytes, 0))

@@ -43,6 +43,10 @@ class Copier(ABC):
         """
 
     @abstractmethod
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """What `gather` returns, of bytes that are in the payload already."""
+
+    @abstractmethod
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         """Copy a payload out into the caller's tensors or pages, checking digests in the same pass.
 
@@ -69,6 +73,8 @@ def check_fit(
     if len(tensors) != len(manifest.tensors):
         raise SchemaError(f"{len(tensors)} tensors, the manifest has {len(manifest.tensors)}")
     for tensor, spec, code in zip(tensors, manifest.tensors, codes, strict=True):
+        if tensor.device.type == "meta":
+            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
         if tuple(tensor.shape) != spec.shape or code != spec.dtype:
             raise SchemaError(
                 f"{spec.where()}: {tensor.dtype} {list(tensor.shape)}, "

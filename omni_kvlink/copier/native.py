@@ -60,6 +60,13 @@ class NativeCopier(Copier):
         digests = {**ours.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
 
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        call = self._calls(manifest, region)
+        for spec in manifest.tensors:
+            call.add(spec)
+        digests = call.digest()
+        return [digests[spec.name] for spec in manifest.tensors]
+
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         _check(targets, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)

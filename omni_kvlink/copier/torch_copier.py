@@ -37,6 +37,9 @@ class TorchCopier(Copier):
             digests.append(digest.text() if digest else "")
         return digests
 
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return [_landed(manifest, region, spec).text() for spec in manifest.tensors]
+
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         check_fit(targets, manifest, region, _codes(targets))
         payload = region.view()
@@ -51,13 +54,9 @@ class TorchCopier(Copier):
                 _compare(spec, digest.values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
-        payload = region.view()
         for spec in manifest.tensors:
             if spec.digest:
-                start = manifest.header_nbytes + spec.start
-                digest = _Digest(payload[start : start + spec.nbytes])
-                digest.advance(spec.nbytes)
-                _compare(spec, digest.values())
+                _compare(spec, _landed(manifest, region, spec).values())
 
 
 class _Digest:
@@ -78,6 +77,15 @@ class _Digest:
 
     def text(self) -> str:
         return "".join(f"{crc:08x}" for crc in self._crcs)
+
+
+def _landed(manifest: Manifest, region: Region, spec: TensorSpec) -> _Digest:
+    """The digest of a tensor that is in the payload; empty where the plan has none."""
+    start = manifest.header_nbytes + spec.start
+    digest = _Digest(region.view(start, start + spec.nbytes))
+    if spec.digest:
+        digest.advance(spec.nbytes)
+    return digest
 
 
 def _codes(tensors: Sequence[Place]) -> list[str]:

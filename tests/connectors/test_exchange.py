@@ -6,8 +6,9 @@ import pytest
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors import exchange as module
-from omni_kvlink.connectors.exchange import TOMBSTONE_SECONDS, Exchange, State, Transfer
+from omni_kvlink.connectors.exchange import TOMBSTONE_SECONDS, Exchange
 from omni_kvlink.connectors.messages import Failed, Location, Message, Offer, Status
+from omni_kvlink.connectors.transfer import State, Transfer
 
 HERE = Location(0, 4096, 100)
 

@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.producer import SLOT, is_committed
+from omni_kvlink.connectors.producer import SLOT, holds
 from omni_kvlink.connectors.registry import backend
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory import Region
@@ -32,7 +32,7 @@ class Watching(TorchCopier):
         self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
     ) -> list[str]:
         slot = Region(region.address - SLOT, SLOT + region.nbytes, region.owner)
-        self.seen += [is_committed(slot, epoch, manifest.nbytes) for epoch in range(20)]
+        self.seen += [holds(slot, epoch, manifest.nbytes, committed=True) for epoch in range(20)]
         self.slots.append(slot)
         return super().gather(sources, manifest, region)
 
@@ -49,9 +49,9 @@ def test_commit_word_comes_last() -> None:
             receipt = producer.put(Recipe("k", seed=turn).make())
             nbytes = receipt.ledger.nbytes
             slot = copier.slots.pop()
-            committed = [epoch for epoch in range(20) if is_committed(slot, epoch, nbytes)]
+            committed = [epoch for epoch in range(20) if holds(slot, epoch, nbytes, committed=True)]
             assert len(committed) == 1
-            assert not is_committed(slot, committed[0], nbytes + 1)
+            assert not holds(slot, committed[0], nbytes + 1, committed=False)
             with reader.get("k", timeout=5):
                 pass
             receipt.wait(timeout=5)

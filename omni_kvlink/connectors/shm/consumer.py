@@ -97,13 +97,13 @@ class ShmSession(Session):
     def is_over(self) -> bool:
         return self._over
 
-    def slot(self, location: Location) -> Region:
+    def slot(self, location: Location, draft: int) -> Region:
         mapping = self._arenas.get(location.arena)
         if mapping is None and self._over:
             raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
         if mapping is None:
             raise WireError(f"a payload was offered in arena {location.arena}, which nobody passed")
-        nbytes = SLOT + location.nbytes
+        nbytes = SLOT + location.nbytes + draft
         if location.offset % GRAIN or location.offset + nbytes > mapping.nbytes:
             raise WireError(
                 f"a payload of {location.nbytes} bytes was offered at {location.offset} "

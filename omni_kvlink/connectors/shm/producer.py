@@ -11,7 +11,6 @@ from typing import Any
 from ...errors import WireError
 from ...memory import Mapping
 from ..base import Options
-from ..exchange import Peer
 from ..loop import READ, WRITE, readable_pidfd
 from ..messages import (
     PROTOCOL,
@@ -25,6 +24,7 @@ from ..messages import (
     own_hello,
 )
 from ..producer import PooledProducer
+from ..transfer import Peer
 from .channel import Channel
 from .rendezvous import listen, peer_identity, socket_path, unlink
 

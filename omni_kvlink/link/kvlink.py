@@ -7,25 +7,25 @@ import os
 import time
 import warnings
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from urllib.parse import parse_qsl
 
-from . import _faults
-from .bundle import KVCacheBundle
-from .connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
-from .connectors.registry import backend, split_url
-from .copier import Copier, NativeCopier, TorchCopier, fastest_copier
-from .errors import ClosedError, SchemaError, WireError
-from .files import open_payload
-from .ledger import Ledger
-from .memory import Region
-from .schema import KVCacheTransferData
-from .wire import Manifest
+from ..bundle import KVCacheBundle
+from ..connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
+from ..connectors.registry import backend, split_url
+from ..copier import Copier, NativeCopier, TorchCopier, fastest_copier
+from ..errors import ClosedError, SchemaError
+from ..ledger import Ledger
+from ..memory import Lease
+from ..wire import Manifest
+from .allocation import Allocation
+from .get_stream import ReceivedStream
+from .put_stream import PutStream
+from .received import Payload, Received, Verify, check_verify
+from .sending import Sending
 
-Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 FOREVER = 1e9
 """Seconds that every clock of the system still takes; a longer timeout means this one."""
-Verify: TypeAlias = Literal["auto", "full", "off"]
 
 
 class KVLink:
@@ -38,6 +38,7 @@ class KVLink:
         self.url = url
         self._end = end
         self._copier, self._digests = copier, digests
+        self._allocations: dict[str, Allocation] = {}
         self._closed = False
 
     @classmethod
@@ -75,46 +76,106 @@ class KVLink:
         return cls(url, end, copier=mover, digests=True)
 
     def put(
-        self, data: Payload, *, readers: int = 1, ttl: float = 60.0, timeout: float = 10.0
+        self,
+        data: Payload,
+        *,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+        digests: bool | None = None,
+        background: bool = False,
     ) -> Receipt:
         """Copy a cache into the link's memory and publish it under its request id.
 
         Returns when it is committed: the caller's tensors are free again. Whether it arrived is
-        the receipt's to say.
+        the receipt's to say. Tensors that lie in memory which `allocate` gave for this request id
+        are not copied.
 
         Args:
             readers: how many `get`s shall have it.
             ttl: seconds in which they must come.
             timeout: seconds to wait for room.
+            digests: compute them or not; as the link was told if None.
+            background: for allocated memory: return now, and let a thread compute the digests and
+                commit. If that fails, the receipt says so.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: no room within the timeout; asked and free bytes are its attributes.
             SchemaError, ClosedError
         """
-        producer = self._producer("put")
-        ledger = Ledger(
-            copier=self._copier.name,
-            instructions=self._copier.features,
-            digests="crc32c" if self._digests else "off",
-        )
+        producer, ledger = self._producer("put"), self._ledger(digests)
+        _check_how(readers, ttl)
         with ledger.phase("plan"):
-            plan = data.plan(digests=self._digests)
-            if isinstance(data, KVCacheBundle):
-                ledger.reused_nbytes = data.reused_nbytes
-        with ledger.phase("reserve"):
-            lease = producer.reserve(plan.request_id, plan.nbytes, timeout=min(timeout, FOREVER))
-        with lease:
-            _faults.point("put.reserved")
-            with ledger.phase("copy"):
-                digests = self._copier.gather(data.tensors(), plan, lease.region)
-            _faults.point("put.copied")
-            with ledger.phase("publish"):
-                header = plan.with_digests(digests).encode()
-                lease.region.view()[: len(header)] = header
-                _faults.point("put.encoded")
-                ledger.nbytes, ledger.copies = plan.nbytes, 1 if plan.tensors else 0
-                return producer.publish(lease, readers=readers, ttl=ttl, ledger=ledger)
+            plan, places = self._plan(data, ledger), data.tensors()
+        if background and self._allocation(plan.request_id) is None:
+            raise SchemaError("background=True is for memory that allocate() gave")
+        sending = Sending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
+        lease = self._lease(producer, plan, timeout, ledger)
+        return sending.later(lease, places) if background else sending.now(lease, places)
+
+    def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
+        """Memory of the link for an engine that writes its K and V there; `put` copies nothing.
+
+        Args:
+            plan: sizes, such as `KVCacheTransferData.blank` makes, or a cache to be like. What is
+                put later may have fewer tokens, other metadata, and branches less.
+            timeout: seconds to wait for room.
+
+        Raises:
+            DuplicateKeyError, CapacityError, SchemaError, ClosedError
+        """
+        producer = self._producer("allocate")
+        room = plan.plan(digests=True).with_room()
+        lease = producer.reserve(
+            room.request_id,
+            room.nbytes,
+            timeout=min(timeout, FOREVER),
+            draft=room.header_nbytes,
+        )
+        try:
+            allocation = Allocation(room, lease, producer.lend(lease))
+        except BaseException:
+            lease.release()
+            raise
+        self._allocations[room.request_id] = allocation
+        return allocation
+
+    def stream_put(
+        self,
+        plan: Payload | Manifest,
+        *,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+    ) -> PutStream:
+        """Send a cache while it is being made: `with link.stream_put(plan) as out: …`.
+
+        Readers that use `stream_get` have each layer as soon as `out.write_layer` wrote it; others
+        get the whole when the block ends. Layers that lie in memory which `allocate` gave for this
+        request id are not copied.
+
+        Args:
+            plan: sizes and metadata, such as `KVCacheTransferData.blank` makes.
+            readers, ttl, timeout: as for `put`; the ttl begins with the commit.
+
+        Raises:
+            DuplicateKeyError, CapacityError, SchemaError, ClosedError
+        """
+        producer, ledger = self._producer("stream_put"), self._ledger(None)
+        _check_how(readers, ttl)
+        if isinstance(plan, Manifest) and self._allocation(plan.request_id):
+            raise SchemaError("for allocated memory, plan with the cache or bundle itself")
+        with ledger.phase("plan"):
+            layout = plan if isinstance(plan, Manifest) else self._plan(plan, ledger)
+        lease = self._lease(producer, layout, timeout, ledger, draft=layout.header_nbytes)
+        try:
+            return PutStream(
+                producer, lease, layout, self._copier, ledger, readers=readers, ttl=ttl
+            )
+        except BaseException:
+            lease.release()
+            raise
 
     def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
         """Wait for a cache; woken when it is committed.
@@ -140,29 +201,36 @@ class KVLink:
         delivery = consumer.receive(_check_id(request_id), timeout=min(timeout, FOREVER))
         return self.open_delivery(delivery, started=started, verify=verify)
 
-    def begin_get(self, request_id: str, *, timeout: float) -> Want:
+    def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
+        """Wait until a cache is begun, and take its layers as they come.
+
+        `for layer in link.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. What was
+        put as a whole comes as a stream whose layers are all there.
+
+        Args:
+            timeout: seconds to wait for the beginning, and again for each layer.
+
+        Raises:
+            The errors of `get`.
+        """
+        consumer, started = self._consumer("stream_get"), time.perf_counter()
+        timeout = min(timeout, FOREVER)
+        want = consumer.begin(_check_id(request_id), timeout=timeout, streamed=True)
+        left = timeout - (time.perf_counter() - started)
+        return self.open_stream(want.wait(timeout=left), started=started, timeout=timeout)
+
+    def begin_get(self, request_id: str, *, timeout: float, streamed: bool = False) -> Want:
         """Ask for a cache without waiting; for event loops, see `omni_kvlink.aio`."""
-        return self._consumer("get").begin(_check_id(request_id), timeout=min(timeout, FOREVER))
+        consumer, limit = self._consumer("get"), min(timeout, FOREVER)
+        return consumer.begin(_check_id(request_id), timeout=limit, streamed=streamed)
 
     def open_delivery(self, delivery: Delivery, *, started: float, verify: Verify) -> Received:
         """Check a delivery and make views of it; a bad one is rejected at its producer."""
-        ledger = Ledger()
-        ledger.seconds["wait"] = time.perf_counter() - started
-        try:
-            check_verify(verify)
-            with ledger.phase("view"):
-                assert delivery.region is not None
-                manifest = _manifest(delivery.key, delivery.region)
-                data = open_payload(manifest, delivery.region)
-            if verify == "full" and manifest.has_digests:
-                with ledger.phase("verify"):
-                    self._copier.verify(manifest, delivery.region)
-        except BaseException as error:  # dropped in silence, it would count as read
-            delivery.reject(str(error) or repr(error))
-            raise
-        ledger.nbytes = manifest.nbytes
-        ledger.digests = "crc32c" if manifest.has_digests else "off"
-        return Received(data, delivery, manifest, ledger)
+        return Received.open(delivery, self._copier, started=started, verify=verify)
+
+    def open_stream(self, delivery: Delivery, *, started: float, timeout: float) -> ReceivedStream:
+        """The same for what `begin_get(…, streamed=True)` gave."""
+        return ReceivedStream(delivery, self._copier, started=started, timeout=timeout)
 
     def fail(self, request_id: str, reason: str) -> None:
         """Tell whoever waits for `request_id`, or asks later, that it will not come."""
@@ -209,6 +277,40 @@ class KVLink:
         side = "producer" if isinstance(self._end, Producer) else "consumer"
         return f"<KVLink {self.url}, {side}{', closed' if self._closed else ''}>"
 
+    def _ledger(self, digests: bool | None) -> Ledger:
+        wanted = self._digests if digests is None else digests
+        return Ledger(
+            copier=self._copier.name,
+            instructions=self._copier.features,
+            digests="crc32c" if wanted else "off",
+        )
+
+    def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
+        """Where everything goes: into memory that was allocated for it, or new."""
+        if isinstance(data, KVCacheBundle):
+            ledger.reused_nbytes = data.reused_nbytes
+        allocation = self._allocation(data.request_id)
+        room = None if allocation is None else allocation.room
+        return data.plan(digests=ledger.digests != "off", room=room)
+
+    def _allocation(self, request_id: str) -> Allocation | None:
+        """What was allocated for a request, and neither put nor released."""
+        allocation = self._allocations.get(request_id)
+        return None if allocation is None or allocation.is_spent else allocation
+
+    def _lease(
+        self, producer: Producer, plan: Manifest, timeout: float, ledger: Ledger, *, draft: int = 0
+    ) -> Lease:
+        with ledger.phase("reserve"):
+            allocation = self._allocation(plan.request_id)
+            self._allocations.pop(plan.request_id, None)
+            if allocation is None:
+                wait = min(timeout, FOREVER)
+                return producer.reserve(plan.request_id, plan.nbytes, timeout=wait, draft=draft)
+            lease = allocation.take()
+            lease.shrink(plan.nbytes)
+            return lease
+
     def _pid_owns(self) -> bool:
         return os.getpid() == getattr(self._end, "_pid", os.getpid())
 
@@ -229,39 +331,9 @@ class KVLink:
         return self._end
 
 
-class Received:
-    """A cache that arrived: `with` gives its data, and gives it back at the end.
-
-    Attributes:
-        manifest: sizes, positions and digests.
-        ledger: what the receipt of it cost on this side.
-    """
-
-    def __init__(self, data: Payload, delivery: Delivery, manifest: Manifest, ledger: Ledger):
-        self.data = data
-        self.manifest, self.ledger = manifest, ledger
-        self._delivery = delivery
-
-    def release(self) -> None:
-        """Let go of the payload; tensors that are kept elsewhere keep its memory."""
-        self.data.close()
-        self._delivery.drop()
-
-    def __enter__(self) -> Payload:
-        return self.data
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-def check_verify(verify: str) -> None:
-    if verify not in ("auto", "full", "off"):
-        raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")
+def _check_how(readers: int, ttl: float) -> None:
+    if readers < 1 or not ttl > 0:
+        raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
 
 
 def _check_id(request_id: str) -> str:
@@ -273,13 +345,6 @@ def _check_id(request_id: str) -> str:
     except UnicodeEncodeError as error:
         raise SchemaError(f"request_id: no text: {error}") from None
     return request_id
-
-
-def _manifest(key: str, region: Region) -> Manifest:
-    manifest = Manifest.decode(region.view())
-    if manifest.request_id != key:
-        raise WireError(f"asked for {key!r}, the payload says it is {manifest.request_id!r}")
-    return manifest
 
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:

@@ -1,0 +1,53 @@
+"""Memory of the link that an engine writes its K and V to, so that `put` copies nothing."""
+
+from __future__ import annotations
+
+from ..errors import ClosedError
+from ..files import open_payload
+from ..memory import Lease, Region
+from ..wire import Manifest
+from .received import Payload
+
+
+class Allocation:
+    """Memory of the link for one payload, as tensors that the engine writes its K and V to.
+
+    Attributes:
+        data: writable tensors in the shape of the plan. Write to them until `put` and not after;
+            the memory is not reused while one of them lives.
+        room: the places of the tensors.
+    """
+
+    def __init__(self, room: Manifest, lease: Lease, region: Region):
+        self.room = room
+        self.data: Payload = open_payload(room, region)
+        self._lease: Lease | None = lease
+
+    @property
+    def request_id(self) -> str:
+        return self.room.request_id
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it was put or released."""
+        return self._lease is None
+
+    def take(self) -> Lease:
+        """The memory, for `put`; once.
+
+        Raises:
+            ClosedError: it was put or released before.
+        """
+        lease, self._lease = self._lease, None
+        if lease is None:
+            raise ClosedError(f"the memory of {self.request_id!r} was put or released already")
+        self.data.close()
+        return lease
+
+    def release(self) -> None:
+        """Give the memory back unsent; after `put` this does nothing."""
+        if self._lease is not None:
+            self.take().release()
+
+    def __repr__(self) -> str:
+        return f"<Allocation {self.request_id!r}: {self.room.nbytes} bytes>"

@@ -1,0 +1,149 @@
+"""A payload that is sent while it is being made, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from types import TracebackType
+
+from .. import _faults
+from ..branch import Branch
+from ..connectors.base import Producer, Receipt
+from ..copier import Copier
+from ..errors import ClosedError, SchemaError
+from ..ledger import Ledger
+from ..memory import Lease
+from ..places import Place
+from ..wire import Manifest
+from .sending import Sending, land
+
+
+class PutStream:
+    """A payload that is sent while it is being made; a context manager.
+
+    Leaving the block commits it. An error in the block, or a layer that was not written, fails the
+    transfer: its readers get TransferFailed, which names the layer.
+
+    Attributes:
+        manifest: the plan.
+        receipt: what `commit` gave; None before.
+        ledger: of the receipt; `copy` is the sum over all layers.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        lease: Lease,
+        plan: Manifest,
+        copier: Copier,
+        ledger: Ledger,
+        *,
+        readers: int,
+        ttl: float,
+    ):
+        self.manifest, self.ledger = plan, ledger
+        self.receipt: Receipt | None = None
+        self._producer, self._copier = producer, copier
+        self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
+        self._digests = [spec.digest for spec in plan.tensors]
+        self._sending = Sending(producer, plan, copier, ledger, readers=readers, ttl=ttl)
+        self._lease: Lease | None = lease
+        self._sending.begin(lease)
+
+    def write_layer(
+        self, layer: int, key: Place, value: Place | None = None, *, branch: str = ""
+    ) -> None:
+        """Copy one layer, and let its readers have it. Layers may come in any order.
+
+        Args:
+            key: `[tokens, kv_heads, head_dim]`; in layout "ND" the latent `[tokens, latent_dim]`.
+            value: as `key`; None in layout "ND".
+            branch: which cache of a bundle; may be left out of a single cache.
+
+        Raises:
+            SchemaError: not what the plan says, or written before; nothing was sent.
+            TransferFailed: the transfer was ended by a reader, or aborted.
+        """
+        lease, where = self._open_lease(), self._find(branch, layer)
+        tensors = self._missing[where]
+        places = [key] if value is None else [key, value]
+        _faults.point("stream.layer")
+        started = time.perf_counter()
+        digests, copied = land(self._copier, places, self.manifest.part(tensors), lease.region)
+        spent = self.ledger.seconds.get("copy", 0.0)
+        self.ledger.seconds["copy"] = spent + time.perf_counter() - started
+        self.ledger.copies |= copied
+        self._digests[tensors.start : tensors.stop] = digests
+        del self._missing[where]
+        self._producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))
+
+    def commit(self) -> Receipt:
+        """The payload is whole. The block's end calls this.
+
+        Raises:
+            SchemaError: a layer is missing; the transfer has failed.
+            TransferFailed: the transfer was ended by a reader, or aborted.
+        """
+        if self.receipt is not None:
+            return self.receipt
+        lease = self._open_lease()
+        if self._missing:
+            self.fail(f"{self._first_missing()} was never written")
+            raise SchemaError(
+                f"payload {self.manifest.request_id!r}: {self._first_missing()} and "
+                f"{len(self._missing) - 1} more were never written"
+            )
+        self._lease = None
+        with lease:
+            self.receipt = self._sending.publish(lease, self._digests)
+        return self.receipt
+
+    def fail(self, reason: str) -> None:
+        """End it: whoever reads it gets TransferFailed with this reason."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with lease:
+                self._producer.fail(self.manifest.request_id, reason)
+
+    def __enter__(self) -> PutStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.commit()
+        else:
+            where = f"{self._first_missing()} was not written" if self._missing else "at its end"
+            self.fail(f"{where}: {error!r}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_lease", None) is not None:
+            name = self.manifest.request_id
+            warnings.warn(f"stream {name!r} was not ended", ResourceWarning, stacklevel=2)
+            with contextlib.suppress(ClosedError):  # then its readers know
+                self.fail("its producer forgot it")
+
+    def _open_lease(self) -> Lease:
+        if self._lease is None:
+            raise ClosedError(f"stream {self.manifest.request_id!r} has ended")
+        return self._lease
+
+    def _find(self, branch: str, layer: int) -> tuple[str, int]:
+        name = branch or self.manifest.branches[0].name
+        if not branch and self.manifest.bundle:
+            raise SchemaError("which branch of the bundle? write_layer(…, branch=name)")
+        if (name, layer) not in self._missing:
+            known: list[Branch] = [b for b in self.manifest.branches if b.name == name]
+            if known and known[0].carries_tensors and 0 <= layer < known[0].num_layers:
+                raise SchemaError(f"layer {layer} of branch {name!r} was written already")
+            raise SchemaError(f"the plan has no layer {layer} of branch {name!r}")
+        return name, layer
+
+    def _first_missing(self) -> str:
+        branch, layer = next(iter(self._missing))
+        return f"layer {layer} of branch {branch!r}"

@@ -1,0 +1,139 @@
+"""What a `get` gives: a cache that arrived, as views or copied out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+from ..bundle import KVCacheBundle
+from ..connectors.base import Delivery
+from ..copier import Copier
+from ..errors import ClosedError, WireError
+from ..files import open_payload
+from ..ledger import Ledger
+from ..memory import Region
+from ..places import Place
+from ..schema import KVCacheTransferData
+from ..wire import Manifest
+
+Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
+Verify: TypeAlias = Literal["auto", "full", "off"]
+
+
+class Received:
+    """A cache that arrived: `with` gives its data, and gives it back at the end.
+
+    Attributes:
+        data: readonly views of the link's memory.
+        manifest: sizes, positions and digests.
+        ledger: what the receipt of it cost on this side.
+    """
+
+    def __init__(
+        self, data: Payload, delivery: Delivery, manifest: Manifest, ledger: Ledger, copier: Copier
+    ):
+        self.data = data
+        self.manifest, self.ledger = manifest, ledger
+        self._delivery, self._copier = delivery, copier
+
+    @classmethod
+    def open(
+        cls, delivery: Delivery, copier: Copier, *, started: float, verify: Verify
+    ) -> Received:
+        """Check a delivery and make views of it; a bad one is rejected at its producer.
+
+        Args:
+            started: when the waiting began, on `time.perf_counter`'s clock.
+        """
+        ledger = Ledger()
+        ledger.seconds["wait"] = time.perf_counter() - started
+        try:
+            check_verify(verify)
+            with ledger.phase("view"):
+                region = region_of(delivery)
+                manifest = manifest_of(delivery.key, region.view(), region.nbytes)
+                data = open_payload(manifest, region)
+            if verify == "full" and manifest.has_digests:
+                with ledger.phase("verify"):
+                    copier.verify(manifest, region)
+        except BaseException as error:  # dropped in silence, it would count as read
+            delivery.reject(str(error) or repr(error))
+            raise
+        ledger.nbytes = manifest.nbytes
+        ledger.digests = "crc32c" if manifest.has_digests else "off"
+        return cls(data, delivery, manifest, ledger, copier)
+
+    def scatter(self, into: Payload | Sequence[Place]) -> None:
+        """Copy everything out, each byte checked against its digest in the same pass.
+
+        Args:
+            into: tensors or pages of yours, in the order of `data.tensors()`; or a cache or
+                bundle of yours that holds them, such as `PagedAdapter.export` makes of free blocks.
+
+        Raises:
+            SchemaError: a target is not what the payload is; nothing was written.
+            IntegrityError: these are not the bytes committed; the targets are then worthless, and
+                the producer's receipt says so.
+        """
+        places = into if isinstance(into, Sequence) else into.tensors()
+        scatter(self._copier, self.manifest, self._delivery, places, self.ledger)
+
+    def release(self) -> None:
+        """Let go of the payload; tensors that are kept elsewhere keep its memory."""
+        self.data.close()
+        self._delivery.drop()
+
+    def __enter__(self) -> Payload:
+        return self.data
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def scatter(
+    copier: Copier,
+    manifest: Manifest,
+    delivery: Delivery,
+    places: Sequence[Place],
+    ledger: Ledger,
+) -> None:
+    """Copy tensors of a delivery out; a wrong byte is the producer's to know, too."""
+    started = time.perf_counter()
+    try:
+        copier.scatter(manifest, region_of(delivery), places)
+    except WireError as error:
+        delivery.reject(str(error))
+        raise
+    ledger.copies = 1
+    ledger.copier, ledger.instructions = copier.name, copier.features
+    spent = ledger.seconds.get("scatter", 0.0)
+    ledger.seconds["scatter"] = spent + time.perf_counter() - started
+
+
+def region_of(delivery: Delivery) -> Region:
+    """Raises ClosedError if the payload was given back."""
+    if delivery.region is None:
+        raise ClosedError(
+            f"payload {delivery.key!r} was given back; use it inside its `with` block"
+        )
+    return delivery.region
+
+
+def manifest_of(key: str, header: bytes | memoryview, nbytes: int) -> Manifest:
+    """The manifest of the payload that was asked for, and of no other."""
+    manifest = Manifest.decode(header, nbytes)
+    if manifest.request_id != key:
+        raise WireError(f"asked for {key!r}, the payload says it is {manifest.request_id!r}")
+    return manifest
+
+
+def check_verify(verify: str) -> None:
+    if verify not in ("auto", "full", "off"):
+        raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")
