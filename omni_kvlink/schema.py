@@ -326,7 +326,8 @@ def _complete_layers(
 def _check_layer(layer: Place | None, first: Place, where: str) -> None:
     if layer is None:
         raise SchemaError(f"{where} is missing, while other layers are there")
-    if not isinstance(layer, Paged) and layer.device.type != "meta":  # a plan, made by blank()
+    is_plan = isinstance(layer, torch.Tensor) and layer.is_meta  # made by blank()
+    if not isinstance(layer, Paged) and not is_plan:
         check_strided(layer, where)
     if layer.shape != first.shape or layer.dtype != first.dtype:
         raise SchemaError(
