@@ -19,7 +19,7 @@ from ..link import KVLink, Payload
 from ..memory import PAGE
 from ..places import dense
 from ..schema import KVCacheTransferData
-from .payloads import bytes_of, found_in
+from .payloads import bytes_of, found_in, torch_dtype
 
 Message: TypeAlias = dict[str, Any]
 
@@ -36,6 +36,7 @@ class Reader:
     def __init__(self, *, own_thread: bool):
         self._own_thread = own_thread
         self._link: KVLink | None = None
+        self._made: list[list[torch.Tensor]] = []
 
     def answer(self, command: Message) -> Message:
         """Do one command; an error becomes an answer."""
@@ -79,6 +80,25 @@ class Reader:
             "faults": touched,
         }
 
+    def do_copy_out(self, *, key: str, timeout: float, **sizes: Any) -> Message:
+        """Wait for a payload and copy it into tensors that were used before."""
+        targets = self._targets(**sizes)
+        received = self._opened().get(key, timeout=timeout)
+        received.scatter([part for layer in targets for part in layer])
+        last = time.monotonic_ns()
+        received.release()
+        return {"last": last}
+
+    def do_copy_layers_out(self, *, key: str, timeout: float, **sizes: Any) -> Message:
+        """The same, layer by layer as they come."""
+        targets, first, last = self._targets(**sizes), 0, 0
+        with self._opened().stream_get(key, timeout=timeout) as stream:
+            for layer in stream:
+                layer.scatter(*targets[layer.index])
+                last = time.monotonic_ns()
+                first = first or last
+        return {"first": first, "last": last}
+
     def do_inspect(self, *, key: str, timeout: float) -> Message:
         """Wait for a payload and tell what is in it."""
         with self._opened().get(key, timeout=timeout) as data:
@@ -97,6 +117,17 @@ class Reader:
         if self._link is not None:
             self._link.close()
         return {"closed": True}
+
+    def _targets(
+        self, *, layers: int, parts: int, row: list[int], dtype: str
+    ) -> list[list[torch.Tensor]]:
+        """K and V of each layer, made once, every page touched."""
+        if not self._made:
+            kind = torch_dtype(dtype)
+            self._made = [
+                [torch.zeros(row, dtype=kind) for _ in range(parts)] for _ in range(layers)
+            ]
+        return self._made
 
     def _opened(self) -> KVLink:
         if self._link is None:
