@@ -84,12 +84,12 @@ def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
 
 def test_the_event_loop_goes_on(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
-        get = asyncio.ensure_future(consumer.get("k", timeout=0.3))
+        get = asyncio.ensure_future(consumer.get("k", timeout=1))
         longest, last = 0.0, time.monotonic()
         while not get.done():
             await asyncio.sleep(0.005)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < 0.15
+        assert longest < 0.5
         with pytest.raises(TransferTimeout):
             await get
 

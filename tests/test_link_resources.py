@@ -17,7 +17,7 @@ from omni_kvlink import (
     KVCacheTransferData,
     KVLink,
     KVMetadata,
-    TransferTimeout,
+    TransferFailed,
 )
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_freed
@@ -94,15 +94,17 @@ def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
 @pytest.mark.parametrize("ends", ["inproc", "shm"], indirect=True)
 def test_idle_link_costs_nothing(ends: tuple[KVLink, KVLink]) -> None:
     """Two connected ends and a waiting get: under 1 % of one core."""
-    _, consumer = ends
+    producer, consumer = ends
     waiting = threading.Thread(
-        target=lambda: expect(TransferTimeout, lambda: consumer.get("k", timeout=2.2))
+        target=lambda: expect(TransferFailed, lambda: consumer.get("k", timeout=60))
     )
     waiting.start()
-    time.sleep(0.1)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    time.sleep(0.1)  # it goes to sleep
     before, started = time.process_time(), time.monotonic()
     time.sleep(2)
     used = (time.process_time() - before) / (time.monotonic() - started)
+    consumer.abort("k")
     waiting.join()
     assert used < 0.01, f"{100 * used:.2f} % of a core"
 

@@ -60,10 +60,12 @@ def check_get_before_put(rig: Rig) -> None:
         recipe = Recipe(f"early-{number}", seed=number)
         waiting = reader.ask("get", key=recipe.key, timeout=PATIENCE)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        receipt = producer.put(recipe.make())
+        data = recipe.make()
+        receipt = producer.put(data)
         committed = time.monotonic()
-        assert waiting.result(PATIENCE) == fingerprint(recipe.make())
+        found = waiting.result(PATIENCE)
         assert time.monotonic() - committed < SLACK, "woken late"
+        assert found == fingerprint(data)
         receipt.wait(timeout=5)
 
 

@@ -71,9 +71,10 @@ def check_put_waits_for_room(rig: Rig) -> None:
     producer.put(sized("first", 1200 << 10).make())
     reader.do("hold", key="first", timeout=5)
     ended: list[float] = []
+    data = sized("second", 1200 << 10, seed=1).make()
 
     def put() -> None:
-        producer.put(sized("second", 1200 << 10, seed=1).make(), timeout=PATIENCE)
+        producer.put(data, timeout=PATIENCE)
         ended.append(time.monotonic())
 
     thread = threading.Thread(target=put)
@@ -85,8 +86,7 @@ def check_put_waits_for_room(rig: Rig) -> None:
     thread.join(PATIENCE)
     assert ended, "put did not return"
     assert ended[0] - dropped < SLACK, "put was woken late"
-    expected = fingerprint(sized("second", 1200 << 10, seed=1).make())
-    assert reader.do("get", key="second", timeout=5) == expected
+    assert reader.do("get", key="second", timeout=5) == fingerprint(data)
 
 
 def check_no_room_in_time(rig: Rig) -> None:

@@ -124,9 +124,13 @@ class Peer:
         }
 
     def fork(self, link: str, linger: float) -> dict[str, str]:
-        """Fork; the child's answer to each verb. It stays for `linger` seconds with all it has."""
+        """Fork; the child's answer to each verb, and its "pid".
+
+        It stays for `linger` seconds with all it has, unless it is killed.
+        """
         reading, writing = os.pipe()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             os.close(reading)
             os.write(writing, json.dumps(self._as_child(link)).encode())
             os.close(writing)
@@ -135,7 +139,7 @@ class Peer:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             answers: dict[str, str] = json.loads(pipe.read())
-        return answers
+        return {**answers, "pid": str(child)}
 
     def _as_child(self, link: str) -> dict[str, str]:
         mine = self._links[link]

@@ -25,6 +25,8 @@ SLACK = 0.25
 """Seconds by which no call may outlive its deadline, and in which every wake-up must come."""
 PATIENCE = 20.0
 """Seconds after which a check is given up."""
+STARTING = 60.0
+"""Seconds for a process to import what it needs, on a busy machine."""
 
 Problem = TypeVar("Problem", bound=BaseException)
 _ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
@@ -73,7 +75,10 @@ class ThreadPeer(Handle):
 
 
 class ProcessPeer(Handle):
-    """A peer in a process of its own; `process` is there to be killed."""
+    """A peer in a process of its own; `process` is there to be killed.
+
+    Its imports are done when it is made, so that no deadline of a check pays for them.
+    """
 
     def __init__(self, env: Mapping[str, str] | None = None):
         command = [sys.executable, "-m", "omni_kvlink.testing"]
@@ -86,6 +91,12 @@ class ProcessPeer(Handle):
         self._gone = False
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
+        try:
+            self.ask("usage").result(STARTING)
+        except BaseException:
+            self.process.kill()
+            self.end()
+            raise
 
     def ask(self, verb: str, **arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -212,7 +223,7 @@ def until_disconnected(reader: Remote) -> None:
     until(lambda: not reader.do("stats")["connected"], "the reader noticed")
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 5.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
     """Wait for something that no event announces; the only loop that looks again and again."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -221,14 +232,17 @@ def until(condition: Callable[[], bool], what: str, timeout: float = 5.0) -> Non
         time.sleep(0.002)
 
 
-def until_freed(producer: KVLink, timeout: float = 5.0) -> None:
+def until_freed(producer: KVLink, timeout: float = PATIENCE) -> None:
     """Wait until no byte of the producer's memory is taken."""
 
     def is_free() -> bool:
         used: int = producer.stats()["memory"]["used"]
         return used == 0
 
-    until(is_free, f"memory used == 0: {producer.stats()}", timeout)
+    try:
+        until(is_free, "no memory used", timeout)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {producer.stats()}") from None
 
 
 def expect(

@@ -47,19 +47,18 @@ class Field:
         self.here.end()
 
 
-def timed(future: Future[Any]) -> list[float]:
-    """When the future ended."""
-    ended: list[float] = []
-    future.add_done_callback(lambda _: ended.append(time.monotonic()))
+def timed(future: Future[Any]) -> Future[float]:
+    """When the future ended; comes a moment after its result, whose waiter is woken first."""
+    ended: Future[float] = Future()
+    future.add_done_callback(lambda _: ended.set_result(time.monotonic()))
     return ended
 
 
 def kill(victim: ProcessPeer) -> float:
-    """SIGKILL; the moment of it."""
-    moment = time.monotonic()
+    """SIGKILL; the moment at which the process was gone."""
     os.kill(victim.process.pid, signal.SIGKILL)
     victim.process.wait()
-    return moment
+    return time.monotonic()
 
 
 @contextmanager

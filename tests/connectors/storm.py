@@ -44,7 +44,7 @@ def main(url: str, directory: str, mode: str) -> None:
     for item in data:
         try:
             inside[0] = True
-            receipts.append(producer.put(item, ttl=5))
+            receipts.append(producer.put(item, ttl=120))
             inside[0] = False
             ended = "put"
         except (Interrupt, KVLinkError) as error:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from battle import Field, Start, forked_twice, kill, timed
@@ -27,7 +28,7 @@ from omni_kvlink.testing.rig import (
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 NOTICED = 0.5
-"""Seconds from a kill to every survivor's answer."""
+"""Seconds from a process's end to every survivor's answer."""
 
 
 @pytest.fixture(params=["pooled", "sealed"])
@@ -63,7 +64,7 @@ def test_producer_killed_before_commit(pooled: Field, start: Start, point: str) 
     victim.process.wait(PATIENCE)
     moment = time.monotonic()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
-    assert ended[0] - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerGone, lambda: dying.result(PATIENCE))
     # Nobody answers at that name: the deadline holds.
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
@@ -81,7 +82,7 @@ def test_producer_killed_after_commit(field: Field, start: Start) -> None:
     moment = time.monotonic()
     with contextlib.suppress(PeerLostError):
         assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
-    assert ended[0] - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < NOTICED
 
 
 def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -> None:
@@ -93,7 +94,7 @@ def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended[0] - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
@@ -104,13 +105,18 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
     keys = [f"k{n}" for n in range(40)]
     for key in keys:
         producer.do("put", recipe=Recipe(key).to_dict())
-    gets = {key: reader.ask("get", key=key, timeout=2, verify="full") for key in keys[:20]}
-    moment = kill(victim)
-    gets |= {key: reader.ask("get", key=key, timeout=0.2) for key in keys[20:]}
-    for key, get in gets.items():
+    early = [reader.ask("get", key=key, timeout=1, verify="full") for key in keys[:20]]
+    kill(victim)
+    late, lasted = list[Future[str]](), list[float]()
+    for key in keys[20:]:
+        asked = time.monotonic()
+        late.append(reader.ask("get", key=key, timeout=0.2))
+        late[-1].add_done_callback(lambda _, asked=asked: lasted.append(time.monotonic() - asked))  # type: ignore[misc]
+    for key, get in zip(keys, [*early, *late], strict=True):
         with contextlib.suppress(PeerLostError):
             assert get.result(PATIENCE) == fingerprint(Recipe(key).make())
-    assert time.monotonic() - moment < 0.2 + 2 * NOTICED
+    until(lambda: len(lasted) == 20, "all have ended")
+    assert max(lasted) < 0.2 + SLACK
 
 
 def test_producer_killed_while_leased(field: Field, start: Start) -> None:
@@ -125,27 +131,27 @@ def test_producer_killed_while_leased(field: Field, start: Start) -> None:
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended[0] - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < NOTICED
     assert field.here.do("look", key="k") == before
     field.here.do("drop", key="k")
 
 
 def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
-    """Killed and started again: the reader that waits gets the next payload in under 2 s."""
+    """Killed and started again: the reader that waits has the next payload when it is put."""
     victim, heir = start(), start()
     producer, reader = pooled.serve_at(victim), pooled.connect()
     producer.do("put", recipe=Recipe("old").to_dict())
     reader.do("get", key="old", timeout=5)
     producer.do("put", recipe=Recipe("lost").to_dict())
-    heir.do("usage")  # its imports are done
     kill(victim)
     until(lambda: not reader.do("stats")["connected"], "the reader noticed")
     waiting = reader.ask("get", key="new", timeout=PATIENCE)
-    moment = time.monotonic()
+    ended = timed(waiting)
     again = pooled.serve_at(heir)
     again.do("put", recipe=Recipe("new", seed=9).to_dict())
+    moment = time.monotonic()
     assert waiting.result(PATIENCE) == fingerprint(Recipe("new", seed=9).make())
-    assert time.monotonic() - moment < 2
+    assert ended.result(PATIENCE) - moment < NOTICED
     expect(TransferTimeout, lambda: reader.do("get", key="lost", timeout=0.1), words=("never",))
     assert reader.do("stats")["sessions"] == 2
 
@@ -159,10 +165,13 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
     dying, reader = pooled.connect_at(victim), pooled.connect()
     dying.ask("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
-    until(lambda: producer.stats()["readers"] == 1, "the producer noticed", NOTICED)
-    assert time.monotonic() - moment < NOTICED
-    assert producer.stats()["transfers"]["waiting"] == 0
+
+    def is_noticed() -> bool:
+        stats = producer.stats()  # the reader goes first, then its wants
+        return stats["readers"] == 1 and stats["transfers"]["waiting"] == 0
+
+    kill(victim)
+    until(is_noticed, "the producer noticed", NOTICED)
     receipt = producer.put(Recipe("k").make())
     assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
     receipt.wait(timeout=5)
@@ -184,12 +193,14 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
         taken.result(PATIENCE)
         assert receipt.state == "leased"
         waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        ended = timed(waiting)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         moment = kill(victim)
     if "." in how:
         waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        ended = timed(waiting)
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
-    assert time.monotonic() - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < NOTICED
     receipt.wait(timeout=5)
     assert producer.stats()["transfers"]["redelivered"] == 1
     until_freed(producer)
@@ -199,8 +210,10 @@ def test_reader_killed_and_nobody_else_comes(pooled: Field, start: Start) -> Non
     victim = start()
     producer = pooled.serve()
     dying = pooled.connect_at(victim)
+    holding = dying.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
     receipt = producer.put(Recipe("k").make(), ttl=0.5)
-    dying.do("hold", key="k", timeout=5)
+    holding.result(PATIENCE)
     time.sleep(0.5)  # the time to live passes while it is read, which is no fault
     assert receipt.state == "leased"
     kill(victim)
@@ -245,8 +258,10 @@ def test_frozen_reader(pooled: Field, start: Start) -> None:
     victim = start()
     producer = pooled.serve()
     frozen, reader = pooled.connect_at(victim), pooled.connect()
+    holding = frozen.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
     held = producer.put(Recipe("k").make(), ttl=0.2)
-    frozen.do("hold", key="k", timeout=5)
+    holding.result(PATIENCE)
     before = victim.do("look", key="k")
     os.kill(victim.process.pid, signal.SIGSTOP)
     for seed in range(20):
@@ -288,7 +303,8 @@ def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
     victim = start()
     producer, reader = pooled.serve_at(victim), pooled.connect()
     producer.do("put", recipe=Recipe("k").to_dict())
-    answers = producer.do("fork", linger=1.5)
+    answers = producer.do("fork", linger=2 * PATIENCE)
+    child = int(answers.pop("pid"))
     assert answers.pop("close") == ""
     assert answers.pop("get") == "KVLinkError"  # a producer's end has no such verb anywhere
     assert set(answers.values()) == {"ClosedError"}, answers
@@ -298,11 +314,12 @@ def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended[0] - moment < NOTICED, "the child hid its parent's death"
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
     again = pooled.serve()  # the name is free, though the child is still there
     receipt = again.put(Recipe("w").make())
-    assert reader.do("get", key="w", timeout=2) == fingerprint(Recipe("w").make())
+    assert reader.do("get", key="w", timeout=5) == fingerprint(Recipe("w").make())
     receipt.wait(timeout=5)
+    os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
 
 
 def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
@@ -311,16 +328,20 @@ def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
     other = pooled.connect()
     receipt = producer.put(Recipe("k").make())
     reader.do("hold", key="k", timeout=5)
-    answers = reader.do("fork", linger=1.5)
+    answers = reader.do("fork", linger=2 * PATIENCE)
+    child = int(answers.pop("pid"))
     assert answers.pop("close") == ""
     assert answers.pop("put") == answers.pop("fail") == "KVLinkError"
     assert set(answers.values()) == {"ClosedError"}, answers
-    assert receipt.state == "leased", "the child's copy let go of it"
-    kill(victim)
-    started = time.monotonic()
-    assert other.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
-    assert time.monotonic() - started < NOTICED, "the child hid its parent's death"
+    # Time for a release by the child's copy to arrive.
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("leased",))
+    moment = kill(victim)
+    waiting = other.ask("get", key="k", timeout=PATIENCE)
+    ended = timed(waiting)
+    assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
     receipt.wait(timeout=5)
+    os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
 
 
 def test_death_is_seen_behind_a_copied_socket(pooled: Field) -> None:
@@ -346,8 +367,9 @@ def test_death_is_seen_behind_a_copied_listener(pooled: Field) -> None:
 
     def serve() -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(path)
+        listener.bind(f"{path}.draft")
         listener.listen()
+        os.rename(f"{path}.draft", path)  # nobody may find it before it listens
         sock, _ = listener.accept()
         sock.recv(65536)
         sock.send(encode(own_hello()))
@@ -360,10 +382,10 @@ def test_death_is_seen_behind_a_copied_listener(pooled: Field) -> None:
         waiting = reader.ask("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
         until(lambda: reader.do("stats")["waiting"] == 1, "the get waits")
-        moment = time.monotonic()
         kill_child()
+        moment = time.monotonic()
         expect(PeerLostError, lambda: waiting.result(PATIENCE))
-        assert ended[0] - moment < NOTICED
+        assert ended.result(PATIENCE) - moment < NOTICED
 
 
 # Closed

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError, TransferFailed
+from omni_kvlink.testing.rig import until
 
 
 def cache(key: str, value: int) -> KVCacheTransferData:
@@ -20,19 +20,15 @@ def cache(key: str, value: int) -> KVCacheTransferData:
     )
 
 
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("side", ["reader", "producer"])
 def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
     url = f"shm://living?directory={battlefield}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
+        want = reader.begin_get("a", timeout=5)  # before the time starts to run
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         first = producer.put(cache("a", 1), ttl=0.3)
-        with reader.get("a", timeout=5) as data:
+        delivery = want.wait(timeout=5)
+        with reader.open_delivery(delivery, started=time.perf_counter(), verify="auto") as data:
             seen = data.layer_blocks["key_cache"][0]
         session = reader._end._session  # type: ignore[union-attr]
         if side == "reader":
@@ -42,9 +38,9 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
             producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
                 session.inbox.want("b").future.result(5)
-        until(lambda: producer.stats()["readers"] == 0)
+        until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
-            first.wait(timeout=2)
+            first.wait(timeout=5)
         second = producer.put(cache("c", 9))
         assert producer.stats()["transfers"]["pinned"] == 1
         assert producer.stats()["memory"]["blocks"] == 2
