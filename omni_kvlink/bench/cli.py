@@ -10,7 +10,7 @@ from typing import Any
 
 from ..branch import DTYPES
 from ..errors import KVLinkError
-from . import latency, machine, report, verify
+from . import latency, limits, machine, report, verify
 from .cases import cases
 from .payloads import BLOCK, Shape
 from .tables import latency_text
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_latency(commands.add_parser("latency", help=latency.__doc__, description=latency.__doc__))
+    _add_copy(commands.add_parser("copy", help=limits.__doc__, description=limits.__doc__))
     _add_verify(commands.add_parser("verify", help=verify.__doc__, description=verify.__doc__))
     return parser
 
@@ -55,20 +56,47 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
     add("--url", default="", help="the whole URL, for a connector that needs an address")
     add("--mode", default="pooled", choices=("pooled", "sealed"), help="whose memory files")
     add("--copier", default="auto", help="'auto' or the name of one")
-    add("--json", default="", metavar="FILE", help="write the result there; '-': standard output")
+    _add_json(parser)
 
 
-def _add_latency(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_latency)
-    _add_link(parser)
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    what = "write the result there; '-': standard output"
+    parser.add_argument("--json", default="", metavar="FILE", help=what)
+
+
+def _add_shape(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
     add = parser.add_argument
-    sizes = "; ".join(f"{name}: {shape}" for name, shape in PRESETS.items())
-    add("--preset", default="bagel", choices=tuple(PRESETS), help=f"(default: bagel) {sizes}")
+    sizes = "; ".join(f"{name}: {PRESETS[name]}" for name in presets)
+    add("--preset", default="bagel", choices=presets, help=f"(default: bagel) {sizes}")
     add("--layers", type=_positive)
     add("--tokens", type=_positive)
     add("--heads", type=_positive)
     add("--head-dim", type=_positive)
     add("--dtype", choices=tuple(DTYPES))
+
+
+def _shape(arguments: argparse.Namespace) -> Shape:
+    given = {
+        name: getattr(arguments, name)
+        for name in ("layers", "tokens", "heads", "head_dim", "dtype")
+        if getattr(arguments, name) is not None
+    }
+    return dataclasses.replace(PRESETS[arguments.preset], **given)
+
+
+def _add_copy(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_copy)
+    _add_shape(parser, ("small", "bagel", "bagel36"))
+    _add_json(parser)
+    parser.add_argument("--rounds", type=_positive, default=20)
+    parser.add_argument("--threads", type=_positive, default=1, help="torch's (default: 1)")
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_latency)
+    _add_link(parser)
+    _add_shape(parser, tuple(PRESETS))
+    add = parser.add_argument
     add(
         "--paged",
         action="store_true",
@@ -95,16 +123,22 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
 
 
+def _copy(arguments: argparse.Namespace) -> int:
+    setup = limits.Setup(_shape(arguments), arguments.rounds, arguments.threads)
+    quiet = arguments.json == "-"
+    with report.progress("rounds", setup.rounds, quiet=quiet) as step:
+        result = limits.measure(setup, step)
+    _finish("copy", arguments, dataclasses.asdict(setup), result.to_dict(), result.text())
+    if not quiet:
+        report.draw([(row.key.replace("_", " "), row.rate) for row in result.rows], "GB/s")
+    return 0
+
+
 def _latency(arguments: argparse.Namespace) -> int:
-    given = {
-        name: getattr(arguments, name)
-        for name in ("layers", "tokens", "heads", "head_dim", "dtype")
-        if getattr(arguments, name) is not None
-    }
     setup = latency.Setup(
         connector=arguments.url.partition("://")[0] or arguments.connector,
         url=arguments.url,
-        shape=dataclasses.replace(PRESETS[arguments.preset], **given),
+        shape=_shape(arguments),
         paged=arguments.paged,
         branches=arguments.branches,
         rounds=arguments.rounds,

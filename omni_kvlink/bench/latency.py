@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..connectors.base import Receipt
 from ..ledger import Ledger
@@ -21,6 +19,7 @@ from .payloads import BLOCK, Shape, Sources, make_bundle, make_sample
 from .peer import Message, faults
 from .plain import PlainCopy
 from .stats import Summary
+from .threads import torch_threads
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
@@ -126,7 +125,7 @@ class Result:
 
 def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
     """Run all rounds; `step` is called after each."""
-    with _torch_threads(setup.threads):
+    with torch_threads(setup.threads):
         return _measure(setup, step)
 
 
@@ -156,16 +155,6 @@ def _measure(setup: Setup, step: Callable[[], None]) -> Result:
         idle = _idle(pair, setup.idle) if setup.idle else None
     cold = rounds[0] if setup.warmup else None
     return Result(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _round(pair: Pair, data: Payload, verify: str, plain: PlainCopy) -> tuple[Round, Receipt]:

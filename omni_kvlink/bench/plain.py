@@ -17,11 +17,12 @@ class PlainCopy:
 
     Attributes:
         name: of the way that won.
+        source, target: the buffers, uint8 [nbytes].
     """
 
     def __init__(self, nbytes: int):
-        self._source = np.ones(nbytes, np.uint8)
-        self._target = np.ones(nbytes, np.uint8)
+        self.source = np.ones(nbytes, np.uint8)
+        self.target = np.ones(nbytes, np.uint8)
         ways: dict[str, Callable[[], object]] = {
             "numpy.copyto": self._copyto,
             "memmove": self._memmove,
@@ -33,17 +34,20 @@ class PlainCopy:
 
     def seconds(self) -> float:
         """Copy once."""
-        return _seconds(self._way)
+        return _seconds(self.copy)
+
+    def copy(self) -> None:
+        self._way()
 
     def _copyto(self) -> None:
-        np.copyto(self._target, self._source)
+        np.copyto(self.target, self.source)
 
     def _memmove(self) -> None:
-        ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, self._source.nbytes)
+        ctypes.memmove(self.target.ctypes.data, self.source.ctypes.data, self.source.nbytes)
 
     def _steps(self) -> None:
-        for start in range(0, len(self._source), _STEP):
-            np.copyto(self._target[start : start + _STEP], self._source[start : start + _STEP])
+        for start in range(0, len(self.source), _STEP):
+            np.copyto(self.target[start : start + _STEP], self.source[start : start + _STEP])
 
 
 def _seconds(way: Callable[[], object]) -> float:

@@ -61,6 +61,24 @@ def heading(command: str, machine: dict[str, Any]) -> str:
     return f"kvlink-bench {command}\n" + wrapped("machine", one_line(machine))
 
 
+def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
+    """Bars on a terminal, where rich is installed."""
+    if not sys.stdout.isatty():
+        return
+    try:
+        from rich.bar import Bar
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return  # the extra [bench] has it; the figures are in the table
+    top = max(value for _, value in bars)
+    grid = Table.grid(padding=(0, 2))
+    for label, value in bars:
+        bar = Bar(top, 0, value, width=48, color="green" if value >= bars[0][1] else "cyan")
+        grid.add_row(label, bar, f"{value:.1f} {unit}")
+    Console().print("", grid)
+
+
 @contextlib.contextmanager
 def progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
     """A function to call after each of `total` steps: a bar on a terminal, else a few lines."""

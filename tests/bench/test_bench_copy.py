@@ -1,0 +1,217 @@
+"""`kvlink-bench copy`: every way is there, moves the bytes, and is held to its own run's copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_kvlink.bench import limits, report, ways
+from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.payloads import Shape
+from omni_kvlink.bench.ways import FirstTouch, Way, make_ways
+from omni_kvlink.copier import Copier, NativeCopier
+
+SHAPE = Shape(2, 300, 4, 128)
+SMALL = ["copy", "--preset", "small", "--layers", "2", "--tokens", "300", "--rounds", "3"]
+KEYS = [
+    "plain_copy",
+    "torch_copy",
+    "gather_bare",
+    "gather",
+    "gather_auto_bare",
+    "gather_auto",
+    "gather_paged",
+    "scatter",
+    "verify",
+    "first_touch",
+    "populated",
+]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path: Path = tmp_path_factory.mktemp("copy") / "result.json"
+    assert main([*SMALL, "--json", str(path)]) == 0
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
+    assert list(document) == ["schema", "command", "machine", "setup", "results"]
+    assert (document["schema"], document["command"]) == ("kvlink-bench/1", "copy")
+    results = document["results"]
+    assert list(results["rows"]) == KEYS
+    assert results["payload_bytes"] == SHAPE.nbytes == 2 * 2 * 300 * 4 * 128 * 2
+    assert results["rounds"] == 3
+    assert document["setup"]["shape"]["tokens"] == 300
+
+
+def test_every_row_is_held_to_the_plain_copy(document: dict[str, Any]) -> None:
+    results = document["results"]
+    plain = results["rows"]["plain_copy"]["milliseconds"]["p50"]
+    for row in results["rows"].values():
+        took = row["milliseconds"]
+        assert 0 < took["min"] <= took["p50"] <= took["max"]
+        assert row["ratio"] == pytest.approx(took["p50"] / plain, rel=0.01)
+        rate = results["payload_bytes"] / took["p50"] / 1e6
+        assert row["gigabytes_per_second"] == pytest.approx(rate, rel=0.01)
+    cost = results["rows"]["gather"]["ratio"] / results["rows"]["gather_bare"]["ratio"]
+    assert results["digests_cost_percent"] == pytest.approx(100 * (cost - 1), abs=1)
+
+
+class Scripted(Way):
+    """Takes the seconds it is told to."""
+
+    ran: list[str]
+
+    def __init__(self, key: str, seconds: list[float], *, true: bool = True):
+        super().__init__(key, "")
+        self._seconds, self._true = seconds, true
+
+    def run(self) -> object:
+        raise NotImplementedError
+
+    def is_true(self) -> bool:
+        return self._true
+
+    def seconds(self) -> float:
+        self.ran.append(self.key)
+        return self._seconds.pop(0)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *made: Scripted) -> None:
+    Scripted.ran = []
+    monkeypatch.setattr(limits, "make_ways", lambda shape, threads: list(made))
+
+
+def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(
+        monkeypatch,
+        Scripted("plain_copy", [0.1, 0.2, 0.3]),
+        Scripted("gather", [0.5, 0.6, 0.7]),
+        Scripted("gather_bare", [0.5, 0.5, 0.5]),
+    )
+    result = limits.measure(limits.Setup(SHAPE, rounds=3))
+    rounds = [Scripted.ran[start : start + 3] for start in (0, 3, 6)]
+    assert [sorted(one) for one in rounds] == [["gather", "gather_bare", "plain_copy"]] * 3
+    row = result.to_dict()["rows"]["gather"]
+    assert row["ratio"] == pytest.approx(3)
+    assert row["ratio_by_round"]["max"] == pytest.approx(5)
+    assert row["gigabytes_per_second"] == pytest.approx(SHAPE.nbytes / 0.6 / 1e9, abs=1e-3)
+    assert result.digests_cost == pytest.approx(20)
+
+
+def test_a_way_that_moves_nothing_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(monkeypatch, Scripted("plain_copy", [0.1]), Scripted("gather", [0.1], true=False))
+    assert main([*SMALL, "--rounds", "1"]) == 2
+    assert "BenchError: gather: not all bytes are there" in capsys.readouterr().err
+    assert Scripted.ran == []
+
+
+class Nothing(Copier):
+    """Moves nothing, and says that all is well."""
+
+    name = "nothing"
+
+    def gather(self, *_: object) -> list[str]:
+        return []
+
+    def scatter(self, *_: object) -> None:
+        pass
+
+    def verify(self, *_: object) -> None:
+        pass
+
+
+class AllButOne(NativeCopier):
+    """Leaves the last byte of the last tensor as it was."""
+
+    def gather(self, sources: Any, manifest: Any, region: Any) -> list[str]:
+        last = region.view()[manifest.header_nbytes + manifest.tensors[-1].stop - 1 :][:1]
+        before = bytes(last)
+        digests = super().gather(sources, manifest, region)
+        last[:] = before
+        return digests
+
+
+@pytest.fixture(scope="module")
+def made() -> list[Way]:
+    return make_ways(SHAPE, threads=1)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_way_moves_the_bytes(made: list[Way], key: str) -> None:
+    """And what does nothing is found out."""
+    way = made[KEYS.index(key)]
+    assert way.key == key
+    assert way.is_true()
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(way, "_copier"):
+            patch.setattr(way, "_copier", Nothing())
+        else:
+            patch.setattr(way, "run", lambda: None)
+        assert not way.is_true()
+    assert way.is_true()
+    assert way.seconds() > 0
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if "gather" in key or key[-1] == "t"])
+def test_one_missing_byte_is_seen(made: list[Way], key: str) -> None:
+    way = made[KEYS.index(key)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(way, "_copier", AllButOne(threads=1))
+        assert not way.is_true()
+
+
+def test_memory_is_fresh_each_time(made: list[Way]) -> None:
+    touches = [way for way in made if isinstance(way, FirstTouch)]
+    assert len(touches) == 2
+    for way in touches:
+        first, second = way.run(), way.run()
+        assert first.fd != second.fd
+        assert first.region.address != second.region.address
+
+
+def test_only_the_second_is_populated_before() -> None:
+    untouched = ways._untouched("t", 1 << 20)
+    assert _resident(untouched.fd) == 0
+    assert _resident(ways.Mapping.shared("t", 1 << 20).fd) == 1 << 20
+
+
+def _resident(fd: int) -> int:
+    return 512 * Path(f"/proc/self/fd/{fd}").stat().st_blocks
+
+
+def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert all(f"\n{key.replace('_', ' ')} " in text for key in KEYS)
+    assert "× plain" in text
+    assert "memmove" in text or "numpy.copyto" in text
+
+
+def test_bars_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    report.draw([("a", 1.0), ("b", 2.0)], "GB/s")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    report.draw([("a", 1.0), ("b", 2.0)], "GB/s")
+    first, second = capsys.readouterr().out.strip().splitlines()
+    assert second.count("█") == pytest.approx(2 * first.count("█"), abs=1)
+    assert "2.0 GB/s" in second
+
+
+def test_help_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["copy", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "{small,bagel,bagel36}" in text
+    assert "What this machine's memory allows" in text
