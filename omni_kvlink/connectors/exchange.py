@@ -188,11 +188,14 @@ class Exchange:
                 self._send(peer, Status(want, _PHASE[transfer.state]))
 
     def unwant(self, peer: Peer, want: int) -> None:
-        """A reader's deadline passed."""
+        """A reader waits no more; what was offered to it meanwhile goes back unread."""
         for key, claims in self._wants.items():
             if (peer, want) in claims:
                 self._forget(key, (peer, want))
                 return
+        for transfer, claim in self._held_by(peer):
+            if claim == (peer, want):
+                self._drop_lease(transfer, claim, redeliver=True)
 
     def release(
         self, peer: Peer, want: int, epoch: int, outcome: Outcome, reason: str, now: float

@@ -245,6 +245,21 @@ def test_unwant(bench: Bench) -> None:
     assert bench.offers() == [("b", offer(1, transfer))]
 
 
+def test_unwant_gives_back_what_was_offered(bench: Bench) -> None:
+    """A reader that closes says no more than this: it never looks at the offer on its way."""
+    bench.want("a", 1, "k")
+    transfer = bench.put("k")
+    bench.want("b", 7, "k")
+    bench.heard()
+    bench.exchange.unwant("a", 2)
+    assert bench.heard() == []
+    bench.exchange.unwant("a", 1)
+    assert bench.heard() == [("b", offer(7, transfer))]
+    bench.release("a", 1, transfer, "unread")  # the same once more, in the reader's own words
+    assert bench.exchange.stats()["stale"] == 1
+    assert not bench.exchange.strand("a")
+
+
 def test_expiry(bench: Bench) -> None:
     bench.put("late", expires=20.0)
     transfer = bench.put("k", expires=10.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError, TransferFailed
-from omni_kvlink.testing.rig import until
+from omni_kvlink.testing.rig import until, until_freed
 
 
 def cache(key: str, value: int) -> KVCacheTransferData:
@@ -50,6 +51,21 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
         second.wait(timeout=5)
         assert producer.stats()["memory"]["blocks"] == 1
         del seen, data
+
+
+def test_an_offer_to_a_reader_that_closes_takes_no_memory(battlefield: str) -> None:
+    url = f"shm://living?directory={battlefield}"
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as other:
+        reader, busy = KVLink.connect(url, timeout=5), threading.Event()
+        reader.begin_get("a", timeout=5)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        producer._end._loop.call(lambda: busy.wait(5))  # type: ignore[union-attr, arg-type, return-value]
+        reader.close()
+        receipt = producer.put(cache("a", 1))  # offered before the good-bye was read
+        busy.set()
+        other.get("a", timeout=5).release()
+        receipt.wait(timeout=5)
+        until_freed(producer)
 
 
 def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> None:
