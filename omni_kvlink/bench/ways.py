@@ -92,8 +92,9 @@ class Payload:
         self.sources, self.manifest, self.region = sources, manifest, region
 
     @classmethod
-    def of(cls, cache: KVCacheTransferData, *, digests: bool) -> Payload:
-        plan = cache.plan(digests=digests)
+    def of(cls, cache: KVCacheTransferData) -> Payload:
+        """In shared memory of its own, with digests."""
+        plan = cache.plan()
         return cls(cache.tensors(), plan, Mapping.shared("kvlink-bench", plan.nbytes).region)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -105,10 +106,10 @@ class Payload:
         """Whether these are the source's bytes."""
         return all(same_bytes(dense(s), t) for s, t in zip(self.sources, tensors, strict=True))
 
-    def committed(self, copier: Copier) -> Payload:
-        """The same with its bytes and their digests."""
+    def commit(self, copier: Copier) -> None:
+        """Bring the bytes, and note their digests."""
         digests = copier.gather(self.sources, self.manifest, self.region)
-        return Payload(self.sources, self.manifest.with_digests(digests), self.region)
+        self.manifest = self.manifest.with_digests(digests)
 
 
 class Gather(Way):
@@ -209,9 +210,10 @@ def make_ways(shape: Shape, *, threads: int) -> list[Way]:
     """
     one, auto = NativeCopier(threads=1), NativeCopier()
     cache = _cache(shape, "contiguous")
-    bare, payload = Payload.of(cache, digests=False), Payload.of(cache, digests=True)
-    paged = Payload.of(_cache(shape, "paged"), digests=True)
-    committed = payload.committed(one)
+    payload, committed = Payload.of(cache), Payload.of(cache)
+    paged = Payload.of(_cache(shape, "paged"))
+    bare = Payload(payload.sources, cache.plan(digests=False), payload.region)  # as warm as that
+    committed.commit(one)
     tensors = [dense(source) for source in payload.sources]
     return [
         Plain(shape.nbytes),
