@@ -10,7 +10,7 @@ from typing import Any
 
 from ..branch import DTYPES
 from ..errors import KVLinkError
-from . import latency, limits, machine, report, verify
+from . import latency, limits, machine, report, streaming, verify
 from .cases import cases
 from .payloads import BLOCK, Shape
 from .tables import latency_text
@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_latency(commands.add_parser("latency", help=latency.__doc__, description=latency.__doc__))
+    _add_stream(
+        commands.add_parser("stream", help=streaming.__doc__, description=streaming.__doc__)
+    )
     _add_copy(commands.add_parser("copy", help=limits.__doc__, description=limits.__doc__))
     _add_verify(commands.add_parser("verify", help=verify.__doc__, description=verify.__doc__))
     return parser
@@ -116,6 +119,14 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add("--idle", type=float, default=0.0, metavar="SECONDS", help="measure the idle CPU so long")
 
 
+def _add_stream(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_stream)
+    _add_link(parser)
+    _add_shape(parser, tuple(PRESETS))
+    parser.add_argument("--rounds", type=_positive, default=20)
+    parser.add_argument("--warmup", type=_count, default=3, help="rounds not counted (default: 3)")
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_verify)
     _add_link(parser)
@@ -155,6 +166,22 @@ def _latency(arguments: argparse.Namespace) -> int:
         result = latency.measure(setup, step)
     results = {**result.to_dict(), "bars": latency.bars(result), "notes": latency.notes(setup)}
     _finish("latency", arguments, dataclasses.asdict(setup), results, latency_text(result))
+    return 0
+
+
+def _stream(arguments: argparse.Namespace) -> int:
+    setup = streaming.Setup(
+        connector=arguments.url.partition("://")[0] or arguments.connector,
+        shape=_shape(arguments),
+        url=arguments.url,
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        copier=arguments.copier,
+    )
+    quiet = arguments.json == "-"
+    with report.progress("rounds", setup.warmup + setup.rounds, quiet=quiet) as step:
+        result = streaming.measure(setup, step)
+    _finish("stream", arguments, dataclasses.asdict(setup), result.to_dict(), result.text())
     return 0
 
 

@@ -80,10 +80,12 @@ class Reader:
             "faults": touched,
         }
 
-    def do_copy_out(self, *, key: str, timeout: float, **sizes: Any) -> Message:
-        """Wait for a payload and copy it into tensors that were used before."""
+    def do_copy_out(self, *, key: str, timeout: float, at: int = 0, **sizes: Any) -> Message:
+        """Wait for a payload and copy it into tensors that were used before, not before `at`."""
         targets = self._targets(**sizes)
         received = self._opened().get(key, timeout=timeout)
+        while time.monotonic_ns() < at:
+            pass
         received.scatter([part for layer in targets for part in layer])
         last = time.monotonic_ns()
         received.release()

@@ -121,6 +121,9 @@ class Nothing(Copier):
     def gather(self, *_: object) -> list[str]:
         return []
 
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return [spec.digest for spec in manifest.tensors]
+
     def scatter(self, *_: object) -> None:
         pass
 

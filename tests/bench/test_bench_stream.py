@@ -1,0 +1,49 @@
+"""`kvlink-bench stream`: every way is timed in the same rounds, with figures that can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.streaming import WAYS
+
+SMALL = ["stream", "--layers", "3", "--tokens", "300", "--rounds", "4", "--warmup", "1"]
+
+
+@pytest.fixture(scope="module", params=["shm", "inproc"])
+def document(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    path: Path = tmp_path_factory.mktemp("stream") / "result.json"
+    assert main([*SMALL, "--connector", request.param, "--json", str(path)]) == 0
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
+    assert list(document) == ["schema", "command", "machine", "setup", "results"]
+    results = document["results"]
+    assert set(results["milliseconds"]) == set(WAYS)
+    assert results["rounds"] == 4
+    assert results["payload_bytes"] == 3 * 2 * 300 * 4 * 128 * 2
+
+
+def test_the_figures_make_sense(document: dict[str, Any]) -> None:
+    results = document["results"]
+    took = results["milliseconds"]
+    assert all(0 < one["min"] <= one["p50"] <= one["max"] for one in took.values())
+    ratio = took["streamed"]["p50"] / took["sequential"]["p50"]
+    assert results["streamed_over_sequential"] == pytest.approx(ratio, rel=0.01)
+    assert took["first_layer"]["max"] <= took["streamed"]["max"]
+    assert took["digest"]["p50"] <= took["in_place"]["p50"]
+
+
+def test_the_text_names_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--connector", "inproc"]) == 0
+    text = capsys.readouterr().out
+    for way in WAYS:
+        assert way.replace("_", " ") in text
