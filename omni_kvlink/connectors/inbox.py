@@ -61,6 +61,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._open: dict[int, Wanted] = {}
         self._streams: dict[int, Wanted] = {}
+        self._held: set[int] = set()
         self._number = 0
         self._over: KVLinkError | None = None
 
@@ -107,6 +108,7 @@ class Inbox:
 
     def release(self, want: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
         self._streams.pop(want, None)
+        self._held.discard(want)
         self._post(Release(want, epoch, outcome, reason))
 
     def on_message(self, message: Message) -> None:
@@ -117,9 +119,12 @@ class Inbox:
                     self._open[message.want].phase = message.phase
         elif isinstance(message, Offer):
             wanted = self._take(message.want)
+            if message.want in self._held:
+                return  # said twice: it is in use
             if wanted is None:
                 self.release(message.want, message.epoch, "unread")
             else:
+                self._held.add(message.want)
                 if message.draft:
                     wanted.progress = Progress()
                     self._streams[message.want] = wanted
@@ -168,7 +173,6 @@ class Inbox:
         if isinstance(message, Layer):
             wanted.progress.announce(message.first, message.digests)
         else:
-            self._streams.pop(message.want, None)
             wanted.progress.commit()
 
     def _end_stream(self, number: int, message: Failed) -> None:

@@ -38,26 +38,27 @@ class Progress:
     def end(self, error: KVLinkError) -> None:
         """No more will come: whoever waits raises, and so does whoever asks later."""
         with self._lock:
-            if self.whole.done():
-                return
-            self._error = error
+            if self._error is None:
+                self._error = error
             waiting, self._waiting = list(self._waiting), {}
         for future in waiting:
             future.set_exception(error)
-        self.whole.set_exception(error)
+        if not self.whole.done():
+            self.whole.set_exception(error)
 
     def when(self, tensors: range) -> Future[None]:
         """A future that ends when all of them are there, or with the error."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # only this object ends it
         with self._lock:
-            if self._error is None and not self._has(tensors):
+            has, error = self._has(tensors), self._error
+            if not has and error is None:
                 self._waiting[future] = tensors
                 return future
-        if self._error is None:
+        if error is None or (has and self._is_whole):
             future.set_result(None)
         else:
-            future.set_exception(self._error)
+            future.set_exception(error)
         return future
 
     def forget(self, future: Future[None]) -> None:
@@ -68,6 +69,10 @@ class Progress:
     def digest(self, tensor: int) -> bytes:
         """Four bytes a MiB, of a tensor that is there; empty if digests are off."""
         return self._digests[tensor]
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.whole.done() and self.whole.exception() is None
 
     def _has(self, tensors: range) -> bool:
         return all(tensor in self._digests for tensor in tensors)

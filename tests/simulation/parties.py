@@ -1,0 +1,308 @@
+"""Who takes part: producers with an exchange, readers with an inbox, as the connectors use them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from concurrent.futures import Future
+from functools import partial
+
+from world import Clock, Memory, Wire
+
+from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.exchange import Exchange
+from omni_kvlink.connectors.inbox import Inbox, Wanted
+from omni_kvlink.connectors.messages import (
+    Abort,
+    Location,
+    Message,
+    Offer,
+    Release,
+    Unwant,
+    Want,
+)
+from omni_kvlink.connectors.transfer import Transfer
+
+LAYERS = 4
+
+
+class Producer:
+    """One life of a producer."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.memory = clock, Memory()
+        self.exchange = Exchange(lambda peer, message: self._send(peer, message), self._free)
+        self.connections: set[Connection] = set()
+        self.transfers: list[Transfer] = []
+        self.alive = True
+        self._tick()
+
+    def put(self, key: str, readers: int, ttl: float) -> None:
+        """Write for a while, then commit."""
+        transfer = self._reserve(key)
+        if transfer is not None:
+            write = partial(self._write, transfer, readers, ttl)
+            self.clock.soon(write, 0.3)
+
+    def stream(self, key: str, readers: int, ttl: float) -> None:
+        """Announce it, then write and announce layer by layer; now and then give up half-way."""
+        transfer = self._reserve(key)
+        if transfer is None:
+            return
+        self.exchange.begin(transfer, self._place(transfer), 7, readers)
+        stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
+        self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
+
+    def fail(self, key: str) -> None:
+        if self.alive:
+            self.exchange.fail(key, "it was told to", "failed", self.clock.now)
+
+    def die(self) -> None:
+        """Every connection breaks; who writes, writes no more."""
+        self.alive = False
+        for connection in list(self.connections):
+            connection.break_off()
+
+    def hear(self, peer: Connection, message: Message) -> None:
+        if not self.alive or peer not in self.connections:
+            return
+        self.clock.say(f"  from {peer.name}:", message)
+        if isinstance(message, Want):
+            self.exchange.want(
+                peer, message.want, message.key, self.clock.now, streamed=message.streamed
+            )
+        elif isinstance(message, Unwant):
+            self.exchange.unwant(peer, message.want)
+        elif isinstance(message, Release):
+            self.exchange.release(
+                peer, message.want, message.epoch, message.outcome, "", self.clock.now
+            )
+        elif isinstance(message, Abort):
+            self.exchange.fail(message.key, message.reason, "aborted", self.clock.now)
+
+    def _reserve(self, key: str) -> Transfer | None:
+        if not self.alive:
+            return None
+        try:
+            transfer = self.exchange.reserve(key)
+        except DuplicateKeyError:
+            return None
+        transfer.block = self.memory.allocate()
+        self.clock.say(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
+        self.transfers.append(transfer)
+        return transfer
+
+    def _write(self, transfer: Transfer, readers: int, ttl: float) -> None:
+        if not self.alive:
+            return
+        for layer in range(LAYERS):
+            self._store(transfer, layer)
+        self._commit(transfer, readers, ttl)
+
+    def _write_layer(self, transfer: Transfer, layer: int, stop: int, ttl: float) -> None:
+        if not self.alive:
+            return
+        if layer == stop:
+            self.exchange.fail(transfer.key, f"layer {layer}", "failed", self.clock.now)
+            self.exchange.discard(transfer)
+            return
+        self._store(transfer, layer)
+        try:
+            self.exchange.announce(transfer, layer, (b"",))
+        except TransferFailed:
+            self.exchange.discard(transfer)
+            return
+        if layer + 1 < LAYERS:
+            self.clock.soon(partial(self._write_layer, transfer, layer + 1, stop, ttl))
+        else:
+            self._commit(transfer, 0, ttl)
+
+    def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
+        try:
+            place = self._place(transfer)
+            self.exchange.commit(transfer, place, readers, self.clock.now + ttl)
+        except TransferFailed:
+            self.exchange.discard(transfer)
+
+    def _store(self, transfer: Transfer, layer: int) -> None:
+        assert isinstance(transfer.block, int)
+        self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
+
+    def _place(self, transfer: Transfer) -> Location:
+        assert isinstance(transfer.block, int)
+        return Location(transfer.block, 0, LAYERS)
+
+    def _free(self, transfer: Transfer) -> None:
+        block, transfer.block = transfer.block, None
+        if isinstance(block, int):
+            self.clock.say(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
+            self.memory.free(block)
+
+    def _send(self, peer: object, message: Message) -> None:
+        assert isinstance(peer, Connection)
+        self.clock.say(f"  to {peer.name}:", message)
+        peer.to_reader.send(message)
+
+    def _tick(self) -> None:
+        if self.alive:
+            self.exchange.tick(self.clock.now)
+            self.clock.after(0.05, self._tick)
+
+
+class Connection:
+    """A reader's session with one life of a producer."""
+
+    def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
+        self.clock, self.name, self.producer = clock, name, producer
+        self.to_producer = Wire(clock, lambda message: producer.hear(self, message), wild=wild)
+        self.inbox = Inbox(self.to_producer.send, self.to_producer.send)
+        self.to_reader = Wire(clock, self._hear, wild=wild)
+        self.is_over = self.is_deaf = False
+        self.holds = 0
+        producer.connections.add(self)
+
+    def break_off(self) -> None:
+        """Both sides learn of it in their own time. The reader may look on at what it has."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.to_producer.cut()
+        self.to_reader.cut()
+        self.clock.soon(self._end, 0.3)
+        self.clock.soon(self._strand, 0.3)
+
+    def _end(self) -> None:
+        self.is_deaf = True
+        self.inbox.end(PeerLostError("gone"))
+
+    def _hear(self, message: Message) -> None:
+        if not self.is_deaf:
+            self.inbox.on_message(message)
+
+    def _strand(self) -> None:
+        if self in self.producer.connections:
+            self.producer.connections.discard(self)
+            self.producer.exchange.strand(self)
+            self._bury()
+
+    def _bury(self) -> None:
+        """When its process ended, or all that it held was dropped, nobody looks any more."""
+        if self.holds or not self.is_deaf:
+            self.clock.soon(self._bury, 0.3)
+        else:
+            self.producer.exchange.lost(self)
+
+
+class Reader:
+    """A process that gets; its session is renewed when it broke."""
+
+    def __init__(self, clock: Clock, name: str, *, wild: bool):
+        self.clock, self.name, self._wild = clock, name, wild
+        self.connection: Connection | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.open = 0
+        self._numbers = itertools.count()
+
+    def connect(self, producer: Producer) -> None:
+        if producer.alive and (self.connection is None or self.connection.is_over):
+            self.connection = Connection(self.clock, self.name, producer, wild=self._wild)
+
+    def die(self) -> None:
+        if self.connection is not None:
+            self.connection.holds, self.connection.is_deaf = 0, True
+            self.connection.break_off()
+            self.connection = None
+
+    def abort(self, key: str) -> None:
+        if self.connection is not None and not self.connection.is_over:
+            self.connection.to_producer.send(Abort(key, "no longer wanted"))
+            self.connection.inbox.fail(key, TransferFailed("aborted here", key=key, reason=""))
+
+    def get(self, key: str, timeout: float, *, streamed: bool) -> None:
+        connection = self.connection
+        if connection is None or connection.is_over:
+            return
+        try:
+            wanted = connection.inbox.want(key, streamed=streamed)
+        except PeerLostError:
+            return
+        self.open += 1
+        get = Get(self, connection, wanted)
+        wanted.future.add_done_callback(lambda _: get.answered())
+        self.clock.after(timeout, get.expire)
+
+
+class Get:
+    """One waiting get, and what it then looks at."""
+
+    def __init__(self, reader: Reader, connection: Connection, wanted: Wanted):
+        self._reader, self._connection, self._wanted = reader, connection, wanted
+        self._clock, self._is_over, self._turn = reader.clock, False, 0
+
+    def expire(self) -> None:
+        """The deadline: withdrawn, unless the answer came first."""
+        if not self._is_over and self._connection.inbox.cancel(self._wanted):
+            self._finish("timed out")
+
+    def answered(self) -> None:
+        if self._wanted.future.exception() is not None:
+            self._finish("failed")
+            return
+        offer = self._wanted.future.result()
+        self._connection.holds += 1
+        self._clock.say(self._reader.name, "has", self._wanted.key, offer)
+        progress = self._wanted.progress
+        assert bool(offer.draft) == (progress is not None)
+        if progress is None:
+            self._look(offer, range(LAYERS))
+            self._clock.soon(partial(self._let_go, offer, range(LAYERS)), 0.5)
+        else:
+            self._clock.soon(partial(self._follow, offer, 0), 0.1)
+
+    def _follow(self, offer: Offer, layer: int) -> None:
+        """Take a stream's layers as they come; look again at all that came before."""
+        progress = self._wanted.progress
+        assert progress is not None
+        future = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
+        goes_on = partial(self._next, offer, future, layer, self._turn)
+        future.add_done_callback(lambda _: goes_on())
+        self._clock.after(2.0, goes_on)
+
+    def _next(self, offer: Offer, future: Future[None], layer: int, turn: int) -> None:
+        """The layer came, or an error, or its deadline: whatever is first."""
+        if turn != self._turn:
+            return
+        self._turn += 1
+        seen = range(min(layer + 1, LAYERS))
+        if not future.done():
+            self._let_go(offer, range(layer), outcome="layer timed out")
+            return
+        if future.exception() is not None:
+            self._let_go(offer, range(layer), outcome="stream failed")
+        elif layer == LAYERS or self._clock.chance.random() < 0.03:
+            self._look(offer, seen)
+            self._clock.soon(partial(self._let_go, offer, seen), 0.3)
+        else:
+            self._look(offer, seen)
+            self._clock.soon(partial(self._follow, offer, layer + 1))
+
+    def _look(self, offer: Offer, layers: range) -> None:
+        """What is leased never changes: it is what was offered, whole."""
+        block = self._connection.producer.memory.blocks[offer.location.arena]
+        found = [block.get(layer) for layer in layers]
+        wanted = [(self._wanted.key, offer.epoch)] * len(layers)
+        assert found == wanted, f"{self._reader.name} sees {found}, offered was {wanted[:1]}"
+
+    def _let_go(self, offer: Offer, layers: range, outcome: str = "read") -> None:
+        if self._connection.holds:  # its process still lives
+            self._look(offer, layers)
+            self._connection.holds -= 1
+            said = "rejected" if self._clock.chance.random() < 0.05 else "read"
+            self._connection.inbox.release(self._wanted.number, offer.epoch, said)  # type: ignore[arg-type]
+        self._finish(outcome)
+
+    def _finish(self, outcome: str) -> None:
+        assert not self._is_over, "a get ended twice"
+        self._is_over = True
+        self._reader.open -= 1
+        self._reader.outcomes[outcome] += 1

@@ -1,0 +1,91 @@
+"""A world for the protocol: a clock that jumps, wires that fail, memory that is reused at once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from omni_kvlink.connectors.messages import Message, decode, encode
+
+
+class Clock:
+    """Runs what was put off, in the order of its time; everything is decided by one seed."""
+
+    def __init__(self, seed: int):
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self._numbers = itertools.count()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self.log: deque[str] = deque(maxlen=400)
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), do))
+
+    def soon(self, do: Callable[[], None], most: float = 0.05) -> None:
+        self.after(self.chance.uniform(0, most), do)
+
+    def run(self, until: float) -> None:
+        while self._due and self._due[0][0] <= until:
+            self.now, _, do = heapq.heappop(self._due)
+            do()
+        self.now = max(self.now, until)
+
+    def say(self, *words: Any) -> None:
+        self.log.append(f"{self.now:9.4f}  " + " ".join(map(str, words)))
+
+
+class Memory:
+    """A producer's blocks. A freed one holds garbage and is the next to be given out."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, dict[int, Any]] = {}
+        self._free: list[int] = []
+
+    def allocate(self) -> int:
+        number = self._free.pop() if self._free else len(self.blocks)
+        self.blocks[number] = {}
+        return number
+
+    def free(self, number: int) -> None:
+        assert number not in self._free, f"block {number} was freed twice"
+        self.blocks[number] = {-1: "garbage"}
+        self._free.append(number)
+
+    @property
+    def taken(self) -> int:
+        return len(self.blocks) - len(self._free)
+
+
+class Wire:
+    """One direction of a connection: in order, late, and cut off somewhere when it breaks.
+
+    Args:
+        wild: messages may also overtake each other and come twice.
+    """
+
+    def __init__(self, clock: Clock, hear: Callable[[Message], None], *, wild: bool):
+        self._clock, self._hear, self._wild = clock, hear, wild
+        self._last = 0.0
+        self._lost_from = float("inf")
+
+    def send(self, message: Message) -> None:
+        data, now, chance = encode(message), self._clock.now, self._clock.chance
+        if now >= self._lost_from:
+            return
+        for _ in range(2 if self._wild and chance.random() < 0.1 else 1):
+            at = now + chance.choice((0.0, 0.001, 0.02, 0.2)) * chance.random()
+            if not self._wild:
+                at = self._last = max(at, self._last)
+            self._clock.after(at - now, lambda at=at: self._arrive(at, data))  # type: ignore[misc]
+
+    def cut(self) -> None:
+        """What is on its way arrives up to a moment, and nothing after it."""
+        self._lost_from = self._clock.now + self._clock.chance.choice((0.0, 0.01, 0.1))
+
+    def _arrive(self, at: float, data: bytes) -> None:
+        if at < self._lost_from:
+            self._hear(decode(data))
