@@ -208,7 +208,8 @@ def make_ways(shape: Shape, *, threads: int) -> list[Way]:
         NativeError: there is no compiled library.
         CapacityError: about ten times the payload do not fit into memory.
     """
-    one, auto = NativeCopier(threads=1), NativeCopier()
+    cores = len(os.sched_getaffinity(0))
+    one, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
     cache = _cache(shape, "contiguous")
     payload, committed = Payload.of(cache), Payload.of(cache)
     paged = Payload.of(_cache(shape, "paged"))
@@ -220,8 +221,9 @@ def make_ways(shape: Shape, *, threads: int) -> list[Way]:
         TorchCopy("torch_copy", f"Tensor.copy_, torch threads {threads}", tensors),
         Gather("gather_bare", "a put's copy, no digests", one, bare),
         Gather("gather", "the same with digests", one, payload),
-        Gather("gather_auto_bare", "as many threads as pay, no digests", auto, bare),
+        Gather("gather_auto_bare", "as many threads as a put takes", auto, bare),
         Gather("gather_auto", "the same with digests", auto, payload),
+        Gather("gather_all_cores", f"{cores} threads, digests", all_cores, payload),
         Gather("gather_paged", f"random blocks of {BLOCK}, digests", one, paged),
         Scatter("scatter", "out of a payload, digests checked", one, committed),
         Verify("verify", "only read, digests checked", one, committed),

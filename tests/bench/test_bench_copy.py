@@ -23,6 +23,7 @@ KEYS = [
     "gather",
     "gather_auto_bare",
     "gather_auto",
+    "gather_all_cores",
     "gather_paged",
     "scatter",
     "verify",
