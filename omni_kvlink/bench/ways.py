@@ -223,7 +223,9 @@ def make_ways(shape: Shape, *, threads: int) -> list[Way]:
         Gather("gather", "the same with digests", one, payload),
         Gather("gather_auto_bare", "as many threads as a put takes", auto, bare),
         Gather("gather_auto", "the same with digests", auto, payload),
-        Gather("gather_all_cores", f"{cores} threads, digests", all_cores, payload),
+        Gather(
+            "gather_all_cores", f"a thread on each of {cores} cores, digests", all_cores, payload
+        ),
         Gather("gather_paged", f"random blocks of {BLOCK}, digests", one, paged),
         Scatter("scatter", "out of a payload, digests checked", one, committed),
         Verify("verify", "only read, digests checked", one, committed),

@@ -196,6 +196,8 @@ def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines()) <= 100
     assert all(f"\n{key.replace('_', ' ')} " in text for key in KEYS)
+    columns = [line for line in text.splitlines() if line.startswith(("plain copy", "gather all"))]
+    assert len({line.rindex("  ") for line in columns}) == 1, "the last column stands left"
     assert "× plain" in text
     assert "memmove" in text or "numpy.copyto" in text
 
