@@ -24,8 +24,9 @@ format: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
 
-# The native copier's own tests, under the sanitizers; any report fails.
-SANITIZED := $(CXX) -std=c++17 -g -O1 -Wall -Wextra -Werror -pthread csrc/*.cpp csrc/tests/*.cpp
+# The compiled part's own tests, under the sanitizers; any report fails. CUDA's is run on a fake device.
+SANITIZED := $(CXX) -std=c++17 -g -O1 -Wall -Wextra -Werror -pthread -Icsrc/tests/fake_cuda \
+	csrc/*.cpp csrc/cuda/*.cpp csrc/tests/*.cpp
 
 asan:
 	mkdir -p build
@@ -41,7 +42,7 @@ clean:
 	rm -rf $(VENV) build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h)
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"

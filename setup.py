@@ -1,8 +1,9 @@
-"""Builds the native copier beside the Python package; all else is declared in pyproject.toml.
+"""Builds the compiled parts beside the Python package; all else is declared in pyproject.toml.
 
-The compiled part is an ordinary shared library (no Python headers), so one wheel serves every
-Python 3. It is an optimisation: without a compiler the installation succeeds, and the package
-says at first use what is missing. OMNI_KVLINK_CUDA=auto|on|off is reserved for the CUDA part.
+They are ordinary shared libraries (no Python headers), so one wheel serves every Python 3: the
+native copier, and with nvcc the CUDA part. Both are optimisations: without a compiler the
+installation succeeds, and the package says at first use what is missing.
+OMNI_KVLINK_CUDA=auto|on|off: the CUDA part if there is nvcc; or else an error; or not at all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -25,7 +27,19 @@ except ImportError:  # setuptools before 70.1
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"  # as omni_kvlink/_native.py knows them
+CUDA_LIBRARY, CUDA_EXCUSE = "_kvlink_cuda.so", "_kvlink_cuda.missing"  # as _cuda.py knows them
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
+NVCC_FLAGS = [
+    *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"),
+    *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
+    *("-gencode", "arch=compute_90,code=compute_90"),  # translated by drivers of later devices
+]
+PARTS = (LIBRARY, EXCUSE, CUDA_LIBRARY, CUDA_EXCUSE)
+CUDA_CURE = (
+    "install the CUDA toolkit 11.8 or later and a C++17 compiler that it takes (CUDACXX names "
+    "nvcc), or use OMNI_KVLINK_CUDA=off: device tensors are copied by torch"
+)
 
 
 class NoLibrary(Exception):
@@ -33,9 +47,9 @@ class NoLibrary(Exception):
 
 
 class build_native(Command):
-    """Compile csrc into omni_kvlink/_kvlink.so, or leave a note that says why not."""
+    """Compile csrc into the package's libraries, or leave notes that say why not."""
 
-    description = "compile the native copier"
+    description = "compile the native copier and the CUDA part"
     user_options = [("inplace", "i", "put it into the source tree")]  # noqa: RUF012
     boolean_options = ["inplace"]  # noqa: RUF012
 
@@ -48,20 +62,26 @@ class build_native(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        check_cuda_wish(os.environ.get("OMNI_KVLINK_CUDA", "auto"))
+        wish = os.environ.get("OMNI_KVLINK_CUDA", "auto")
+        if wish not in ("auto", "on", "off"):
+            raise SetupError(f"OMNI_KVLINK_CUDA={wish}; wanted auto, on or off")
         package = self._package()
         package.mkdir(parents=True, exist_ok=True)
-        library, excuse = package / LIBRARY, package / EXCUSE
-        excuse.unlink(missing_ok=True)
-        try:
-            compile_library(library)
-        except NoLibrary as why:
-            library.unlink(missing_ok=True)  # an older one would not fit these sources
-            excuse.write_text(f"{why}\n")
+        why = build_part(package / LIBRARY, package / EXCUSE, compile_host)
+        if why:
             print(f"omni_kvlink: no native copier: {why}; torch will copy", file=sys.stderr)
+        why = build_part(
+            package / CUDA_LIBRARY,
+            package / CUDA_EXCUSE,
+            refuse_cuda if wish == "off" else compile_cuda,
+        )
+        if why and wish == "on":
+            raise SetupError(f"OMNI_KVLINK_CUDA=on, but {why}; {CUDA_CURE}")
+        if why and wish == "auto":
+            print(f"omni_kvlink: no CUDA part: {why}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
-        files = [self._package() / name for name in (LIBRARY, EXCUSE)]
+        files = [self._package() / name for name in PARTS]
         return [str(file) for file in files if file.exists()]
 
     def get_output_mapping(self) -> dict[str, str]:
@@ -75,23 +95,40 @@ class build_native(Command):
         return (ROOT if in_tree else Path(self.build_lib or "build")) / "omni_kvlink"
 
 
-def check_cuda_wish(wish: str) -> None:
-    if wish not in ("auto", "on", "off"):
-        raise SetupError(f"OMNI_KVLINK_CUDA={wish}; wanted auto, on or off")
-    if wish == "on":
-        raise SetupError(
-            "OMNI_KVLINK_CUDA=on, but the CUDA part isn't in this version yet; "
-            "use auto or off: device tensors are copied by torch"
-        )
+def build_part(library: Path, excuse: Path, compile_to: Callable[[Path], None]) -> str | None:
+    """Build a library, or leave a note that says why not; returns it."""
+    excuse.unlink(missing_ok=True)
+    try:
+        compile_to(library)
+    except NoLibrary as why:
+        library.unlink(missing_ok=True)  # an older one would not fit these sources
+        excuse.write_text(f"{why}\n")
+        return str(why)
+    return None
 
 
-def compile_library(target: Path) -> None:
-    """One call of the compiler for a handful of files, into a temporary name: all or nothing."""
-    compiler = find_compiler()
-    draft = target.with_name(f"{target.name}.{os.getpid()}")
-    sources = [str(file) for file in sorted((ROOT / "csrc").glob("*.cpp"))]
+def compile_host(target: Path) -> None:
     extra = shlex.split(os.environ.get("CXXFLAGS", ""))
-    command = [*compiler, *FLAGS, *extra, *sources, "-o", str(draft)]
+    compile_library([*find_compiler(), *FLAGS, *extra], (ROOT / "csrc").glob("*.cpp"), target)
+
+
+def compile_cuda(target: Path) -> None:
+    if not target.with_name(LIBRARY).exists():
+        raise NoLibrary("it needs the native copier, and there is none")
+    here = ROOT / "csrc" / "cuda"
+    shared = (ROOT / "csrc" / name for name in ("failure.cpp", "view.cpp"))
+    sources = [*here.glob("*.cpp"), *here.glob("*.cu"), *shared]
+    compile_library([*find_nvcc(), *NVCC_FLAGS], sources, target)
+
+
+def refuse_cuda(target: Path) -> None:
+    raise NoLibrary("it was switched off at installation (OMNI_KVLINK_CUDA=off)")
+
+
+def compile_library(compiler: list[str], sources: Iterable[Path], target: Path) -> None:
+    """One call of the compiler for a handful of files, into a temporary name: all or nothing."""
+    draft = target.with_name(f"{target.name}.{os.getpid()}")
+    command = [*compiler, *map(str, sorted(sources)), "-o", str(draft)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not draft.exists():
@@ -114,6 +151,17 @@ def find_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise NoLibrary("no C++ compiler was found at installation (none of c++, g++, clang++)")
+
+
+def find_nvcc() -> list[str]:
+    wish = shlex.split(os.environ.get("CUDACXX") or os.environ.get("NVCC") or "")
+    if wish:
+        return wish
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
+    if not found:
+        raise NoLibrary(f"no nvcc was found at installation (not on PATH, not in {home}/bin)")
+    return [found]
 
 
 class build_all(build):

@@ -9,16 +9,6 @@
 #include "kvlink.h"
 
 namespace kvl {
-
-void fail(int status, const char *format, ...) {
-    Failure failure{status, {}};
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(failure.text, sizeof failure.text, format, arguments);
-    va_end(arguments);
-    throw failure;
-}
-
 namespace {
 
 thread_local char last_error[320];

@@ -100,6 +100,19 @@ class Lease:
         self.release()
 
 
+class MappedPages:
+    """What every region of a mapping holds: the only reference to its mmap.
+
+    A weak reference to an mmap itself is told after it was unmapped; one to this, before: an
+    object's weak references are cleared ahead of its attributes.
+    """
+
+    def __init__(self, pages: mmap.mmap, nbytes: int, *, readonly: bool):
+        self.address: int = np.frombuffer(memoryview(pages), np.uint8).ctypes.data
+        self.nbytes, self.readonly = nbytes, readonly
+        self._pages = pages
+
+
 class Mapping:
     """One mapping of memory; `fd` is the file behind it, or -1.
 
@@ -108,9 +121,8 @@ class Mapping:
 
     def __init__(self, pages: mmap.mmap, nbytes: int, *, fd: int = -1, readonly: bool = False):
         self.fd, self.nbytes = fd, nbytes
-        address = np.frombuffer(memoryview(pages), np.uint8).ctypes.data
-        self._pages = pages
-        self.region = Region(address, nbytes, pages, readonly=readonly)
+        owner = MappedPages(pages, nbytes, readonly=readonly)
+        self.region = Region(owner.address, nbytes, owner, readonly=readonly)
 
     @classmethod
     def anonymous(cls, nbytes: int) -> Mapping:

@@ -4,12 +4,14 @@
 
 void test_copies(const char *features, int rounds);
 void test_refusals();
+void test_cuda();
 
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
     for (const char *features : {"portable", "avx2", "avx512", "avx512+clmul"})
         test_copies(features, rounds);
     test_refusals();
+    test_cuda();
     std::printf("%d failed\n", failures);
     return failures ? 1 : 0;
 }

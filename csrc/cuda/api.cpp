@@ -1,0 +1,168 @@
+// The C interface: what is thrown inside becomes a status and the thread's last error.
+#include <cstdio>
+#include <memory>
+#include <new>
+#include <unordered_map>
+
+#include "pinned.h"
+#include "transfer.h"
+
+namespace kvlc {
+namespace {
+
+using ull = unsigned long long;
+
+thread_local char last_error[384];
+
+template <class Body>
+int guarded(Body body) {
+    try {
+        body();
+        return KVL_OK;
+    } catch (const kvl::Failure &failure) {
+        snprintf(last_error, sizeof last_error, "%s", failure.text);
+        return failure.status;
+    } catch (...) {
+        snprintf(last_error, sizeof last_error, "the system refused memory or another resource");
+        return KVL_ENOMEM;
+    }
+}
+
+struct Open {
+    uint64_t device;
+    Transfer transfer;
+    Open(uint64_t number, const Plan &plan, ptrdiff_t shift, cudaStream_t theirs)
+        : device(number), transfer(Device::get(number), plan, shift, theirs) {}
+};
+
+std::mutex lock;
+// Never destroyed: at a process's end CUDA may be gone before.
+auto &tickets = *new std::unordered_map<uint64_t, std::shared_ptr<Open>>;
+uint64_t last_ticket = 0;
+
+std::shared_ptr<Open> find(uint64_t ticket, bool forget = false) {
+    std::lock_guard<std::mutex> hold(lock);
+    auto found = tickets.find(ticket);
+    if (found == tickets.end()) kvl::fail(KVL_EARGUMENT, "no ticket %llu", ull(ticket));
+    std::shared_ptr<Open> open = found->second;
+    if (forget) tickets.erase(found);
+    return open;
+}
+
+uint64_t remember(std::shared_ptr<Open> open) {
+    std::lock_guard<std::mutex> hold(lock);
+    tickets[++last_ticket] = std::move(open);
+    return last_ticket;
+}
+
+Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+             uint64_t crossover, kvl_report &now) {
+    Plan plan(gather, payload, nbytes);
+    for (; now.copy < count; now.copy++) {
+        try {
+            plan.add(copies[now.copy], crossover);
+        } catch (kvl::Failure &failure) {
+            kvl::fail(failure.status, "copy %llu: %s", ull(now.copy), failure.text);
+        }
+    }
+    now.copy = 0;
+    plan.close();
+    return plan;
+}
+
+int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+          const kvlc_options *options, kvl_report *report, uint64_t *ticket) {
+    kvl_report own{};
+    kvl_report &now = report ? *report : own;
+    now = kvl_report{};
+    return guarded([&] {
+        if (!options || !ticket || (!payload && nbytes) || (!copies && count))
+            kvl::fail(KVL_EARGUMENT, "a null pointer where there must be none");
+        uint64_t crossover = options->crossover;
+        // Refused without a device where it is the arguments that are wrong.
+        Plan plan = plan_of(gather, payload, nbytes, copies, count, crossover, now);
+        Device &device = Device::get(options->device);
+        OnDevice here(options->device);
+        if (crossover == KVLC_MEASURED)
+            plan = plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), now);
+        ptrdiff_t shift = plan.groups().empty() ? 0 : device_shift(payload, nbytes, gather);
+        auto theirs = reinterpret_cast<cudaStream_t>(options->stream);
+        *ticket = remember(std::make_shared<Open>(options->device, plan, shift, theirs));
+    });
+}
+
+}  // namespace
+}  // namespace kvlc
+
+using namespace kvlc;
+
+int kvlc_version(void) { return KVLC_ABI; }
+
+const char *kvlc_last_error(void) { return last_error; }
+
+int kvlc_devices(uint64_t *count) {
+    return guarded([&] { *count = count_devices(); });
+}
+
+int kvlc_describe(uint64_t device, char *text, uint64_t nbytes) {
+    return guarded([&] {
+        cudaDeviceProp found;
+        check(cudaGetDeviceProperties(&found, static_cast<int>(device)), "no such device");
+        snprintf(text, nbytes, "cuda %d.%d, %s", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+                 found.name);
+    });
+}
+
+int kvlc_register(uint64_t device, void *address, uint64_t nbytes, uint64_t readonly) {
+    return guarded([&] { register_memory(device, static_cast<char *>(address), nbytes, readonly); });
+}
+
+int kvlc_unregister(void *address) {
+    return guarded([&] { unregister_memory(static_cast<char *>(address)); });
+}
+
+int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+                const kvlc_options *options, kvl_report *report, uint64_t *ticket) {
+    return begin(true, static_cast<char *>(payload), nbytes, copies, count, options, report,
+                 ticket);
+}
+
+int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
+                 const kvlc_options *options, kvl_report *report, uint64_t *ticket) {
+    // Only read: `begin` knows the direction.
+    return begin(false, static_cast<char *>(const_cast<void *>(payload)), nbytes, copies, count,
+                 options, report, ticket);
+}
+
+int kvlc_wait(uint64_t ticket, uint64_t copy) {
+    return guarded([&] {
+        std::shared_ptr<Open> open = find(ticket);
+        OnDevice here(open->device);
+        open->transfer.wait(copy);
+    });
+}
+
+int kvlc_poll(uint64_t ticket, uint64_t *complete) {
+    return guarded([&] {
+        std::shared_ptr<Open> open = find(ticket);
+        OnDevice here(open->device);
+        *complete = open->transfer.complete();
+    });
+}
+
+int kvlc_finish(uint64_t ticket) {
+    return guarded([&] {
+        std::shared_ptr<Open> open = find(ticket, true);
+        OnDevice here(open->device);
+        open->transfer.wait_all();
+        open.reset();  // while here
+    });
+}
+
+int kvlc_crossover(uint64_t device, uint64_t *bytes) {
+    return guarded([&] {
+        Device &found = Device::get(device);
+        OnDevice here(device);
+        for (bool gather : {true, false}) bytes[!gather] = found.crossover(gather);
+    });
+}

@@ -1,0 +1,13 @@
+// Many copies by the copy engines, in one call where the toolkit has one.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+
+namespace kvlc {
+
+// Enqueue `count` runs, in no particular order. Throws.
+void copy_runs(const Run *runs, size_t count, bool gather, cudaStream_t stream);
+
+}  // namespace kvlc

@@ -1,0 +1,104 @@
+#include "device.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "calibrate.h"
+#include "kernel.h"
+
+namespace kvlc {
+namespace {
+
+constexpr size_t kStaging = 256 << 10;  // enough for the tables of most calls
+
+using ull = unsigned long long;
+
+// A part of the device that fills a PCIe link many times over, and leaves the rest to the model.
+unsigned choose_blocks(int processors) {
+    return static_cast<unsigned>(std::clamp(processors / 4, 8, 64));
+}
+
+Staging make_staging(size_t nbytes) {
+    Staging made;
+    made.nbytes = std::max(nbytes, kStaging);
+    void *host = nullptr, *device = nullptr;
+    check(cudaMallocHost(&host, made.nbytes), "cudaMallocHost");
+    cudaError_t status = cudaMalloc(&device, made.nbytes);
+    if (status != cudaSuccess) (void)cudaFreeHost(host);
+    check(status, "cudaMalloc");
+    made.host = static_cast<char *>(host), made.device = static_cast<char *>(device);
+    return made;
+}
+
+}  // namespace
+
+uint64_t count_devices() {
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "no CUDA device");
+    if (count <= 0) kvl::fail(KVLC_ENODEVICE, "no CUDA device: the driver reports none");
+    return static_cast<uint64_t>(count);
+}
+
+Device &Device::get(uint64_t number) {
+    static std::mutex lock;
+    // Never destroyed: at a process's end CUDA may be gone before.
+    static auto &devices = *new std::vector<std::unique_ptr<Device>>;
+    std::lock_guard<std::mutex> hold(lock);
+    if (number >= devices.size()) {
+        uint64_t count = count_devices();
+        if (number >= count)
+            kvl::fail(KVL_EARGUMENT, "device %llu of %llu", ull(number), ull(count));
+        devices.resize(count);
+    }
+    if (!devices[number]) devices[number].reset(new Device(number));
+    return *devices[number];
+}
+
+Device::Device(uint64_t number) {
+    int processors = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
+                                 static_cast<int>(number)),
+          "cudaDeviceGetAttribute");
+    blocks_ = choose_blocks(processors);
+    check(load_kernels(), "loading the copying kernel");
+    free_.push_back(make_staging(kStaging));
+}
+
+cudaStream_t Device::stream(bool gather, cudaStream_t theirs) {
+    std::lock_guard<std::mutex> hold(lock_);
+    cudaStream_t &ours = streams_[{gather, theirs}];
+    if (!ours)
+        check(cudaStreamCreateWithFlags(&ours, cudaStreamNonBlocking), "cudaStreamCreate");
+    return ours;
+}
+
+Staging Device::take_staging(size_t nbytes) {
+    if (!nbytes) return {};
+    {
+        std::lock_guard<std::mutex> hold(lock_);
+        for (auto found = free_.begin(); found != free_.end(); ++found)
+            if (found->nbytes >= nbytes) {
+                Staging taken = *found;
+                free_.erase(found);
+                return taken;
+            }
+    }
+    return make_staging(nbytes);
+}
+
+void Device::give_back(Staging staging) {
+    if (!staging.nbytes) return;
+    std::lock_guard<std::mutex> hold(lock_);
+    free_.push_back(staging);
+}
+
+uint64_t Device::crossover(bool gather) {
+    std::lock_guard<std::mutex> hold(measuring_);
+    if (!measured_) {
+        for (bool direction : {true, false}) crossovers_[!direction] = calibrate(*this, direction);
+        measured_ = true;
+    }
+    return crossovers_[!gather];
+}
+
+}  // namespace kvlc

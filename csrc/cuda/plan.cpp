@@ -1,0 +1,144 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../cursor.h"
+#include "../failure.h"
+
+namespace kvlc {
+namespace {
+
+using kvl::View;
+using ull = unsigned long long;
+
+// A copy engine takes no part of the device from the model: it wins where it is nearly as fast.
+constexpr double kPatience = 1.05;
+
+uint64_t mean_run(const View &view, uint64_t nbytes) {
+    if (!view.dims) return nbytes;
+    if (!view.index || view.dims > 1) return std::min<uint64_t>(view.run, nbytes);
+    uint64_t pieces = 1;
+    for (size_t i = 1; i < view.sizes[0]; i++)
+        pieces += view.outermost(i) != view.outermost(i - 1) + view.run;
+    return nbytes / pieces;
+}
+
+// The widest element whose pieces are whole and aligned on both sides.
+uint64_t width_of(const View &view, const char *payload, uint64_t nbytes) {
+    uint64_t bits = sizeof(Wide) | nbytes | view.run | reinterpret_cast<uintptr_t>(view.origin) |
+                    reinterpret_cast<uintptr_t>(payload);
+    for (int d = 0; d < view.dims; d++) bits |= uint64_t(view.strides[d]);
+    if (view.index && view.index_split > 1) bits |= uint64_t(view.index_stride);
+    return bits & -bits;
+}
+
+}  // namespace
+
+void Plan::check_span(const kvl_span &span) {
+    if (span.nbytes > nbytes_ || span.start > nbytes_ - span.nbytes)
+        kvl::fail(KVL_EBOUNDS, "a span of %llu bytes at %llu in a payload of %llu",
+                  ull(span.nbytes), ull(span.start), ull(nbytes_));
+    if (!gather_) return;
+    if (span.start < written_)
+        kvl::fail(KVL_EOVERLAP, "a span at %llu after one that ends at %llu", ull(span.start),
+                  ull(written_));
+    written_ = span.start + span.nbytes;
+}
+
+void Plan::add(const kvl_copy &copy, uint64_t crossover) {
+    check_span(copy.span);
+    if (copy.span.nbytes) {
+        View view = kvl::check_view(copy.view, copy.span.nbytes, !gather_);
+        if (mean_run(view, copy.span.nbytes) < crossover)
+            add_task(view, copy.span);
+        else
+            add_runs(view, copy.span);
+    }
+    copies_++;
+    open_nbytes_ += copy.span.nbytes;
+    if (open_nbytes_ >= kGroup) end_group();
+}
+
+void Plan::add_task(const View &view, const kvl_span &span) {
+    Task task{};
+    task.view = view.origin;
+    task.payload = payload_ + span.start;
+    task.width = width_of(view, task.payload, span.nbytes);
+    bool wide = reinterpret_cast<uintptr_t>(task.payload) % sizeof(Wide) == 0;
+    task.unit = wide ? sizeof(Wide) : task.width;
+    task.elements = span.nbytes / task.width;
+    task.dims = uint64_t(view.dims);
+    for (int d = 0; d < view.dims; d++) {
+        task.below[d] = view.below[d] / task.width;
+        task.strides[d] = view.strides[d];
+    }
+    task.first_tile = open_tiles_;
+    open_tiles_ += (units(task) + kTile - 1) / kTile;
+    first_offset_.push_back(view.index ? offsets_of(view) : -1);
+    tasks_.push_back(task);
+}
+
+int64_t Plan::offsets_of(const View &view) {
+    ptrdiff_t stride = view.index_split > 1 ? view.index_stride : 0;
+    auto [known, fresh] = known_.try_emplace(
+        {view.index, view.sizes[0], view.strides[0], view.index_split, stride},
+        int64_t(offsets_.size()));
+    if (fresh)
+        for (size_t i = 0; i < view.sizes[0]; i++)
+            offsets_.push_back(view.outermost(i) - view.origin);
+    return known->second;
+}
+
+void Plan::add_runs(const View &view, const kvl_span &span) {
+    kvl::Cursor cursor;
+    cursor.seek(view, 0);
+    char *payload = payload_ + span.start;
+    for (uint64_t left = span.nbytes; left;) {
+        uint64_t n = std::min<uint64_t>(cursor.left, left);
+        bool open = runs_.size() > open_run_;
+        if (open && runs_.back().view + runs_.back().nbytes == cursor.at &&
+            runs_.back().payload + runs_.back().nbytes == payload)
+            runs_.back().nbytes += n;
+        else
+            runs_.push_back({cursor.at, payload, n});
+        payload += n;
+        left -= n;
+        cursor.take(n);
+    }
+}
+
+void Plan::end_group() {
+    if (open_nbytes_)
+        groups_.push_back(
+            {copies_, open_task_, tasks_.size(), open_run_, runs_.size(), open_tiles_});
+    open_nbytes_ = open_tiles_ = 0;
+    open_task_ = tasks_.size();
+    open_run_ = runs_.size();
+}
+
+size_t Plan::staged_nbytes() const {
+    return tasks_.size() * sizeof(Task) + offsets_.size() * sizeof(int64_t);
+}
+
+void Plan::stage(char *host, const char *device, ptrdiff_t shift) const {
+    size_t at = tasks_.size() * sizeof(Task);
+    for (size_t i = 0; i < tasks_.size(); i++) {
+        Task task = tasks_[i];
+        task.payload += shift;
+        if (first_offset_[i] >= 0)
+            task.offsets = reinterpret_cast<const int64_t *>(device + at) + first_offset_[i];
+        memcpy(host + i * sizeof task, &task, sizeof task);
+    }
+    if (!offsets_.empty()) memcpy(host + at, offsets_.data(), offsets_.size() * sizeof(int64_t));
+}
+
+uint64_t crossover(double kernel, double in_runs, double whole, uint64_t runs, uint64_t nbytes) {
+    double each = (in_runs - whole) / double(runs - 1), ahead = kernel * kPatience - whole;
+    if (each <= 0) return 0;           // runs cost nothing beyond their bytes
+    if (ahead <= 0) return UINT64_MAX;  // not even one run would be as fast
+    double found = each * double(nbytes) / ahead;
+    return found < 1e18 ? uint64_t(found) : UINT64_MAX;
+}
+
+}  // namespace kvlc

@@ -1,0 +1,76 @@
+// One call, checked and laid out before anything is enqueued; knows nothing of CUDA.
+#pragma once
+
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "../view.h"
+#include "unit.h"
+
+namespace kvlc {
+
+constexpr uint64_t kGroup = 8 << 20;  // bytes after which the host hears that they are complete
+
+// Contiguous bytes on both sides: a copy engine's work.
+struct Run {
+    char *view, *payload;
+    uint64_t nbytes;
+};
+
+// Copies that are enqueued together and complete together.
+struct Group {
+    uint64_t stop;  // the first copy behind it
+    size_t first_task, stop_task, first_run, stop_run;
+    uint64_t tiles;  // of its tasks
+};
+
+class Plan {
+  public:
+    Plan(bool gather, char *payload, uint64_t nbytes)
+        : gather_(gather), payload_(payload), nbytes_(nbytes) {}
+
+    // Views whose runs are shorter than `crossover` on average become tasks, others runs.
+    // Throws kvl::Failure; nothing may be enqueued before all copies were added and `close`d.
+    void add(const kvl_copy &copy, uint64_t crossover);
+    void close() { end_group(); }
+
+    bool gather() const { return gather_; }
+    uint64_t copies() const { return copies_; }
+    const std::vector<Task> &tasks() const { return tasks_; }  // `offsets` is not yet an address
+    const std::vector<int64_t> &offsets() const { return offsets_; }
+    const std::vector<Run> &runs() const { return runs_; }
+    const std::vector<Group> &groups() const { return groups_; }
+
+    // What to put on the device: the tasks, then the offsets.
+    size_t staged_nbytes() const;
+    // Written for an address `device` of the copy, and a payload that the device finds `shift`
+    // bytes from where the host does.
+    void stage(char *host, const char *device, ptrdiff_t shift) const;
+
+  private:
+    void check_span(const kvl_span &span);
+    void add_task(const kvl::View &view, const kvl_span &span);
+    void add_runs(const kvl::View &view, const kvl_span &span);
+    int64_t offsets_of(const kvl::View &view);
+    void end_group();
+
+    bool gather_;
+    char *payload_;
+    uint64_t nbytes_;
+    std::vector<Task> tasks_;
+    std::vector<int64_t> first_offset_;  // of each task, or -1
+    std::vector<int64_t> offsets_;
+    std::vector<Run> runs_;
+    std::vector<Group> groups_;
+    // Layers share one table: it is looked up and sent once.
+    std::map<std::tuple<const int64_t *, size_t, ptrdiff_t, uint64_t, ptrdiff_t>, int64_t> known_;
+    uint64_t copies_ = 0, written_ = 0, open_nbytes_ = 0, open_tiles_ = 0;
+    size_t open_task_ = 0, open_run_ = 0;
+};
+
+// The run length from which a copy engine is the faster one, of three times for `nbytes` bytes:
+// a kernel's, a copy engine's for `runs` runs, and for one. All in the same unit.
+uint64_t crossover(double kernel, double in_runs, double whole, uint64_t runs, uint64_t nbytes);
+
+}  // namespace kvlc

@@ -1,0 +1,50 @@
+#include "runtime.h"
+
+namespace kvlc {
+namespace {
+
+// The driver's own functions, found at run time: nothing is linked to a driver.
+struct Driver {
+    int (*get_current)(void **context) = nullptr;
+    int (*set_current)(void *context) = nullptr;
+
+    Driver() {
+        find("cuCtxGetCurrent", reinterpret_cast<void **>(&get_current));
+        find("cuCtxSetCurrent", reinterpret_cast<void **>(&set_current));
+    }
+
+    static void find(const char *name, void **function) {
+        cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+        check(cudaGetDriverEntryPointByVersion(name, function, 12000, 0, &found), name);
+#else
+        check(cudaGetDriverEntryPoint(name, function, 0, &found), name);
+#endif
+        if (found != cudaDriverEntryPointSuccess)
+            kvl::fail(KVLC_ENODEVICE, "the driver has no %s", name);
+    }
+};
+
+const Driver &driver() {
+    static const Driver found;  // tried again after a failure
+    return found;
+}
+
+}  // namespace
+
+void check(cudaError_t status, const char *what) {
+    if (status == cudaSuccess) return;
+    (void)cudaGetLastError();  // said here; not to be found again by a later call
+    bool none = status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver;
+    kvl::fail(none ? KVLC_ENODEVICE : KVLC_ECUDA, "%s: %s (%s)", what, cudaGetErrorString(status),
+              cudaGetErrorName(status));
+}
+
+OnDevice::OnDevice(uint64_t number) {
+    if (driver().get_current(&before_)) before_ = nullptr;
+    check(cudaSetDevice(static_cast<int>(number)), "cudaSetDevice");
+}
+
+OnDevice::~OnDevice() { (void)driver().set_current(before_); }
+
+}  // namespace kvlc

@@ -1,0 +1,221 @@
+#include "fake_cuda.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../cuda/kernel.h"
+
+// Streams are queues that somebody who waits works off, up to what he waits for.
+struct FakeStream {
+    std::deque<std::function<void()>> queue;
+    uint64_t enqueued = 0, done = 0;
+};
+
+namespace {
+
+struct Mark {  // a place in a stream; a stream that waits for it keeps it
+    std::shared_ptr<FakeStream> stream;
+    uint64_t at = 0;
+};
+
+std::recursive_mutex lock;
+std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
+std::map<char *, size_t> registered;
+
+std::shared_ptr<FakeStream> &of(cudaStream_t stream) {
+    auto &found = streams[stream];
+    if (!found) found = std::make_shared<FakeStream>();
+    return found;
+}
+
+void run(const Mark &mark) {
+    while (mark.stream && mark.stream->done < mark.at) {
+        auto work = std::move(mark.stream->queue.front());
+        mark.stream->queue.pop_front();
+        work();
+        mark.stream->done++;
+    }
+}
+
+cudaError_t push(cudaStream_t stream, std::function<void()> work) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    int &left = fake_cuda().fails_after;
+    if (left == 0) return cudaErrorLaunchFailure;
+    if (left > 0) left--;
+    of(stream)->queue.push_back(std::move(work));
+    of(stream)->enqueued++;
+    return cudaSuccess;
+}
+
+cudaError_t allocate(void **memory, size_t nbytes) {
+    *memory = std::aligned_alloc(256, (nbytes + 255) / 256 * 256);
+    return *memory ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+int current_context(void **context) {
+    *context = nullptr;
+    return 0;
+}
+int set_context(void *) { return 0; }
+
+}  // namespace
+
+struct FakeEvent {
+    Mark mark;
+};
+
+FakeCuda &fake_cuda() {
+    static FakeCuda state;
+    return state;
+}
+
+void fake_enqueue(cudaStream_t stream, std::function<void()> work) {
+    (void)push(stream, std::move(work));
+}
+
+void fake_run(cudaStream_t stream) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    run({of(stream), of(stream)->enqueued});
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char *cudaGetErrorString(cudaError_t) { return "a fake error"; }
+const char *cudaGetErrorName(cudaError_t status) {
+    return status == cudaErrorNoDevice ? "cudaErrorNoDevice" : "cudaErrorFake";
+}
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    *count = fake_cuda().devices;
+    return *count ? cudaSuccess : cudaErrorNoDevice;
+}
+cudaError_t cudaSetDevice(int device) {
+    return device < fake_cuda().devices ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 40 : fake_cuda().readonly_supported;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int) {
+    strcpy(found->name, "Fake");
+    return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult *found) {
+    *function = strstr(name, "Get") ? reinterpret_cast<void *>(current_context)
+                                    : reinterpret_cast<void *>(set_context);
+    *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
+cudaError_t cudaMallocHost(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
+cudaError_t cudaFreeHost(void *memory) {
+    free(memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    if (fake_cuda().refuses_registration) return cudaErrorNotSupported;
+    bool fresh = registered.try_emplace(static_cast<char *>(memory), nbytes).second;
+    return fresh ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered;
+}
+cudaError_t cudaHostUnregister(void *memory) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    return registered.erase(static_cast<char *>(memory)) ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaHostGetDevicePointer(void **found, void *memory, unsigned) {
+    *found = memory;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    auto made = std::make_shared<FakeStream>();
+    *stream = made.get();
+    streams[*stream] = made;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    fake_run(stream);
+    streams.erase(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    Mark mark = event->mark;
+    of(stream)->queue.push_back([mark] { run(mark); });
+    of(stream)->enqueued++;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+    *event = new FakeEvent;
+    return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    event->mark = {of(stream), of(stream)->enqueued};
+    return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    run(event->mark);
+    return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    const Mark &mark = event->mark;
+    return mark.stream && mark.stream->done < mark.at ? cudaErrorNotReady : cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+    fake_cuda().copied++;
+    return push(stream, [=] { memcpy(to, from, nbytes); });
+}
+cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes,
+                                 size_t count, cudaMemcpyAttributes *how, size_t *first,
+                                 size_t attributes, cudaStream_t stream) {
+    if (!fake_cuda().has_batch) return cudaErrorCallRequiresNewerDriver;
+    if (!count || attributes != 1 || *first || how->srcAccessOrder != 1) return cudaErrorInvalidValue;
+    fake_cuda().batched += count;
+    for (size_t i = count; i--;) {  // in no order that anyone may rely on
+        void *there = to[i];
+        const void *here = from[i];
+        size_t nbytes = sizes[i];
+        cudaError_t status = push(stream, [=] { memcpy(there, here, nbytes); });
+        if (status) return status;
+    }
+    return cudaSuccess;
+}
+
+namespace kvlc {
+
+cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
+                   cudaStream_t stream) {
+    if (!blocks || blocks > tiles) return cudaErrorInvalidValue;
+    fake_cuda().launches++;
+    return push(stream, [=] {
+        for (uint64_t tile = 0; tile < tiles; tile++)
+            for (unsigned thread = 0; thread < kThreads; thread++)
+                gather ? move_tile_of<true>(tasks, count, tile, thread)
+                       : move_tile_of<false>(tasks, count, tile, thread);
+    });
+}
+
+cudaError_t load_kernels() { return cudaSuccess; }
+
+}  // namespace kvlc

@@ -1,0 +1,73 @@
+// As much of CUDA's runtime as the library uses, for tests without a device. What is enqueued is
+// done when an event behind it is waited for, and no sooner.
+#pragma once
+
+#include <cstddef>
+
+#define CUDART_VERSION 13000
+
+using cudaStream_t = struct FakeStream *;
+using cudaEvent_t = struct FakeEvent *;
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorCallRequiresNewerDriver = 36,
+    cudaErrorNoDevice = 100,
+    cudaErrorNotReady = 600,
+    cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorLaunchFailure = 719,
+    cudaErrorNotSupported = 801,
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrHostRegisterReadOnlySupported = 113,
+};
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
+enum { cudaStreamNonBlocking = 1, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
+enum {
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2,
+    cudaHostRegisterReadOnly = 8,
+};
+enum { cudaMemcpySrcAccessOrderStream = 1, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
+
+struct cudaMemcpyAttributes {
+    int srcAccessOrder;
+    unsigned flags;
+};
+struct cudaDeviceProp {
+    char name[256];
+};
+
+cudaError_t cudaGetLastError();
+const char *cudaGetErrorString(cudaError_t status);
+const char *cudaGetErrorName(cudaError_t status);
+cudaError_t cudaGetDeviceCount(int *count);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *found);
+cudaError_t cudaMalloc(void **memory, size_t nbytes);
+cudaError_t cudaMallocHost(void **memory, size_t nbytes);
+cudaError_t cudaFreeHost(void *memory);
+cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags);
+cudaError_t cudaHostUnregister(void *memory);
+cudaError_t cudaHostGetDevicePointer(void **found, void *memory, unsigned flags);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes,
+                                 size_t count, cudaMemcpyAttributes *how, size_t *first,
+                                 size_t attributes, cudaStream_t stream);

@@ -1,0 +1,320 @@
+// The CUDA part on a fake device: every address, both ways of copying, order, progress, refusals.
+#include <algorithm>
+
+#include "../cuda/kvlink_cuda.h"
+#include "../cuda/plan.h"
+#include "check.h"
+#include "fake_cuda.h"
+
+namespace {
+
+constexpr uint64_t kKernel = UINT64_MAX - 1, kEngines = 0;
+
+#define CHECK_CUDA(condition)                                                          \
+    do {                                                                               \
+        if (!(condition)) {                                                            \
+            std::printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition,            \
+                        kvlc_last_error());                                            \
+            failures++;                                                                \
+        }                                                                              \
+    } while (0)
+
+// Cases, and the payload that holds them, in registered memory.
+struct Bed {
+    std::vector<Case> cases;
+    std::vector<kvl_copy> copies;
+    Bytes wanted, payload;
+    kvlc_options options{0, 0, kEngines};
+    uint64_t ticket = 0;
+
+    void add(Case made, uint64_t start) {
+        cases.push_back(std::move(made));
+        const Case &now = cases.back();
+        copies.push_back({now.view, {start, now.nbytes, KVL_NO_DIGEST}});
+        wanted.resize(start + now.nbytes);
+        for (uint64_t i = 0; i < now.nbytes; i++) wanted[start + i] = now.memory[now.address(i)];
+    }
+    uint64_t end() const { return wanted.size(); }
+    void pin() {
+        payload.assign(wanted.size(), 0xEE);
+        CHECK_CUDA(kvlc_register(0, payload.data(), payload.size(), 0) == KVL_OK);
+    }
+    int gather(kvl_report *report = nullptr) {
+        return kvlc_gather(payload.data(), payload.size(), copies.data(), copies.size(), &options,
+                           report, &ticket);
+    }
+    int scatter() {
+        return kvlc_scatter(payload.data(), payload.size(), copies.data(), copies.size(), &options,
+                            nullptr, &ticket);
+    }
+    bool landed(size_t copy) const {
+        const kvl_span &span = copies[copy].span;
+        return std::equal(&payload[span.start], &payload[span.start] + span.nbytes,
+                          &wanted[span.start]);
+    }
+    ~Bed() {
+        if (!payload.empty()) kvlc_unregister(payload.data());
+    }
+};
+
+Case flat_case(Chance &chance, uint64_t nbytes) {
+    Case made;
+    made.memory = chance.bytes(nbytes);
+    made.nbytes = nbytes;
+    made.view = {made.memory.data(), nbytes, 0, nbytes, {1, 1, 1, 1}, {0, 0, 0, 0},
+                 nullptr, 0, 1, 0};
+    return made;
+}
+
+// Rows in steps of a stride; entries of an index if it has one.
+Case paged_case(Chance &chance, uint64_t run, std::vector<int64_t> index, uint64_t limit) {
+    Case made = flat_case(chance, run * limit);
+    made.index = std::move(index);
+    made.nbytes = run * made.index.size();
+    made.view.run = run;
+    made.view.sizes[0] = made.index.size();
+    made.view.strides[0] = int64_t(run);
+    made.view.index = made.index.data(), made.view.index_limit = limit;
+    return made;
+}
+
+void round_trip(uint32_t seed, uint64_t crossover, bool aligned) {
+    Chance chance(seed);
+    Bed bed;
+    uint64_t at = aligned ? 256 : chance.number(0, 70);
+    bed.cases.reserve(8);  // views point into them
+    for (uint64_t n = chance.number(1, 5); n; n--) {
+        bed.add(random_case(chance, true), at);
+        at = bed.end() + chance.number(0, 300);
+        if (aligned) at = (at + 255) / 256 * 256;
+    }
+    bed.pin();
+    bed.options.crossover = crossover;
+    Bytes empty = bed.payload;
+    CHECK_CUDA(bed.gather() == KVL_OK);
+    CHECK(bed.payload == empty);  // asynchronous
+    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    for (size_t copy = 0; copy < bed.copies.size(); copy++) CHECK(bed.landed(copy));
+    uint64_t last = 0;
+    for (const kvl_copy &copy : bed.copies) {  // and nothing between
+        for (; last < copy.span.start; last++) CHECK(bed.payload[last] == 0xEE);
+        last += copy.span.nbytes;
+    }
+
+    std::vector<Bytes> before;
+    for (Case &now : bed.cases) {
+        before.push_back(now.memory);
+        for (uint64_t i = 0; i < now.nbytes; i++) now.memory[now.address(i)] ^= 0xFF;
+    }
+    CHECK_CUDA(bed.scatter() == KVL_OK);
+    fake_run(nullptr);  // the caller's stream has waited for ours
+    for (size_t i = 0; i < before.size(); i++) CHECK(bed.cases[i].memory == before[i]);
+    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+}
+
+void copies_of_both_kinds() {
+    FakeCuda &fake = fake_cuda();
+    uint64_t launches = fake.launches, batched = fake.batched;
+    for (uint32_t seed = 0; seed < 120; seed++)
+        for (uint64_t crossover : {kEngines, uint64_t(300), kKernel})
+            round_trip(seed, crossover, seed % 2);
+    CHECK(fake.launches > launches && fake.batched > batched);
+    fake.has_batch = false;  // a driver that is too old for it
+    uint64_t copied = fake.copied;
+    round_trip(7, kEngines, false);
+    round_trip(8, kEngines, false);
+    CHECK(fake.copied > copied + 4);
+    fake.has_batch = true;
+}
+
+void the_callers_stream() {
+    Chance chance(1);
+    Bed bed;
+    bed.add(flat_case(chance, 5000), 64);
+    bed.pin();
+    Bytes &memory = bed.cases[0].memory;
+    fake_enqueue(nullptr, [&] { std::fill(memory.begin(), memory.end(), 9); });
+    CHECK_CUDA(bed.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    CHECK(bed.payload[64] == 9 && bed.payload[5063] == 9);
+
+    // What another stream waits for holds nobody up.
+    bool other_ran = false;
+    auto other = reinterpret_cast<cudaStream_t>(uintptr_t(64));
+    fake_enqueue(other, [&] { other_ran = true; });
+    Bed slow;
+    slow.add(flat_case(chance, 64), 0);
+    slow.pin();
+    slow.options.stream = 64;
+    CHECK_CUDA(slow.gather() == KVL_OK);
+    CHECK_CUDA(bed.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    CHECK(!other_ran);
+    CHECK_CUDA(kvlc_finish(slow.ticket) == KVL_OK);
+    CHECK(other_ran && slow.landed(0));
+}
+
+void progress() {
+    Chance chance(2);
+    Bed bed;
+    bed.cases.reserve(4);
+    uint64_t sizes[] = {3 << 20, 5 << 20, 8 << 20, 1 << 20};
+    for (uint64_t nbytes : sizes) bed.add(flat_case(chance, nbytes), bed.end());
+    bed.pin();
+    uint64_t complete = 9;
+    CHECK_CUDA(bed.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 0);
+    CHECK_CUDA(kvlc_wait(bed.ticket, 0) == KVL_OK);  // a group of two
+    CHECK(bed.landed(0) && bed.landed(1) && !bed.landed(2));
+    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 2);
+    CHECK_CUDA(kvlc_wait(bed.ticket, 2) == KVL_OK);
+    CHECK(bed.landed(2) && !bed.landed(3));
+    CHECK_CUDA(kvlc_wait(bed.ticket, 3) == KVL_OK);
+    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 4);
+    CHECK(bed.landed(3));
+    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    CHECK(kvlc_finish(bed.ticket) == KVL_EARGUMENT && kvlc_wait(bed.ticket, 0) == KVL_EARGUMENT);
+}
+
+void a_failure_midway() {
+    Chance chance(3);
+    Bed bed;
+    bed.cases.reserve(3);
+    for (int i = 0; i < 3; i++) bed.add(flat_case(chance, 8 << 20), bed.end());
+    bed.pin();
+    fake_cuda().fails_after = 1;
+    CHECK(bed.gather() == KVLC_ECUDA);
+    fake_cuda().fails_after = -1;
+    CHECK(bed.landed(0) && !bed.landed(1));  // nothing is under way any more
+    CHECK_CUDA(bed.gather() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK && bed.landed(2));
+}
+
+void refused(Bed &bed, int status, const char *words) {
+    int got = bed.gather();
+    if (got != status || !std::strstr(kvlc_last_error(), words))
+        std::printf("status %d, \"%s\"; wanted %d, \"%s\"\n", got, kvlc_last_error(), status,
+                    words), failures++;
+}
+
+void refusals() {
+    Chance chance(4);
+    Bed bed;
+    bed.add(paged_case(chance, 64, {3, 0, 2}, 4), 64);
+    bed.payload.assign(bed.end(), 0);
+    refused(bed, KVLC_EPAGEABLE, "outside registered memory");
+    CHECK(kvlc_register(0, bed.payload.data(), bed.end(), 1) == KVL_OK);
+    refused(bed, KVLC_EPAGEABLE, "registered readonly");
+    CHECK(kvlc_unregister(bed.payload.data()) == KVL_OK);
+    CHECK(kvlc_register(0, bed.payload.data(), bed.end() - 1, 0) == KVL_OK);
+    refused(bed, KVLC_EPAGEABLE, "outside registered memory");
+    bed.cases[0].index[1] = 4;
+    refused(bed, KVL_EBOUNDS, "copy 0: index[1] is 4");
+    bed.cases[0].index[1] = 0;
+    bed.copies[0].view.extent = 255;
+    refused(bed, KVL_EBOUNDS, "in memory of 255");
+    bed.copies[0].view.extent = 256;
+    bed.copies[0].span.start = 65;
+    refused(bed, KVL_EBOUNDS, "in a payload of 256");
+    bed.copies[0].span.start = 64;
+    bed.copies.push_back(bed.copies[0]);
+    refused(bed, KVL_EOVERLAP, "copy 1: a span at 64 after one that ends at 256");
+    bed.copies.pop_back();
+    bed.options.device = 1;
+    refused(bed, KVL_EARGUMENT, "device 1 of 1");
+    CHECK(kvlc_gather(nullptr, 1, nullptr, 0, &bed.options, nullptr, &bed.ticket) == KVL_EARGUMENT);
+}
+
+void registration() {
+    Bytes memory(4096);
+    auto add = [&](size_t from, size_t nbytes, bool readonly = false) {
+        return kvlc_register(0, memory.data() + from, nbytes, readonly);
+    };
+    CHECK(add(1024, 1024) == KVL_OK && add(1024, 1024) == KVL_OK);
+    CHECK(add(1024, 512) == KVL_EOVERLAP && add(0, 1025) == KVL_EOVERLAP);
+    CHECK(add(2047, 10) == KVL_EOVERLAP && add(1024, 1024, true) == KVL_EOVERLAP);
+    CHECK(add(0, 1024) == KVL_OK && add(2048, 10) == KVL_OK);
+    for (size_t at : {0, 1024, 2048}) CHECK(kvlc_unregister(memory.data() + at) == KVL_OK);
+    CHECK(kvlc_unregister(memory.data()) == KVL_EARGUMENT);
+    fake_cuda().readonly_supported = false;
+    CHECK(add(0, 10, true) == KVLC_EPAGEABLE && add(0, 0) == KVL_EARGUMENT);
+    fake_cuda().readonly_supported = true;
+    fake_cuda().refuses_registration = true;
+    CHECK(add(0, 10) == KVLC_EPAGEABLE);
+    CHECK(std::strstr(kvlc_last_error(), "cudaHostRegister of 10 bytes: a fake error"));
+    fake_cuda().refuses_registration = false;
+}
+
+void plans() {
+    Chance chance(5);
+    Bytes payload(1 << 20);
+    auto planned = [&](const Case &made, uint64_t crossover) {
+        kvlc::Plan plan(true, reinterpret_cast<char *>(payload.data()), payload.size());
+        plan.add({made.view, {0, made.nbytes, KVL_NO_DIGEST}}, crossover);
+        plan.add({made.view, {made.nbytes, made.nbytes, KVL_NO_DIGEST}}, crossover);
+        plan.close();
+        return plan;
+    };
+    Case joined = paged_case(chance, 1024, {4, 5, 6, 9, 1, 2}, 10);
+    kvlc::Plan plan = planned(joined, 2048);  // three runs of 2048 on average
+    CHECK(plan.runs().size() == 6 && plan.tasks().empty() && plan.runs()[0].nbytes == 3072);
+    plan = planned(joined, 2049);
+    CHECK(plan.runs().empty() && plan.tasks().size() == 2 && plan.groups().size() == 1);
+    CHECK(plan.offsets().size() == 6);  // one table for both
+    CHECK(plan.tasks()[0].width == 16 && plan.tasks()[0].unit == 16);
+    Case whole = flat_case(chance, 4096);
+    CHECK(planned(whole, 4096).runs().size() == 2);  // the view twice: no neighbours
+
+    kvlc::Plan layers(true, reinterpret_cast<char *>(payload.data()), payload.size());
+    kvl_copy half{whole.view, {0, 2048, KVL_NO_DIGEST}};
+    half.view.run = 2048;
+    layers.add(half, 0);
+    half.view.offset = 2048, half.span.start = 2048;
+    layers.add(half, 0);
+    layers.close();
+    CHECK(layers.runs().size() == 1 && layers.runs()[0].nbytes == 4096);
+
+    CHECK(kvlc::crossover(1.0, 3.0, 0.9, 256, 256 << 10) ==
+          uint64_t((3.0 - 0.9) / 255 * (256 << 10) / (1.05 - 0.9)));
+    CHECK(kvlc::crossover(0.5, 3.0, 0.9, 256, 1 << 20) == UINT64_MAX);
+    CHECK(kvlc::crossover(1.0, 0.9, 0.9, 256, 1 << 20) == 0);
+}
+
+void measured() {
+    uint64_t bytes[2] = {7, 7};
+    CHECK_CUDA(kvlc_crossover(0, bytes) == KVL_OK);
+    uint64_t again[2];
+    uint64_t launches = fake_cuda().launches;
+    CHECK_CUDA(kvlc_crossover(0, again) == KVL_OK);
+    CHECK(bytes[0] == again[0] && bytes[1] == again[1] && fake_cuda().launches == launches);
+    Chance chance(6);
+    Bed bed;
+    bed.add(flat_case(chance, 100), 0);
+    bed.pin();
+    bed.options.crossover = KVLC_MEASURED;
+    CHECK_CUDA(bed.gather() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK && bed.landed(0));
+}
+
+void devices() {
+    uint64_t count = 0;
+    char text[64];
+    CHECK(kvlc_version() == KVLC_ABI && kvlc_devices(&count) == KVL_OK && count == 1);
+    CHECK(kvlc_describe(0, text, sizeof text) == KVL_OK && !std::strcmp(text, "cuda 13.0, Fake"));
+    fake_cuda().devices = 0;
+    CHECK(kvlc_devices(&count) == KVLC_ENODEVICE);
+    CHECK(std::strstr(kvlc_last_error(), "no CUDA device"));
+    fake_cuda().devices = 1;
+}
+
+}  // namespace
+
+void test_cuda() {
+    devices();
+    plans();
+    registration();
+    refusals();
+    measured();
+    the_callers_stream();
+    progress();
+    a_failure_midway();
+    copies_of_both_kinds();
+}
