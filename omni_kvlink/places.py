@@ -41,7 +41,7 @@ def write(place: Paged, tokens: torch.Tensor) -> None:
         SchemaError: the two share memory.
     """
     words = view_words(place)
-    if not words or not _is_flat(tokens) or _native.missing():
+    if not words or not tokens.is_cpu or not _is_flat(tokens) or _native.missing():
         place.fill(tokens)
         return
     call = _native.Batch(tokens.data_ptr(), tokens.nbytes)
@@ -63,8 +63,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def view_words(place: Place) -> _native.ViewWords:
-    """The place as the compiled library takes it; empty if only torch can reach it."""
+def view_words(place: Place, on: str = "cpu") -> _native.ViewWords:
+    """The place as the compiled libraries take it; empty if only torch can reach it.
+
+    Args:
+        on: the type of the device whose memory the library can reach.
+    """
+    if place.device.type != on:
+        return ()
     if isinstance(place, Paged):
         return _paged_view(place)
     if _is_flat(place):
@@ -73,12 +79,12 @@ def view_words(place: Place) -> _native.ViewWords:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and not tensor.is_neg() and tensor.is_contiguous()
+    return not tensor.is_neg() and tensor.is_contiguous()
 
 
 def _strided_view(tensor: torch.Tensor) -> _native.ViewWords:
     """Bounded by the tensor's storage, so that the library can check the strides against it."""
-    if not tensor.is_cpu or tensor.is_neg() or tensor.dim() > _native.DIMS:
+    if tensor.is_neg() or tensor.dim() > _native.DIMS:
         return ()
     size, storage = tensor.element_size(), tensor.untyped_storage()
     return _native.view_words(
@@ -95,7 +101,7 @@ def _paged_view(paged: Paged) -> _native.ViewWords:
     pool, pages = paged.pool, paged.pages
     inner = 2 if pages.by_slot else 1  # the dimensions that are not looked up
     unused = _native.DIMS - 1 - (pool.dim() - inner)
-    if not pool.is_cpu or pool.is_neg() or unused < 0:
+    if pool.is_neg() or unused < 0:
         return ()
     size, storage = pool.element_size(), pool.untyped_storage()
     strides = [stride * size for stride in pool.stride()]

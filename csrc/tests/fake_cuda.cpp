@@ -1,5 +1,7 @@
 #include "fake_cuda.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -75,6 +77,13 @@ FakeCuda &fake_cuda() {
     return state;
 }
 
+int *fake_cuda_field(int number) {
+    FakeCuda &fake = fake_cuda();
+    int *fields[] = {&fake.devices, &fake.refuses_registration, &fake.fails_after,
+                     &fake.unregistered, &fake.unregistered_late};
+    return fields[number];
+}
+
 void fake_enqueue(cudaStream_t stream, std::function<void()> work) {
     (void)push(stream, std::move(work));
 }
@@ -129,6 +138,9 @@ cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned) {
 }
 cudaError_t cudaHostUnregister(void *memory) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    auto page = reinterpret_cast<uintptr_t>(memory) / 4096 * 4096;
+    if (msync(reinterpret_cast<void *>(page), 1, MS_ASYNC)) fake_cuda().unregistered_late++;
+    fake_cuda().unregistered++;
     return registered.erase(static_cast<char *>(memory)) ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostGetDevicePointer(void **found, void *memory, unsigned) {

@@ -8,9 +8,10 @@
 
 struct FakeCuda {
     int devices = 1;
-    bool refuses_registration = false, readonly_supported = true, has_batch = true;
-    int fails_after = -1;  // launches and copies until one fails
+    int refuses_registration = 0, fails_after = -1;  // fails_after: so many launches and copies
+    bool readonly_supported = true, has_batch = true;
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by calls of their own
+    int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
 };
 
 FakeCuda &fake_cuda();
@@ -18,3 +19,5 @@ FakeCuda &fake_cuda();
 void fake_enqueue(cudaStream_t stream, std::function<void()> work);
 // Do all that the stream holds.
 void fake_run(cudaStream_t stream);
+// The same for a test in another language: its ints, in this order.
+extern "C" int *fake_cuda_field(int number);

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ..errors import IntegrityError, SchemaError
 from ..memory import Region
 from ..places import Place
 from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
+
+
+class Landing:
+    """A gather under way. Dropped without `wait`, it ends before its memory goes.
+
+    Args:
+        finish: waits, and gives the digests.
+    """
+
+    def __init__(self, finish: Callable[[], list[str]]):
+        self._finish: Callable[[], list[str]] | None = finish
+        self._digests: list[str] = []
+
+    def wait(self) -> list[str]:
+        """Sleep until all bytes have landed; the digests of what landed, as `Copier.gather` gives.
+
+        Raises what `gather` does.
+        """
+        if self._finish:
+            self._digests = self._finish()
+            self._finish = None
+        return self._digests
 
 
 class Copier(ABC):
@@ -41,6 +63,14 @@ class Copier(ABC):
         Raises:
             SchemaError: a source is not what the plan says.
         """
+
+    def begin_gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> Landing:
+        """Begin what `gather` does. Until `wait` returned, no source may change.
+
+        A manifest that has a part of the payload's tensors copies that part.
+        """
+        digests = self.gather(sources, manifest, region)
+        return Landing(lambda: digests)
 
     @abstractmethod
     def digest(self, manifest: Manifest, region: Region) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .. import _native
+from .. import _cuda, _native
 from ..branch import DTYPES
 from ..errors import NativeError, SchemaError
 from ..memory import Region
@@ -47,7 +47,7 @@ class NativeCopier(Copier):
         return _native.features()
 
     def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
-        _check(sources, manifest, region)
+        check_places(sources, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
         for source, spec in zip(sources, manifest.tensors, strict=True):
             view = view_words(source)
@@ -68,7 +68,7 @@ class NativeCopier(Copier):
         return [digests[spec.name] for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
-        _check(targets, manifest, region)
+        check_places(targets, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
         rest: list[tuple[Place, torch.Tensor]] = []
         for target, spec in zip(targets, manifest.tensors, strict=True):
@@ -85,6 +85,14 @@ class NativeCopier(Copier):
                 target.fill(source)
             else:
                 target.detach().copy_(source)
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """The digests of what is in the payload, as `gather` gives them."""
+        call = self._calls(manifest, region)
+        for spec in manifest.tensors:
+            call.add(spec)
+        digests = call.digest()
+        return [digests[spec.name] for spec in manifest.tensors]
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         call = self._calls(manifest, region)
@@ -110,19 +118,19 @@ class _Call:
         self._batch.add(self._data + spec.start, spec.nbytes, view, digest=bool(spec.digest))
 
     def gather(self) -> dict[str, str]:
-        with self._failures():
+        with failures(self._specs):
             return self._by_name(self._batch.gather())
 
     def digest(self) -> dict[str, str]:
-        with self._failures():
+        with failures(self._specs):
             return self._by_name(self._batch.digest())
 
     def scatter(self) -> None:
-        with self._failures():
+        with failures(self._specs):
             self._batch.scatter(self._committed())
 
     def verify(self) -> None:
-        with self._failures():
+        with failures(self._specs):
             self._batch.verify(self._committed())
 
     def _committed(self) -> bytes:
@@ -136,28 +144,35 @@ class _Call:
             at += len(spec.digest)
         return found
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """The library's errors, named by tensor."""
-        try:
-            yield
-        except _native.CopyFailed as failed:
-            spec = self._specs[failed.copy]
-            if failed.status == _native.DIGEST:
-                raise mismatch(spec, failed.chunk) from None
-            if failed.status in (_native.ARGUMENT, _native.BOUNDS, _native.OVERLAP):
-                raise SchemaError(f"{spec.where()}: {failed}") from None
-            raise
+
+@contextmanager
+def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
+    """A library's errors, named by tensor; `specs` in the order of the call's copies."""
+    try:
+        yield
+    except _native.CopyFailed as failed:
+        spec = specs[failed.copy]
+        if failed.status == _native.DIGEST:
+            raise mismatch(spec, failed.chunk) from None
+        if failed.status in (_native.ARGUMENT, _native.BOUNDS, _native.OVERLAP):
+            raise SchemaError(f"{spec.where()}: {failed}") from None
+        raise
 
 
 def fastest_copier() -> Copier:
     """The native copier, or torch's with one warning that says why and what helps.
+
+    Where torch has CUDA, there is a device, and the CUDA part was built, the pinned one.
 
     Without an instruction for CRC-32C that the library knows, torch and the crc32c package are
     the faster pair: then it is torch's, and nothing is missing.
     """
     global _warned
     reason = _native.missing()
+    if reason is None and _has_device():
+        from .pinned import PinnedCopier  # which needs this file
+
+        return PinnedCopier()
     if reason is None:
         return TorchCopier() if _native.features() == "portable" else NativeCopier()
     if not _warned:
@@ -173,7 +188,14 @@ def fastest_copier() -> Copier:
 _warned = False
 
 
-def _check(places: Sequence[Place], manifest: Manifest, region: Region) -> None:
+def _has_device() -> bool:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return _cuda.missing() is None and _cuda.no_device() is None
+
+
+def check_places(places: Sequence[Place], manifest: Manifest, region: Region) -> None:
+    """See `check_fit`."""
     codes = [DTYPES[dtype_name(place.dtype)] for place in places]
     check_fit(places, manifest, region, codes)
 

@@ -1,0 +1,260 @@
+"""The only file that knows the CUDA library: its place, its C interface, its errors.
+
+`csrc/cuda/kvlink_cuda.h` describes the interface. The library is loaded at first use; where there
+is none, or no device, `missing()` and `no_device()` say why and what helps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+from . import _native
+from .errors import NativeError
+from .memory import MappedPages, Region
+
+ABI = 1
+LIBRARY = "_kvlink_cuda.so"
+EXCUSE = "_kvlink_cuda.missing"
+"""Written by the build in the library's stead: why there is none."""
+ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
+"""Bytes: views whose contiguous runs are shorter are copied by a kernel, others by copy engines."""
+CURE = "install the CUDA toolkit (CUDACXX names nvcc) and reinstall omni-kvlink"
+DEVICE_CURE = "install NVIDIA's driver, and let this process see a device (CUDA_VISIBLE_DEVICES)"
+PINNING_CURE = "raise the limit of locked memory (ulimit -l unlimited)"
+
+_MEASURED = (1 << 64) - 1
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        ("device", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("crossover", ctypes.c_uint64),
+    )
+
+
+class Ticket:
+    """Copies under way. The memory that they read and write lives at least until they are done.
+
+    Dropped unfinished, it sleeps until they are: a copy cannot be called back.
+
+    Args:
+        number: the library's.
+        keep: what the copies read and write.
+    """
+
+    def __init__(self, number: int, keep: object):
+        self._number = number
+        self._finish = weakref.finalize(self, _finish, number, os.getpid(), keep)
+        self._finish.atexit = False  # the process's end stops the device
+
+    def wait(self, copy: int) -> None:
+        """Sleep until copies 0 to `copy` are complete; any thread, several at once."""
+        _check(_load().kvlc_wait(ctypes.c_uint64(self._number), ctypes.c_uint64(copy)))
+
+    def complete(self) -> int:
+        """How many of the first copies are."""
+        found = ctypes.c_uint64()
+        _check(_load().kvlc_poll(ctypes.c_uint64(self._number), ctypes.byref(found)))
+        return found.value
+
+    def finish(self) -> None:
+        """Sleep until all are complete; a second call does nothing.
+
+        Raises:
+            NativeError: CUDA failed.
+        """
+        _check(self._finish() or 0)
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.finish()
+
+
+class Batch(_native.Batch):
+    """The copies of one call between one device's memory and one payload.
+
+    Views are a `_native.ViewWords` each, with the device's address in the place of the base.
+    """
+
+    def begin_gather(self, device: int, stream: int, keep: object) -> Ticket:
+        """Enqueue copying the views into the payload, behind what `stream` holds now."""
+        return self._begin("kvlc_gather", device, stream, keep)
+
+    def begin_scatter(self, device: int, stream: int, keep: object) -> Ticket:
+        """Enqueue copying the payload into the views; `stream` goes on when it is done."""
+        return self._begin("kvlc_scatter", device, stream, keep)
+
+    def _begin(self, name: str, device: int, stream: int, keep: object) -> Ticket:
+        packed, number = array("q", self._copies()), ctypes.c_uint64()
+        options = _Options(device, stream, crossover())
+        status = getattr(_load(), name)(
+            *self._payload,
+            ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
+            ctypes.c_uint64(len(self)),
+            ctypes.byref(options),
+            ctypes.byref(self.report),
+            ctypes.byref(number),
+        )
+        if status:
+            copy, chunk = self.report.copy, self.report.chunk
+            raise _native.CopyFailed(_last_error(), status=status, copy=copy, chunk=chunk)
+        return Ticket(number.value, keep)
+
+
+def missing() -> str | None:
+    """Why the library cannot be used, and what helps; None when it can."""
+    try:
+        _load()
+    except NativeError as error:
+        return str(error)
+    return None
+
+
+def no_device() -> str | None:
+    """Why there is no device to copy from or to; None when there is one."""
+    try:
+        device_count()
+    except NativeError as error:
+        return f"{error}; {DEVICE_CURE}"
+    return None
+
+
+def device_count() -> int:
+    """How many devices there are.
+
+    Raises:
+        NativeError: no library, no driver, or no device.
+    """
+    found = ctypes.c_uint64()
+    _check(_load().kvlc_devices(ctypes.byref(found)))
+    return found.value
+
+
+@functools.lru_cache
+def describe(device: int) -> str:
+    """CUDA's version and the device's name, such as "cuda 13.0, NVIDIA H200"."""
+    text = ctypes.create_string_buffer(256)
+    _check(_load().kvlc_describe(ctypes.c_uint64(device), text, ctypes.c_uint64(256)))
+    return text.value.decode(errors="replace")
+
+
+def crossover() -> int:
+    """What the environment says, in bytes; the largest 64-bit number has it measured."""
+    text = os.environ.get(ENVIRONMENT)
+    if not text:
+        return _MEASURED
+    if not text.isascii() or not text.isdigit() or int(text) >= _MEASURED:
+        raise NativeError(f"{ENVIRONMENT}={text!r}; wanted a number of bytes")
+    return int(text)
+
+
+def register(region: Region, device: int) -> str | None:
+    """Page-lock the whole mapping that a region lies in, once, for all devices.
+
+    It is unregistered before it is unmapped: that is when the mapping's last view, and so the
+    object that its weak reference watches, is gone.
+
+    Returns:
+        None, or why it cannot be page-locked, and what helps.
+    """
+    pages = region.owner
+    if not isinstance(pages, MappedPages):
+        return "its memory is no mapping of this library's; reserve it from a link"
+    with _registering:
+        if pages not in _registered:
+            _registered[pages] = _register(pages, device)
+        return _registered[pages]
+
+
+_registering = threading.Lock()
+_registered: weakref.WeakKeyDictionary[MappedPages, str | None] = weakref.WeakKeyDictionary()
+
+
+def _register(pages: MappedPages, device: int) -> str | None:
+    status = _load().kvlc_register(
+        ctypes.c_uint64(device),
+        ctypes.c_void_p(pages.address),
+        ctypes.c_uint64(pages.nbytes),
+        ctypes.c_uint64(pages.readonly),
+    )
+    if status:
+        return f"{_last_error()}; {PINNING_CURE}"
+    end = weakref.finalize(pages, _unregister, pages.address, os.getpid())
+    end.atexit = False  # the process's end unmaps all at once
+    return None
+
+
+# These two run wherever garbage is collected: they take none of this file's locks.
+
+
+def _unregister(address: int, pid: int) -> None:
+    if pid == os.getpid():  # a forked child has the mapping, and no CUDA
+        _load().kvlc_unregister(ctypes.c_void_p(address))
+
+
+def _finish(number: int, pid: int, keep: object) -> int:
+    """Sleep until the ticket's copies are complete; gives the library's status."""
+    if pid != os.getpid():
+        return 0
+    status: int = _load().kvlc_finish(ctypes.c_uint64(number))
+    return status
+
+
+_loading = threading.Lock()
+_state: ctypes.CDLL | NativeError | None = None
+
+
+def _load() -> ctypes.CDLL:
+    """The library, or the one reason why not, found out once."""
+    global _state
+    if _state is None:
+        with _loading:
+            if _state is None:
+                try:
+                    _state = _open(Path(__file__).parent)
+                except NativeError as error:
+                    _state = error
+    if isinstance(_state, NativeError):
+        raise NativeError(*_state.args)
+    return _state
+
+
+def _open(directory: Path) -> ctypes.CDLL:
+    path, excuse = directory / LIBRARY, directory / EXCUSE
+    if not path.exists():
+        why = excuse.read_text().strip() if excuse.exists() else f"there is no {path.name} in it"
+        raise NativeError(f"omni_kvlink has no CUDA part: {why}; {CURE}")
+    try:
+        library = ctypes.CDLL(str(path))
+        version: int = library.kvlc_version()
+        library.kvlc_last_error.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        raise NativeError(f"{path} cannot be used: {error}; {CURE}") from None
+    if version != ABI:
+        raise NativeError(f"{path} has interface {version}, this package wants {ABI}; {CURE}")
+    return library
+
+
+def _check(status: int) -> None:
+    if status:
+        raise NativeError(_last_error())
+
+
+def _last_error() -> str:
+    text: bytes = _load().kvlc_last_error()
+    return text.decode(errors="replace")

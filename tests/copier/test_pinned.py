@@ -1,0 +1,308 @@
+"""The pinned copier on a fake device; `tests/gpu` has what a real one must show."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import fake_device
+import msgspec
+import pytest
+import torch
+from crc32c import crc32c
+from fake_device import FakeDevice
+from native_bed import NEEDS_LIBRARY, Locked, plan_of, tensor_of
+from pages import LAYOUTS, SIZE, about, copier, table, wanted
+
+from omni_kvlink import KVCacheTransferData, KVLink, _cuda
+from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
+from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
+from omni_kvlink.memory import Mapping, Region
+from omni_kvlink.testing import check_copier
+from omni_kvlink.wire import Manifest
+
+pytestmark = NEEDS_LIBRARY
+MIB = 1 << 20
+ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fake")
+    fake_device.build(made)
+    return made
+
+
+@pytest.fixture
+def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    monkeypatch.setenv(_cuda.ENVIRONMENT, MIXED)
+    return fake_device.install(directory, monkeypatch)
+
+
+def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
+    plan = plan_of(sources)
+    return plan, Mapping.anonymous(plan.nbytes).region
+
+
+def true_digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return "".join(f"{crc32c(data[at : at + MIB]):08x}" for at in range(0, len(data), MIB))
+
+
+def landed(plan: Manifest, region: Region, number: int) -> bytes:
+    spec = plan.tensors[number]
+    start = plan.header_nbytes + spec.start
+    return bytes(region.view(start, start + spec.nbytes))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+# ---- the bytes
+
+
+@pytest.mark.parametrize("crossover", [ENGINES, MIXED, KERNEL, ""])
+def test_the_contract(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str) -> None:
+    monkeypatch.setenv(_cuda.ENVIRONMENT, crossover)
+    check_copier(PinnedCopier())
+
+
+@pytest.mark.parametrize("crossover", [ENGINES, KERNEL])
+@pytest.mark.parametrize("by_slot", [False, True], ids=["blocks", "slots"])
+def test_pages(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str, by_slot: bool
+) -> None:
+    monkeypatch.setenv(_cuda.ENVIRONMENT, crossover)
+    mover = PinnedCopier()
+    for layout, tokens, dtype in itertools.product(LAYOUTS, (1, SIZE, 10), ("bfloat16", "int8")):
+        source, target = (layout(dtype, seed) for seed in (1, 2))
+        there, back = (table(tokens, by_slot=by_slot, seed=seed) for seed in (3, 4))
+        data, into = (
+            KVCacheTransferData.from_paged(
+                "r", *pools, block_size=SIZE, metadata=about(tokens), **tables
+            )
+            for pools, tables in ((source, there), (target, back))
+        )
+        plan = data.plan()
+        region = Mapping.anonymous(plan.nbytes).region
+        manifest = plan.with_digests(mover.gather(data.tensors(), plan, region))
+        parts = range(len(plan.tensors))
+        assert [landed(plan, region, number) for number in parts] == wanted(source, there, tokens)
+        copier("torch").verify(manifest, region)
+        mover.scatter(manifest, region, into.tensors())
+        assert wanted(target, back, tokens) == wanted(source, there, tokens)
+
+
+def test_host_and_device_in_one_payload(device: FakeDevice) -> None:
+    sources = [tensor_of((40, 2, 8), torch.bfloat16, seed) for seed in range(6)]
+    targets = [torch.zeros_like(source) for source in sources]
+    here = {id(place) for place in [*sources[::2], *targets[1::2]]}
+    device.holds = lambda place: id(place) in here
+    plan, region = payload(sources)
+    digests = PinnedCopier().gather(sources, plan, region)
+    assert digests == [true_digest(source) for source in sources]
+    PinnedCopier().scatter(plan.with_digests(digests), region, targets)
+    assert [raw(target) for target in targets] == [raw(source) for source in sources]
+
+
+def test_what_only_torch_can_read(device: FakeDevice) -> None:
+    plain = [tensor_of((4, 3), torch.float32, seed) for seed in (1, 2)]
+    conjugate = torch.complex(*plain).conj().imag  # negative by a flag, not by its bytes
+    assert conjugate.is_neg()
+    deep = torch.arange(64.0).view(2, 2, 2, 2, 4).transpose(0, 3)
+    plan, region = payload([conjugate, deep])
+    digests = PinnedCopier().gather([conjugate, deep], plan, region)
+    assert landed(plan, region, 0) == raw(conjugate.resolve_neg())
+    assert landed(plan, region, 1) == raw(deep)
+    assert digests[1] == true_digest(deep)
+
+
+# ---- time
+
+
+def test_a_landing_layer_by_layer(device: FakeDevice) -> None:
+    sources = [tensor_of((1500, 2, 350), torch.uint8, seed) for seed in range(4)]
+    plan, region = payload(sources)
+    mover, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
+    parts = [msgspec.structs.replace(plan, tensors=plan.tensors[at : at + 2]) for at in (0, 2)]
+    first = mover.begin_gather(sources[:2], parts[0], region)
+    second = mover.begin_gather(sources[2:], parts[1], region)
+    assert [landed(plan, region, number) for number in range(4)] == 4 * [zero]
+    assert first.wait() == [true_digest(source) for source in sources[:2]] == first.wait()
+    assert [landed(plan, region, number) for number in (2, 3)] == 2 * [zero]
+    assert second.wait() == [true_digest(source) for source in sources[2:]]
+    assert [landed(plan, region, number) for number in range(4)] == list(map(raw, sources))
+
+
+def test_digests_of_what_landed_first_come_first(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last tensors are still on their way when the first ones are read."""
+    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    plan, region = payload(sources)
+    mover, seen = PinnedCopier(threads=1), []
+    digest = NativeCopier.digest
+
+    def spy(self: NativeCopier, manifest: Manifest, region: Region) -> list[str]:
+        seen.append([landed(plan, region, number) == raw(sources[number]) for number in range(3)])
+        return digest(self, manifest, region)
+
+    monkeypatch.setattr(NativeCopier, "digest", spy)
+    assert mover.gather(sources, plan, region) == [true_digest(source) for source in sources]
+    assert seen == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_a_dropped_landing_ends_before_its_memory_goes(device: FakeDevice) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    plan, region = payload(sources)
+    landing = PinnedCopier().begin_gather(sources, plan, region)
+    assert landed(plan, region, 0) != raw(sources[0])
+    del landing
+    gc.collect()
+    assert landed(plan, region, 0) == raw(sources[0])
+
+
+def test_other_copiers_have_landed_at_once() -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    for mover in (NativeCopier(), TorchCopier()):
+        plan, region = payload(sources)
+        landing = mover.begin_gather(sources, plan, region)
+        assert landed(plan, region, 0) == raw(sources[0])
+        assert landing.wait() == [true_digest(sources[0])]
+
+
+# ---- failures
+
+
+def test_nothing_moves_after_a_failure(device: FakeDevice) -> None:
+    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    plan, region = payload(sources)
+    with device.set("fails_after", 2), pytest.raises(NativeError, match="fake error"):
+        PinnedCopier().begin_gather(sources, plan, region)
+    assert landed(plan, region, 1) == raw(sources[1])  # it was waited for
+    assert landed(plan, region, 2) == bytes(9 * MIB)
+
+
+def test_a_refused_host_tensor_waits_for_the_device(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
+    device.holds = lambda place: place is sources[0]
+    plan, region = payload(sources)
+
+    def refuse(*args: object) -> list[str]:
+        raise SchemaError("no")
+
+    monkeypatch.setattr(NativeCopier, "gather", refuse)
+    with pytest.raises(SchemaError, match="no"):
+        PinnedCopier().begin_gather(sources, plan, region)
+    assert landed(plan, region, 0) == raw(sources[0])
+
+
+def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    plan, region = payload(sources)
+    manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
+    region.view()[plan.header_nbytes] ^= 1
+    target = torch.zeros_like(sources[0])
+    with pytest.raises(IntegrityError, match=r"layer 0, K: .*MiB 0 of 1"):
+        PinnedCopier().scatter(manifest, region, [target])
+    assert raw(target) == landed(plan, region, 0)  # as it was at the call's end
+
+
+def test_targets_that_overlap_themselves(device: FakeDevice) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    plan, region = payload(sources)
+    manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
+    target = torch.zeros(5, 1, 8).expand(5, 2, 8)
+    with pytest.raises(SchemaError, match=r"layer 0, K: .*overlaps itself"):
+        PinnedCopier().scatter(manifest, region, [target])
+
+
+# ---- registered memory
+
+
+def test_a_mapping_is_registered_once_and_unregistered_in_time(device: FakeDevice) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    plan = plan_of(sources)
+    mapping = Mapping.anonymous(4 * plan.nbytes)
+    regions = [mapping.region.slice(at * plan.nbytes, plan.nbytes) for at in range(4)]
+    for region in regions:
+        PinnedCopier().gather(sources, plan, region)
+    assert len(_cuda._registered) == 1
+    before = device.get("unregistered")
+    view = regions[3].view()
+    del mapping, regions, region
+    gc.collect()
+    assert device.get("unregistered") == before  # a view is left
+    assert bytes(view[plan.header_nbytes :]) == raw(sources[0])
+    del view
+    gc.collect()
+    assert device.get("unregistered") == before + 1
+    assert device.get("unregistered_late") == 0
+
+
+def test_memory_that_cannot_be_page_locked(device: FakeDevice) -> None:
+    sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
+    mover = PinnedCopier()
+    with device.set("refuses_registration", 1):
+        for turn in range(2):
+            plan, region = payload(sources)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                digests = mover.gather(sources, plan, region)
+            assert digests == [true_digest(source) for source in sources]
+            assert len(caught) == 1 - turn
+            assert all(re.match(WARNING, str(warning.message)) for warning in caught)
+    plan = plan_of(sources)
+    with pytest.warns(RuntimeWarning, match="no mapping of this library's"):
+        PinnedCopier().gather(sources, plan, Locked(plan.nbytes).region)
+
+
+WARNING = (
+    r"the payload cannot be page-locked: cudaHostRegister of \d+ bytes: a fake error; "
+    r"raise the limit of locked memory .*Device tensors are copied by torch"
+)
+
+
+# ---- choosing it
+
+
+def test_who_gets_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = fastest_copier()
+    assert chosen.name == "pinned"
+    assert re.fullmatch(r"[a-z0-9+]+, cuda 13\.0, Fake", chosen.features)
+    with device.set("devices", 0):
+        assert fastest_copier().name != "pinned"
+        with pytest.raises(NativeError, match=r"no CUDA device: .*install NVIDIA's driver"):
+            PinnedCopier()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fastest_copier().name != "pinned"
+
+
+def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None:
+    """Also out of a consumer's readonly mapping."""
+    producer, consumer = ends
+    producer._copier = consumer._copier = mover = PinnedCopier()
+    keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
+    blocks = {"key_cache": keys, "value_cache": values}
+    cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
+    receipt = producer.put(cache)
+    received = consumer.get("r", timeout=5, verify="full")
+    targets = [torch.zeros_like(keys[0]) for _ in range(2)]
+    with received as data:
+        region = received._delivery.region
+        assert region is not None
+        mover.scatter(received.manifest, region, targets)
+        assert [raw(target) for target in targets] == [raw(keys[0]), raw(values[0])]
+        del region
+    del data, received
+    gc.collect()
+    receipt.wait(timeout=5)
