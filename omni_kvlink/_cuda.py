@@ -163,6 +163,13 @@ def crossover() -> int:
     return int(text)
 
 
+def measured_crossovers(device: int) -> tuple[int, int]:
+    """Bytes from which copy engines are faster than a kernel: out of the device, and into it."""
+    found = (ctypes.c_uint64 * 2)()
+    _check(_load().kvlc_crossover(ctypes.c_uint64(device), found))
+    return found[0], found[1]
+
+
 def register(region: Region, device: int) -> str | None:
     """Page-lock the whole mapping that a region lies in, once, for all devices.
 

@@ -43,8 +43,9 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Build in place, with PATH and CXX as given and nothing inherited of the two."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("CXX", "CXXFLAGS", "OMNI_KVLINK_CUDA")}
+    """Build in place with compilers as given and none inherited; no CUDA if nothing is said."""
+    own = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME")
+    kept = {k: v for k, v in os.environ.items() if k not in own} | {"OMNI_KVLINK_CUDA": "off"}
     return subprocess.run(
         [sys.executable, "setup.py", "-q", "build_native", "--inplace"],
         cwd=tree,
@@ -54,9 +55,9 @@ def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def probe(tree: Path, **environment: str) -> list[str]:
+def probe(tree: Path, program: str = PROBE, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROBE],
+        [sys.executable, "-c", program],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": str(tree), **environment},
         capture_output=True,
@@ -68,7 +69,7 @@ def probe(tree: Path, **environment: str) -> list[str]:
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 def test_with_a_compiler(tree: Path) -> None:
-    done = build(tree, OMNI_KVLINK_CUDA="auto", CXXFLAGS="-O1")
+    done = build(tree, CXXFLAGS="-O1")
     assert done.returncode == 0, done.stderr
     assert (tree / "omni_kvlink" / "_kvlink.so").exists()
     assert "warning" not in done.stderr
@@ -114,12 +115,114 @@ def test_a_library_that_is_none(tree: Path) -> None:
     assert "cannot be used" in probe(tree)[0]
 
 
-@pytest.mark.parametrize(
-    ("wish", "answer"),
-    [("on", "the CUDA part isn't in this version yet"), ("maybe", "wanted auto, on or off")],
-)
-def test_cuda_wishes_that_cannot_be_met(tree: Path, wish: str, answer: str) -> None:
-    done = build(tree, OMNI_KVLINK_CUDA=wish)
+# ---- the CUDA part; compilers are scripts, for what counts is what becomes of their answers
+
+CUDA_PROBE = """
+from omni_kvlink import _cuda
+print(_cuda.missing())
+"""
+WRITES = """#!/bin/sh
+echo "$@" >> "$0.calls"
+while [ "$1" != -o ]; do shift; done
+echo made > "$2"
+"""
+BREAKS = """#!/bin/sh
+echo 'nvcc fatal   : error: unsupported host compiler' >&2
+exit 2
+"""
+
+
+def script(tree: Path, name: str, text: str) -> str:
+    path = tree / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def built(tree: Path) -> list[str]:
+    return sorted(path.name for path in (tree / "omni_kvlink").glob("_kvlink*"))
+
+
+def test_with_nvcc(tree: Path) -> None:
+    nvcc, cxx = script(tree, "nvcc", WRITES), script(tree, "c++", WRITES)
+    for way in ({"CUDACXX": nvcc}, {"NVCC": nvcc}, {"PATH": f"{tree}:{os.environ['PATH']}"}):
+        done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, **way)
+        assert done.returncode == 0, done.stderr
+        assert built(tree) == ["_kvlink.so", "_kvlink_cuda.so"]
+        (tree / "omni_kvlink" / "_kvlink_cuda.so").unlink()
+    (tree / "bin").mkdir()
+    shutil.move(nvcc, tree / "bin" / "nvcc")
+    home = {"CUDA_HOME": str(tree), "PATH": without_nvcc()}
+    assert build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, **home).returncode == 0
+    assert "_kvlink_cuda.so" in built(tree)
+    calls = (tree / "nvcc.calls").read_text().splitlines()
+    assert len(calls) == 3
+    for word in ("-cudart static", "code=sm_80", "code=sm_90", "code=compute_90", "kernel.cu"):
+        assert word in calls[0]
+
+
+def without_nvcc() -> str:
+    places = os.environ["PATH"].split(os.pathsep)
+    return os.pathsep.join(place for place in places if not shutil.which("nvcc", path=place))
+
+
+def test_without_nvcc(tree: Path) -> None:
+    """The host part only, one line, and a note that says how to get the other."""
+    cxx = script(tree, "c++", WRITES)
+    nowhere = {"PATH": without_nvcc(), "CUDA_HOME": "/nowhere", "CXX": cxx}
+    done = build(tree, OMNI_KVLINK_CUDA="auto", **nowhere)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("omni_kvlink: ")]
+    assert len(lines) == 1
+    assert "no CUDA part: no nvcc was found" in lines[0]
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    (why,) = probe(tree, program=CUDA_PROBE)
+    assert "no nvcc was found at installation (not on PATH, not in /nowhere/bin)" in why
+    assert "install the CUDA toolkit" in why
+    done = build(tree, OMNI_KVLINK_CUDA="on", **nowhere)
     assert done.returncode != 0
-    assert answer in done.stderr
-    assert not (tree / "omni_kvlink" / "_kvlink.so").exists()
+    assert "OMNI_KVLINK_CUDA=on, but no nvcc was found" in done.stderr
+    assert "install the CUDA toolkit" in done.stderr
+
+
+def test_with_a_broken_nvcc(tree: Path) -> None:
+    cxx, nvcc = script(tree, "c++", WRITES), script(tree, "broken-nvcc", BREAKS)
+    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode == 0, done.stderr
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    assert "broken-nvcc failed (status 2): nvcc fatal" in probe(tree, program=CUDA_PROBE)[0]
+    for wish, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX=cxx, CUDACXX="/nowhere/nvcc")
+        assert done.returncode == status
+        assert "/nowhere/nvcc cannot be run: No such file" in done.stderr
+    done = build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode != 0
+    assert "unsupported host compiler; install the CUDA toolkit" in done.stderr
+
+
+def test_without_cuda_by_wish(tree: Path) -> None:
+    cxx, nvcc = script(tree, "c++", WRITES), script(tree, "nvcc", WRITES)
+    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    done = build(tree, OMNI_KVLINK_CUDA="off", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    assert "switched off at installation" in probe(tree, program=CUDA_PROBE)[0]
+
+
+def test_cuda_without_a_host_part(tree: Path) -> None:
+    """No C++ compiler is no error, but for whoever asked for CUDA."""
+    nvcc = script(tree, "nvcc", WRITES)
+    for wish, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX="/nowhere/c++", CUDACXX=nvcc)
+        assert done.returncode == status
+        assert built(tree) == ["_kvlink.missing", "_kvlink_cuda.missing"]
+        assert "it needs the native copier, and there is none" in done.stderr
+
+
+def test_a_wish_that_is_none(tree: Path) -> None:
+    done = build(tree, OMNI_KVLINK_CUDA="maybe")
+    assert done.returncode != 0
+    assert "wanted auto, on or off" in done.stderr
+    assert built(tree) == []

@@ -1,0 +1,80 @@
+"""What the tests on a device share: the reason to skip, and tensors moved with their strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from omni_kvlink import _cuda
+from omni_kvlink.copier import Copier, PinnedCopier
+from omni_kvlink.memory import Region
+from omni_kvlink.paged import Paged
+from omni_kvlink.places import Place
+from omni_kvlink.wire import Manifest
+
+DEVICE = "cuda"
+ENGINES, MIXED, KERNEL, MEASURED = "0", "300", str(1 << 62), ""
+"""Values of OMNI_KVLINK_CUDA_CROSSOVER."""
+
+
+def _reason() -> str:
+    reason = _cuda.missing() or _cuda.no_device()
+    if reason is None and not torch.cuda.is_available():
+        reason = "torch has no CUDA, or sees no device"
+    return (
+        reason
+        if reason is None or reason.startswith("no CUDA device")
+        else f"no CUDA device: {reason}"
+    )
+
+
+REASON = _reason()
+GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+
+def moved(place: Place) -> Place:
+    """The same strides, offset and bytes, gaps included, on the device."""
+    if isinstance(place, Paged):
+        pool = moved(place.pool)
+        assert isinstance(pool, torch.Tensor)
+        return Paged(pool, place.pages, place.where)
+    storage = _bytes_of(place).to(DEVICE).untyped_storage()
+    blank = torch.empty(0, dtype=place.dtype, device=DEVICE)
+    return blank.set_(storage, place.storage_offset(), place.shape, place.stride())
+
+
+def bring_back(source: Place, target: Place) -> None:
+    """All bytes of the device's memory, gaps included."""
+    if isinstance(source, Paged) and isinstance(target, Paged):
+        source, target = source.pool, target.pool
+    assert isinstance(source, torch.Tensor)
+    assert isinstance(target, torch.Tensor)
+    _bytes_of(target).copy_(_bytes_of(source))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    blank = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return blank.set_(tensor.untyped_storage())
+
+
+class ThroughDevice(Copier):
+    """A copier whose every tensor lies on the device: what `check_copier` asks, asked of it."""
+
+    name = "through-device"
+
+    def __init__(self) -> None:
+        self.copier = PinnedCopier()
+
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+        return self.copier.gather([moved(source) for source in sources], manifest, region)
+
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+        there = [moved(target) for target in targets]
+        self.copier.scatter(manifest, region, there)
+        for source, target in zip(there, targets, strict=True):
+            bring_back(source, target)
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        self.copier.verify(manifest, region)

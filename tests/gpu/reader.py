@@ -1,0 +1,28 @@
+"""The other process: takes a payload to its device, and says what it found there."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import torch
+from bed import DEVICE
+
+from omni_kvlink import KVLink
+from omni_kvlink.copier import PinnedCopier
+
+
+def main(url: str, directory: str) -> None:
+    with KVLink.connect(url, timeout=30, directory=directory) as link:
+        received = link.get("r", timeout=60, verify="full")
+        with received as data:
+            places = data.tensors()
+            targets = [torch.zeros_like(place, device=DEVICE) for place in places]
+            region = received._delivery.region
+            PinnedCopier().scatter(received.manifest, region, targets)
+        for target in targets:
+            print(hashlib.sha256(target.cpu().view(torch.uint8).numpy()).hexdigest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
