@@ -41,28 +41,28 @@ class _Options(ctypes.Structure):
 
 
 class Ticket:
-    """Copies under way. The memory that they read and write lives at least until they are done.
+    """Copies that are begun with it. What they read and write lives at least until they are done.
 
-    Dropped unfinished, it sleeps until they are: a copy cannot be called back.
+    It is there before they are, so that an interrupt cannot leave copies that nobody waits for.
+    Dropped unfinished, it sleeps until they are done: a copy cannot be called back.
 
     Args:
-        number: the library's.
         keep: what the copies read and write.
     """
 
-    def __init__(self, number: int, keep: object):
-        self._number = number
-        self._finish = weakref.finalize(self, _finish, number, os.getpid(), keep)
+    def __init__(self, keep: object):
+        self._number = ctypes.c_uint64()  # the library's; 0: nothing was begun
+        self._finish = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
         self._finish.atexit = False  # the process's end stops the device
 
     def wait(self, copy: int) -> None:
         """Sleep until copies 0 to `copy` are complete; any thread, several at once."""
-        _check(_load().kvlc_wait(ctypes.c_uint64(self._number), ctypes.c_uint64(copy)))
+        _check(_load().kvlc_wait(self._number, ctypes.c_uint64(copy)))
 
     def complete(self) -> int:
         """How many of the first copies are."""
         found = ctypes.c_uint64()
-        _check(_load().kvlc_poll(ctypes.c_uint64(self._number), ctypes.byref(found)))
+        _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
         return found.value
 
     def finish(self) -> None:
@@ -91,29 +91,27 @@ class Batch(_native.Batch):
     Views are a `_native.ViewWords` each, with the device's address in the place of the base.
     """
 
-    def begin_gather(self, device: int, stream: int, keep: object) -> Ticket:
+    def begin_gather(self, ticket: Ticket, device: int, stream: int) -> None:
         """Enqueue copying the views into the payload, behind what `stream` holds now."""
-        return self._begin("kvlc_gather", device, stream, keep)
+        self._begin("kvlc_gather", ticket, device, stream)
 
-    def begin_scatter(self, device: int, stream: int, keep: object) -> Ticket:
+    def begin_scatter(self, ticket: Ticket, device: int, stream: int) -> None:
         """Enqueue copying the payload into the views; `stream` goes on when it is done."""
-        return self._begin("kvlc_scatter", device, stream, keep)
+        self._begin("kvlc_scatter", ticket, device, stream)
 
-    def _begin(self, name: str, device: int, stream: int, keep: object) -> Ticket:
-        packed, number = array("q", self._copies()), ctypes.c_uint64()
-        options = _Options(device, stream, crossover())
+    def _begin(self, name: str, ticket: Ticket, device: int, stream: int) -> None:
+        packed, options = array("q", self._copies()), _Options(device, stream, crossover())
         status = getattr(_load(), name)(
             *self._payload,
             ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
             ctypes.c_uint64(len(self)),
             ctypes.byref(options),
             ctypes.byref(self.report),
-            ctypes.byref(number),
+            ctypes.byref(ticket._number),
         )
         if status:
             copy, chunk = self.report.copy, self.report.chunk
             raise _native.CopyFailed(_last_error(), status=status, copy=copy, chunk=chunk)
-        return Ticket(number.value, keep)
 
 
 def missing() -> str | None:
@@ -214,11 +212,11 @@ def _unregister(address: int, pid: int) -> None:
         _load().kvlc_unregister(ctypes.c_void_p(address))
 
 
-def _finish(number: int, pid: int, keep: object) -> int:
+def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
     """Sleep until the ticket's copies are complete; gives the library's status."""
-    if pid != os.getpid():
+    if not number.value or pid != os.getpid():
         return 0
-    status: int = _load().kvlc_finish(ctypes.c_uint64(number))
+    status: int = _load().kvlc_finish(number)
     return status
 
 

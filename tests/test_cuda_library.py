@@ -73,19 +73,22 @@ def test_arguments_are_checked_before_a_device_is_looked_for(verb: str) -> None:
     memory, payload = np.zeros(1024, np.uint8), np.zeros(192, np.uint8)
     index = np.array([3, 16, 5])
     with pytest.raises(_native.CopyFailed, match=r"copy 0: index\[1\] is 16") as caught:
-        getattr(batch(memory, index, payload), verb)(0, 0, None)
+        getattr(batch(memory, index, payload), verb)(_cuda.Ticket(None), 0, 0)
     assert (caught.value.status, caught.value.copy) == (_native.BOUNDS, 0)
     with pytest.raises(_native.CopyFailed, match="in a payload of 191"):
-        getattr(batch(memory, index, payload[:191]), verb)(0, 0, None)
+        getattr(batch(memory, index, payload[:191]), verb)(_cuda.Ticket(None), 0, 0)
     index[1] = 4
     if not HAS_DEVICE:
         with pytest.raises(_native.CopyFailed, match="no CUDA device"):
-            getattr(batch(memory, index, payload), verb)(0, 0, None)
+            getattr(batch(memory, index, payload), verb)(_cuda.Ticket(None), 0, 0)
 
 
 @NEEDS_LIBRARY
 def test_no_such_ticket() -> None:
-    ticket = _cuda.Ticket(10**6, None)
+    ticket = _cuda.Ticket(None)
+    ticket.finish()  # nothing was begun
+    ticket = _cuda.Ticket(None)
+    ticket._number.value = 10**6
     for call in (lambda: ticket.wait(0), ticket.complete, ticket.finish):
         with pytest.raises(NativeError, match="no ticket 1000000"):
             call()

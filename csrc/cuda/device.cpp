@@ -55,6 +55,7 @@ Device &Device::get(uint64_t number) {
 }
 
 Device::Device(uint64_t number) {
+    OnDevice here(number);
     int processors = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
                                  static_cast<int>(number)),

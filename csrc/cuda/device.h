@@ -18,8 +18,10 @@ struct Staging {
 
 class Device {
   public:
-    // Opened at its first use, and kept; the caller is on it. Throws if there is none.
+    // Opened at its first use, and kept. Throws if there is none.
     static Device &get(uint64_t number);
+
+    // For these the caller is on the device.
 
     // Ours for what the caller orders on `theirs`: one caller's wait must not hold up another.
     cudaStream_t stream(bool gather, cudaStream_t theirs);

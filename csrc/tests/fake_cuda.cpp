@@ -17,6 +17,7 @@
 struct FakeStream {
     std::deque<std::function<void()>> queue;
     uint64_t enqueued = 0, done = 0;
+    int device = 0;
 };
 
 namespace {
@@ -29,10 +30,24 @@ struct Mark {  // a place in a stream; a stream that waits for it keeps it
 std::recursive_mutex lock;
 std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
 std::map<char *, size_t> registered;
+std::map<const void *, int> owners;   // of device memory
+thread_local void *context = nullptr;  // the current one: a device's number, and 1
+
+int current_device() { return context ? int(reinterpret_cast<uintptr_t>(context)) - 1 : 0; }
+
+// Whether the caller stands on the device of a stream that we made.
+bool here(cudaStream_t stream) {
+    auto found = streams.find(stream);
+    return found == streams.end() || found->second->device < 0 ||
+           found->second->device == current_device();
+}
 
 std::shared_ptr<FakeStream> &of(cudaStream_t stream) {
     auto &found = streams[stream];
-    if (!found) found = std::make_shared<FakeStream>();
+    if (!found) {
+        found = std::make_shared<FakeStream>();
+        found->device = -1;  // the caller's, on whatever device it is
+    }
     return found;
 }
 
@@ -47,6 +62,7 @@ void run(const Mark &mark) {
 
 cudaError_t push(cudaStream_t stream, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    if (!here(stream)) return cudaErrorInvalidValue;
     int &left = fake_cuda().fails_after;
     if (left == 0) return cudaErrorLaunchFailure;
     if (left > 0) left--;
@@ -60,11 +76,14 @@ cudaError_t allocate(void **memory, size_t nbytes) {
     return *memory ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-int current_context(void **context) {
-    *context = nullptr;
+int current_context(void **found) {
+    *found = context;
     return 0;
 }
-int set_context(void *) { return 0; }
+int set_context(void *wanted) {
+    context = wanted;
+    return 0;
+}
 
 }  // namespace
 
@@ -93,6 +112,8 @@ void fake_run(cudaStream_t stream) {
     run({of(stream), of(stream)->enqueued});
 }
 
+bool fake_has_context() { return context != nullptr; }
+
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t) { return "a fake error"; }
 const char *cudaGetErrorName(cudaError_t status) {
@@ -104,7 +125,9 @@ cudaError_t cudaGetDeviceCount(int *count) {
     return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 cudaError_t cudaSetDevice(int device) {
-    return device < fake_cuda().devices ? cudaSuccess : cudaErrorInvalidValue;
+    if (device >= fake_cuda().devices) return cudaErrorInvalidValue;
+    context = reinterpret_cast<void *>(uintptr_t(device) + 1);
+    return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMultiProcessorCount ? 40 : fake_cuda().readonly_supported;
@@ -123,7 +146,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
     return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
+cudaError_t cudaMalloc(void **memory, size_t nbytes) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    cudaError_t status = allocate(memory, nbytes);
+    owners[*memory] = current_device();
+    return status;
+}
 cudaError_t cudaMallocHost(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
 cudaError_t cudaFreeHost(void *memory) {
     free(memory);
@@ -151,6 +179,7 @@ cudaError_t cudaHostGetDevicePointer(void **found, void *memory, unsigned) {
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     auto made = std::make_shared<FakeStream>();
+    made->device = current_device();
     *stream = made.get();
     streams[*stream] = made;
     return cudaSuccess;
@@ -179,6 +208,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    if (!here(stream)) return cudaErrorInvalidValue;
     event->mark = {of(stream), of(stream)->enqueued};
     return cudaSuccess;
 }
@@ -218,7 +248,9 @@ namespace kvlc {
 
 cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
                    cudaStream_t stream) {
-    if (!blocks || blocks > tiles) return cudaErrorInvalidValue;
+    auto memory = std::prev(owners.upper_bound(tasks));
+    if (!blocks || blocks > tiles || memory->second != current_device())
+        return cudaErrorInvalidValue;
     fake_cuda().launches++;
     return push(stream, [=] {
         for (uint64_t tile = 0; tile < tiles; tile++)

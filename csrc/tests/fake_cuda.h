@@ -19,5 +19,7 @@ FakeCuda &fake_cuda();
 void fake_enqueue(cudaStream_t stream, std::function<void()> work);
 // Do all that the stream holds.
 void fake_run(cudaStream_t stream);
+// Whether the calling thread is on any device.
+bool fake_has_context();
 // The same for a test in another language: its ints, in this order.
 extern "C" int *fake_cuda_field(int number);

@@ -127,6 +127,22 @@ void copies_of_both_kinds() {
     fake.has_batch = true;
 }
 
+void another_device() {
+    Chance chance(8);
+    fake_cuda().devices = 2;
+    for (uint64_t crossover : {kEngines, kKernel, KVLC_MEASURED}) {
+        Bed bed;
+        bed.add(flat_case(chance, 5000), 0);
+        bed.pin();
+        bed.options = {1, 0, crossover};
+        CHECK_CUDA(bed.gather() == KVL_OK && kvlc_wait(bed.ticket, 0) == KVL_OK);
+        CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK && bed.landed(0));
+        CHECK_CUDA(bed.scatter() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK);
+    }
+    CHECK(!fake_has_context());  // the thread had none before
+    fake_cuda().devices = 1;
+}
+
 void the_callers_stream() {
     Chance chance(1);
     Bed bed;
@@ -219,8 +235,8 @@ void refusals() {
     bed.copies.push_back(bed.copies[0]);
     refused(bed, KVL_EOVERLAP, "copy 1: a span at 64 after one that ends at 256");
     bed.copies.pop_back();
-    bed.options.device = 1;
-    refused(bed, KVL_EARGUMENT, "device 1 of 1");
+    bed.options.device = 5;
+    refused(bed, KVL_EARGUMENT, "device 5 of 1");
     CHECK(kvlc_gather(nullptr, 1, nullptr, 0, &bed.options, nullptr, &bed.ticket) == KVL_EARGUMENT);
 }
 
@@ -308,6 +324,7 @@ void devices() {
 }  // namespace
 
 void test_cuda() {
+    another_device();
     devices();
     plans();
     registration();

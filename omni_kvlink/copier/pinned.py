@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -56,22 +56,17 @@ class PinnedCopier(Copier):
         return f"{_native.features()}, {_cuda.describe(0)}"
 
     def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
-        return self.begin_gather(sources, manifest, region).wait()
+        with ExitStack() as moving:  # whatever happens, nothing is moving afterwards
+            return self._begin(sources, manifest, region, moving)()
 
     def begin_gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> Landing:
-        check_places(sources, manifest, region)
-        host, devices = self._split(sources, manifest, region)
-        with ExitStack() as moving:  # whatever happens, nothing is moving afterwards
-            tickets = [moving.enter_context(part.gather(manifest, region)) for part in devices]
-            digests = self._host.gather(host.places, _part(manifest, host.specs), region)
-            under_way = moving.pop_all()
-        found = dict(zip(_names(host.specs), digests, strict=True))
+        with ExitStack() as begun:
+            digests = self._begin(sources, manifest, region, begun)
+            moving = begun.pop_all()
 
         def finish() -> list[str]:
-            with under_way:
-                for part, ticket in zip(devices, tickets, strict=True):
-                    found.update(self._digests(part.specs, ticket, manifest, region))
-            return [found[spec.name] for spec in manifest.tensors]
+            with moving:
+                return digests()
 
         return Landing(finish)
 
@@ -80,13 +75,30 @@ class PinnedCopier(Copier):
         host, devices = self._split(targets, manifest, region)
         with ExitStack() as moving:
             for part in devices:
-                moving.enter_context(part.scatter(manifest, region))
+                part.begin_scatter(manifest, region, moving)
             self._host.scatter(_part(manifest, host.specs), region, host.places)
             for part in devices:
                 self._host.verify(_part(manifest, part.specs), region)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         self._host.verify(manifest, region)
+
+    def _begin(
+        self, sources: Sequence[Place], manifest: Manifest, region: Region, moving: ExitStack
+    ) -> Callable[[], list[str]]:
+        """Copy what is on the host, and begin the rest; gives what waits for the digests."""
+        check_places(sources, manifest, region)
+        host, devices = self._split(sources, manifest, region)
+        tickets = [part.begin_gather(manifest, region, moving) for part in devices]
+        digests = self._host.gather(host.places, _part(manifest, host.specs), region)
+        found = dict(zip(_names(host.specs), digests, strict=True))
+
+        def finish() -> list[str]:
+            for part, ticket in zip(devices, tickets, strict=True):
+                found.update(self._digests(part.specs, ticket, manifest, region))
+            return [found[spec.name] for spec in manifest.tensors]
+
+        return finish
 
     def _split(
         self, places: Sequence[Place], manifest: Manifest, region: Region
@@ -153,23 +165,24 @@ class _OnDevice:
         self.specs.append(spec)
         self._views.append(words)
 
-    def gather(self, manifest: Manifest, region: Region) -> _cuda.Ticket:
+    def begin_gather(self, manifest: Manifest, region: Region, moving: ExitStack) -> _cuda.Ticket:
+        call, ticket = self._call(manifest, region), _cuda.Ticket((region, self.places))
+        moving.enter_context(ticket)
         with failures(self.specs):
-            return self._call(manifest, region).begin_gather(*self._order(region))
+            call.begin_gather(ticket, self.device, _current_stream(self.device))
+        return ticket
 
-    def scatter(self, manifest: Manifest, region: Region) -> _cuda.Ticket:
+    def begin_scatter(self, manifest: Manifest, region: Region, moving: ExitStack) -> None:
+        call, ticket = self._call(manifest, region), _cuda.Ticket((region, self.places))
+        moving.enter_context(ticket)
         with failures(self.specs):
-            return self._call(manifest, region).begin_scatter(*self._order(region))
+            call.begin_scatter(ticket, self.device, _current_stream(self.device))
 
     def _call(self, manifest: Manifest, region: Region) -> _cuda.Batch:
         call = _cuda.Batch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._views, strict=True):
             call.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
         return call
-
-    def _order(self, region: Region) -> tuple[int, int, object]:
-        """The device, behind which of its streams, and what must live until it is done."""
-        return self.device, _current_stream(self.device), (region, self.places)
 
 
 def _device_of(place: Place) -> int | None:

@@ -129,8 +129,5 @@ def test_memory_that_was_unmapped_can_be_registered_again() -> None:
         gc.collect()
 
 
-def test_a_crossover_is_measured() -> None:
-    out, into = _cuda.measured_crossovers(0)
-    assert out > 0
-    assert into > 0
-    assert _cuda.measured_crossovers(0) == (out, into)
+def test_a_crossover_is_measured_once() -> None:
+    assert _cuda.measured_crossovers(0) == _cuda.measured_crossovers(0)
