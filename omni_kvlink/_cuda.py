@@ -26,8 +26,10 @@ EXCUSE = "_kvlink_cuda.missing"
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
 """Bytes: views whose contiguous runs are shorter are copied by a kernel, others by copy engines."""
 CURE = "install the CUDA toolkit (CUDACXX names nvcc) and reinstall omni-kvlink"
-DEVICE_CURE = "install NVIDIA's driver, and let this process see a device (CUDA_VISIBLE_DEVICES)"
-PINNING_CURE = "raise the limit of locked memory (ulimit -l unlimited)"
+DEVICE_CURE = (
+    "install NVIDIA's driver, as new as the CUDA toolkit at installation, "
+    "and let this process see a device (CUDA_VISIBLE_DEVICES)"
+)
 
 _MEASURED = (1 << 64) - 1
 
@@ -198,7 +200,7 @@ def _register(pages: MappedPages, device: int) -> str | None:
         ctypes.c_uint64(pages.readonly),
     )
     if status:
-        return f"{_last_error()}; {PINNING_CURE}"
+        return _last_error()
     end = weakref.finalize(pages, _unregister, pages.address, os.getpid())
     end.atexit = False  # the process's end unmaps all at once
     return None

@@ -38,7 +38,8 @@ unsigned flags_for(uint64_t device, bool readonly) {
     check(cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterReadOnlySupported,
                                  static_cast<int>(device)),
           "cudaDeviceGetAttribute");
-    if (!supported) kvl::fail(KVLC_EPAGEABLE, "this device cannot register readonly memory");
+    if (!supported) kvl::fail(KVLC_EPAGEABLE, 
+                  "this device cannot register readonly memory; a newer driver may");
     return flags | cudaHostRegisterReadOnly;
 }
 
@@ -58,8 +59,10 @@ void register_memory(uint64_t device, char *address, uint64_t nbytes, bool reado
     cudaError_t status = cudaHostRegister(address, nbytes, flags);
     if (status != cudaSuccess) {
         (void)cudaGetLastError();
-        kvl::fail(KVLC_EPAGEABLE, "cudaHostRegister of %llu bytes: %s", ull(nbytes),
-                  cudaGetErrorString(status));
+        kvl::fail(KVLC_EPAGEABLE, 
+                  "cudaHostRegister of %llu bytes: %s; raise the limit of locked memory "
+                  "(ulimit -l unlimited)",
+                  ull(nbytes), cudaGetErrorString(status));
     }
     spans[address] = {nbytes, device, readonly};
 }

@@ -6,6 +6,17 @@
 #include "kernel.h"
 
 namespace kvlc {
+namespace {
+
+// A stream that waits for one that is being captured is captured itself, and nothing moves.
+void refuse_capture(cudaStream_t theirs) {
+    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(theirs, &state), "cudaStreamIsCapturing");
+    if (state != cudaStreamCaptureStatusNone)
+        kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
+}
+
+}  // namespace
 
 Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t theirs,
                    unsigned flags)
@@ -24,6 +35,7 @@ Transfer::~Transfer() { release(); }
 
 void Transfer::enqueue(const Plan &plan, cudaStream_t theirs) {
     if (plan.groups().empty()) return;
+    refuse_capture(theirs);
     follow(theirs, stream_);
     try {
         if (staging_.nbytes)

@@ -190,6 +190,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     streams.erase(stream);
     return cudaSuccess;
 }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *state) {
+    *state = fake_cuda().capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     Mark mark = event->mark;

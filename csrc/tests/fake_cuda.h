@@ -9,7 +9,7 @@
 struct FakeCuda {
     int devices = 1;
     int refuses_registration = 0, fails_after = -1;  // fails_after: so many launches and copies
-    bool readonly_supported = true, has_batch = true;
+    bool readonly_supported = true, has_batch = true, capturing = false;
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by calls of their own
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
 };
