@@ -96,24 +96,22 @@ KVLC_BOTH void move_payload(const Task &task, uint64_t unit, Held<Element> &held
             move_part(kRead, held.parts[k], memory + k * sizeof(Element));
 }
 
-// Several whole elements are in flight at once; smaller ones are many already.
+// Several whole elements are in flight at once; smaller ones are many already. Units beyond the
+// task's end have no elements, and nothing is done for them.
 template <bool kGather, class Element>
 KVLC_BOTH void move_tile(const Task &task, uint64_t tile, unsigned thread) {
     constexpr int kHeld = sizeof(Element) == sizeof(Wide) ? kAtOnce : 1;
-    const uint64_t end = units(task);
     for (int round = 0; round < kAtOnce; round += kHeld) {
         Held<Element> held[kHeld];
         const uint64_t first = tile * kTile + uint64_t(round) * kThreads + thread;
         KVLC_UNROLL
         for (int i = 0; i < kHeld; i++)
-            if (first + i * kThreads < end)
-                kGather ? move_view<true>(task, first + i * kThreads, held[i])
-                        : move_payload<true>(task, first + i * kThreads, held[i]);
+            kGather ? move_view<true>(task, first + i * kThreads, held[i])
+                    : move_payload<true>(task, first + i * kThreads, held[i]);
         KVLC_UNROLL
         for (int i = 0; i < kHeld; i++)
-            if (first + i * kThreads < end)
-                kGather ? move_payload<false>(task, first + i * kThreads, held[i])
-                        : move_view<false>(task, first + i * kThreads, held[i]);
+            kGather ? move_payload<false>(task, first + i * kThreads, held[i])
+                    : move_view<false>(task, first + i * kThreads, held[i]);
     }
 }
 

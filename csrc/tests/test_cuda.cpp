@@ -226,6 +226,12 @@ void refusals() {
     CHECK(kvlc_unregister(bed.payload.data()) == KVL_OK);
     CHECK(kvlc_register(0, bed.payload.data(), bed.end() - 1, 0) == KVL_OK);
     refused(bed, KVLC_EPAGEABLE, "outside registered memory");
+    CHECK(kvlc_gather(bed.payload.data() + 2, bed.end() - 2, bed.copies.data(), 0, &bed.options,
+                      nullptr, &bed.ticket) == KVL_OK);  // nothing to copy, nothing to register
+    kvl_copy less = bed.copies[0];
+    less.span.start = 62;
+    CHECK(kvlc_gather(bed.payload.data() + 2, bed.end() - 2, &less, 1, &bed.options, nullptr,
+                      &bed.ticket) == KVLC_EPAGEABLE);
     bed.cases[0].index[1] = 4;
     refused(bed, KVL_EBOUNDS, "copy 0: index[1] is 4");
     bed.cases[0].index[1] = 0;
@@ -288,7 +294,8 @@ void plans() {
     plan.stage(staged, staged, 32);
     auto task = reinterpret_cast<const kvlc::Task *>(staged);
     CHECK(task->payload == plan.tasks()[0].payload + 32);
-    CHECK(task[1].offsets == reinterpret_cast<int64_t *>(task + 2) && task[1].offsets[3] == 9216);
+    CHECK(task[1].offsets == reinterpret_cast<const int64_t *>(task + 2));
+    CHECK(task[1].offsets[3] == 9216);
 
     Case slots = paged_case(chance, 16, {0, 3}, 4);  // two in a block of 256, 16 or 18 apart
     slots.memory = chance.bytes(512);
