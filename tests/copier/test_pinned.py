@@ -6,8 +6,10 @@ import gc
 import itertools
 import re
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fake_device
 import msgspec
@@ -165,6 +167,36 @@ def test_a_dropped_landing_ends_before_its_memory_goes(device: FakeDevice) -> No
     del landing
     gc.collect()
     assert landed(plan, region, 0) == raw(sources[0])
+
+
+def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither end goes before the copy is done, whoever forgets it."""
+    sources = [tensor_of((5, 2, 8), torch.float32)]
+    plan, region = payload(sources)
+    kept: list[Any] = []
+
+    class Spy(_cuda.Ticket):
+        def __init__(self, keep: object):
+            kept.append(keep)
+            super().__init__(keep)
+
+    monkeypatch.setattr(_cuda, "Ticket", Spy)
+    manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
+    PinnedCopier().scatter(manifest, region, sources)
+    for whole, places in kept:
+        assert whole is region
+        assert places[0] is sources[0]
+    assert len(kept) == 2
+
+
+def test_a_ticket_keeps_until_it_is_finished(device: FakeDevice) -> None:
+    region = Mapping.anonymous(4096).region
+    ticket, kept = _cuda.Ticket(region), weakref.ref(region.owner)
+    del region
+    gc.collect()
+    assert kept() is not None
+    ticket.finish()
+    assert kept() is None
 
 
 def test_other_copiers_have_landed_at_once() -> None:
