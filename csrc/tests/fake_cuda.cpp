@@ -99,7 +99,7 @@ FakeCuda &fake_cuda() {
 int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices, &fake.refuses_registration, &fake.fails_after,
-                     &fake.unregistered, &fake.unregistered_late};
+                     &fake.unregistered, &fake.unregistered_late, &fake.readonly};
     return fields[number];
 }
 
@@ -158,9 +158,10 @@ cudaError_t cudaFreeHost(void *memory) {
     return cudaSuccess;
 }
 
-cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned) {
+cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     if (fake_cuda().refuses_registration) return cudaErrorNotSupported;
+    fake_cuda().readonly += (flags & cudaHostRegisterReadOnly) != 0;
     bool fresh = registered.try_emplace(static_cast<char *>(memory), nbytes).second;
     return fresh ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered;
 }

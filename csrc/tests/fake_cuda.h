@@ -12,6 +12,7 @@ struct FakeCuda {
     bool readonly_supported = true, has_batch = true, capturing = false;
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by calls of their own
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
+    int readonly = 0;                                // registrations of that kind
 };
 
 FakeCuda &fake_cuda();

@@ -19,7 +19,14 @@ from omni_kvlink.copier import pinned
 from omni_kvlink.places import Place
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FIELDS = ("devices", "refuses_registration", "fails_after", "unregistered", "unregistered_late")
+FIELDS = (
+    "devices",
+    "refuses_registration",
+    "fails_after",
+    "unregistered",
+    "unregistered_late",
+    "readonly",
+)
 
 
 def build(directory: Path) -> None:

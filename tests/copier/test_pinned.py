@@ -326,6 +326,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None
     keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
     blocks = {"key_cache": keys, "value_cache": values}
     cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
+    before = device.get("readonly")
     receipt = producer.put(cache)
     received = consumer.get("r", timeout=5, verify="full")
     targets = [torch.zeros_like(keys[0]) for _ in range(2)]
@@ -334,6 +335,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None
         assert region is not None
         mover.scatter(received.manifest, region, targets)
         assert [raw(target) for target in targets] == [raw(keys[0]), raw(values[0])]
+        assert device.get("readonly") - before == producer.url.startswith("shm")
         del region
     del data, received
     gc.collect()
