@@ -231,9 +231,10 @@ def test_a_refused_host_tensor_waits_for_the_device(
         raise SchemaError("no")
 
     monkeypatch.setattr(NativeCopier, "gather", refuse)
-    with pytest.raises(SchemaError, match="no"):
+    with pytest.raises(SchemaError, match="no") as caught:
         PinnedCopier().begin_gather(sources, plan, region)
     assert landed(plan, region, 0) == raw(sources[0])
+    assert caught.tb  # as long as this is kept, no garbage collection has done it
 
 
 def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None:
@@ -242,9 +243,10 @@ def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     region.view()[plan.header_nbytes] ^= 1
     target = torch.zeros_like(sources[0])
-    with pytest.raises(IntegrityError, match=r"layer 0, K: .*MiB 0 of 1"):
+    with pytest.raises(IntegrityError, match=r"layer 0, K: .*MiB 0 of 1") as caught:
         PinnedCopier().scatter(manifest, region, [target])
     assert raw(target) == landed(plan, region, 0)  # as it was at the call's end
+    assert caught.tb  # see above
 
 
 def test_targets_that_overlap_themselves(device: FakeDevice) -> None:
