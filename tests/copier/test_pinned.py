@@ -22,6 +22,7 @@ from pages import LAYOUTS, SIZE, about, copier, table, wanted
 
 from omni_kvlink import KVCacheTransferData, KVLink, _cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
+from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory import Mapping, Region
 from omni_kvlink.testing import check_copier
@@ -157,6 +158,12 @@ def test_digests_of_what_landed_first_come_first(
     monkeypatch.setattr(NativeCopier, "digest", spy)
     assert mover.gather(sources, plan, region) == [true_digest(source) for source in sources]
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_neighbours_are_digested_together() -> None:
+    sizes = [(3, MIB), (5, MIB), (8, MIB), (1, MIB), (7, MIB)]
+    specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes]).tensors
+    assert list(_batches(specs)) == [range(2), range(2, 3), range(3, 5)]
 
 
 def test_a_dropped_landing_ends_before_its_memory_goes(device: FakeDevice) -> None:
