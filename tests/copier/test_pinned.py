@@ -227,6 +227,23 @@ def test_nothing_moves_after_a_failure(device: FakeDevice) -> None:
     assert landed(plan, region, 2) == bytes(9 * MIB)
 
 
+def test_nothing_moves_after_a_failed_wait(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    plan, region = payload(sources)
+
+    def fail(*args: object) -> list[str]:
+        raise NativeError("no")
+
+    monkeypatch.setattr(NativeCopier, "digest", fail)
+    landing = PinnedCopier(threads=1).begin_gather(sources, plan, region)
+    with pytest.raises(NativeError, match="no"):
+        landing.wait()
+    assert landed(plan, region, 2) == raw(sources[2])
+    assert landing  # it is no garbage yet
+
+
 def test_a_refused_host_tensor_waits_for_the_device(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,14 +285,19 @@ def test_targets_that_overlap_themselves(device: FakeDevice) -> None:
 # ---- registered memory
 
 
-def test_a_mapping_is_registered_once_and_unregistered_in_time(device: FakeDevice) -> None:
+def test_a_mapping_is_registered_once_and_unregistered_in_time(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan = plan_of(sources)
     mapping = Mapping.anonymous(4 * plan.nbytes)
     regions = [mapping.region.slice(at * plan.nbytes, plan.nbytes) for at in range(4)]
+    calls: list[object] = []
+    register = _cuda._register
+    monkeypatch.setattr(_cuda, "_register", lambda *given: calls.append(1) or register(*given))
     for region in regions:
         PinnedCopier().gather(sources, plan, region)
-    assert len(_cuda._registered) == 1
+    assert len(calls) == 1
     before = device.get("unregistered")
     view = regions[3].view()
     del mapping, regions, region
