@@ -60,13 +60,6 @@ class NativeCopier(Copier):
         digests = {**ours.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        call = self._calls(manifest, region)
-        for spec in manifest.tensors:
-            call.add(spec)
-        digests = call.digest()
-        return [digests[spec.name] for spec in manifest.tensors]
-
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         check_places(targets, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
@@ -87,7 +80,6 @@ class NativeCopier(Copier):
                 target.detach().copy_(source)
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        """The digests of what is in the payload, as `gather` gives them."""
         call = self._calls(manifest, region)
         for spec in manifest.tensors:
             call.add(spec)

@@ -70,6 +70,9 @@ class PinnedCopier(Copier):
 
         return Landing(finish)
 
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return self._host.digest(manifest, region)
+
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
         check_places(targets, manifest, region)
         host, devices = self._split(targets, manifest, region)
