@@ -59,10 +59,15 @@ class Region:
 
 
 class Lease:
-    """The sole owner of one region until it is released or moved away; a context manager."""
+    """The sole owner of one region until it is released or moved away; a context manager.
+
+    Attributes:
+        room: bytes that the region had before `shrink`.
+    """
 
     def __init__(self, region: Region, release: Callable[[], None], tag: object = None):
         self._region: Region | None = region
+        self.room = region.nbytes
         self._release = release
         self.tag = tag
 

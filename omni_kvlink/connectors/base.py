@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import KVLinkError, TransferFailed, TransferTimeout
+from ..errors import ClosedError, KVLinkError, TransferFailed, TransferTimeout
 from ..ledger import Ledger
 from ..memory import Lease, Region
 from .messages import Outcome
@@ -125,11 +125,19 @@ class Delivery:
         """The payload is not what was committed: the producer's receipt shall say so."""
         if self._finalizer.detach():
             self._release("rejected", reason[:4096])
-        self.region = None
+        self._let_go(
+            TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
+        )
 
     def drop(self) -> None:
         """Let go of the region; views made from it keep it until they die."""
+        self._let_go(ClosedError(f"payload {self.key!r} was given back"))
+
+    def _let_go(self, error: KVLinkError) -> None:
+        """Whoever waits for a layer would do so in vain."""
         self.region = None
+        if self.progress is not None:
+            self.progress.end(error)
 
 
 class Connector(ABC):
@@ -192,6 +200,14 @@ class Producer(Connector):
 
         Raises:
             TransferFailed: the key was aborted meanwhile.
+        """
+
+    @abstractmethod
+    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
+        """The payload of this lease will not be finished: as `fail`, but of no other payload.
+
+        Args:
+            soon: return before it is done, without a lock: for finalizers.
         """
 
     @abstractmethod

@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 from .. import _faults
-from ..errors import ClosedError, IntegrityError, KVLinkError, PeerLostError, TransferFailed
+from ..errors import (
+    ClosedError,
+    IntegrityError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    WireError,
+)
+from ..header import MAX_HEADER
 from ..memory import Region
 from .base import Consumer, Delivery, Want
 from .inbox import Inbox, Wanted
@@ -71,6 +79,8 @@ class PooledWant(Want):
         try:
             _faults.point("get.offered")
             nbytes, draft = offer.location.nbytes, offer.draft
+            if draft > 8 + MAX_HEADER:  # it will be copied
+                raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
             slot = self._session.slot(offer.location, draft)
             if not holds(slot, offer.epoch, nbytes, committed=not draft):
                 raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")

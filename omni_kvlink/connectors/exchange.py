@@ -78,6 +78,14 @@ class Exchange:
             self._send(peer, Status(want, _PHASE[State.RESERVED]))
         return transfer
 
+    def give_up(self, transfer: Transfer, reason: str, now: float) -> None:
+        """The writer cannot finish it: who waits is told why. Another payload of its key is not
+        touched: this one may have been ended, and the key put again, long before.
+        """
+        if transfer.has_writer and not transfer.state.is_final:
+            self.fail(transfer.key, reason, "failed", now)
+        self.discard(transfer)
+
     def discard(self, transfer: Transfer) -> None:
         """Give up a reservation that was never committed; who waits goes on waiting.
 

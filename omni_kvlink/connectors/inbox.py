@@ -181,8 +181,9 @@ class Inbox:
             wanted.progress.end(_failure(wanted.key, message))
 
     def _end_streams(self, error: KVLinkError, key: str | None = None) -> None:
-        for number, wanted in list(self._streams.items()):
-            if wanted.progress is not None and key in (None, wanted.key):
+        for number in list(self._streams):  # of pairs, a finalizer could run in the midst
+            wanted = self._streams.get(number)
+            if wanted is not None and wanted.progress is not None and key in (None, wanted.key):
                 self._streams.pop(number, None)
                 wanted.progress.end(error)
 

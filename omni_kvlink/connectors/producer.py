@@ -101,6 +101,7 @@ class PooledProducer(Producer):
         transfer = _transfer(lease)
         slot = self._pool.region(_block(transfer))
         nbytes = lease.region.nbytes
+        _write_head(slot, transfer.epoch, nbytes, committed=False)  # it may be less than reserved
         slot.view(SLOT + nbytes, SLOT + nbytes + len(draft))[:] = draft
         with self._lock:
             self._exchange.begin(transfer, _location(transfer, nbytes), len(draft), readers)
@@ -131,6 +132,13 @@ class PooledProducer(Producer):
         self._loop.remind(expires)
         _faults.point("publish.after")
         return Receipt(transfer, ledger)
+
+    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
+        end = partial(self._give_up, _transfer(lease), reason)
+        if soon:
+            self._loop.call(end)
+        elif os.getpid() == self._pid:
+            end()
 
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
         self._check_open()
@@ -177,6 +185,10 @@ class PooledProducer(Producer):
         if os.getpid() == self._pid:
             with self._lock:
                 self._exchange.discard(transfer)
+
+    def _give_up(self, transfer: Transfer, reason: str) -> None:
+        with self._lock:
+            self._exchange.give_up(transfer, reason, time.monotonic())
 
     def _take_back(self, transfer: Transfer) -> None:
         with self._lock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from ..errors import KVLinkError
+from ..errors import KVLinkError, WireError
+from ..header import MAX_HEADER, MAX_TENSORS
 
 
 class Progress:
@@ -14,16 +15,28 @@ class Progress:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._digests: dict[int, bytes] = {}
-        self._error: KVLinkError | None = None
+        self._nbytes = 0
+        self._over: KVLinkError | None = None
+        self._is_whole = False
         self._waiting: dict[Future[None], range] = {}
         self.whole: Future[None] = Future()
         """Ends with the commit, or with the error that ended the stream."""
         self.whole.set_running_or_notify_cancel()
 
     def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are there."""
+        """The tensors from number `first` on are there.
+
+        Raises:
+            WireError: more than any payload has, or one that is there already.
+        """
+        numbers = range(first, first + len(digests))
         with self._lock:
-            self._digests.update(enumerate(digests, first))
+            self._nbytes += sum(map(len, digests))
+            if numbers.stop > MAX_TENSORS or self._nbytes > MAX_HEADER:
+                raise WireError(f"tensors up to {numbers.stop} were announced: no payload has them")
+            if any(number in self._digests for number in numbers):
+                raise WireError(f"tensors from {first} on were announced twice")
+            self._digests.update(zip(numbers, digests, strict=True))
             ready = [future for future, tensors in self._waiting.items() if self._has(tensors)]
             for future in ready:
                 del self._waiting[future]
@@ -31,19 +44,14 @@ class Progress:
             future.set_result(None)
 
     def commit(self) -> None:
-        """All are there."""
-        if not self.whole.done():
+        """All are there; a layer that is not, never comes."""
+        gap = WireError("it was committed, but not every layer of it was announced")
+        if self._stop(gap, whole=True):
             self.whole.set_result(None)
 
     def end(self, error: KVLinkError) -> None:
         """No more will come: whoever waits raises, and so does whoever asks later."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            waiting, self._waiting = list(self._waiting), {}
-        for future in waiting:
-            future.set_exception(error)
-        if not self.whole.done():
+        if self._stop(error):
             self.whole.set_exception(error)
 
     def when(self, tensors: range) -> Future[None]:
@@ -51,14 +59,12 @@ class Progress:
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # only this object ends it
         with self._lock:
-            has, error = self._has(tensors), self._error
-            if not has and error is None:
+            if (self._over is None or self._is_whole) and self._has(tensors):
+                future.set_result(None)
+            elif self._over is None:
                 self._waiting[future] = tensors
-                return future
-        if error is None or (has and self._is_whole):
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+            else:
+                future.set_exception(self._over)
         return future
 
     def forget(self, future: Future[None]) -> None:
@@ -70,9 +76,15 @@ class Progress:
         """Four bytes a MiB, of a tensor that is there; empty if digests are off."""
         return self._digests[tensor]
 
-    @property
-    def _is_whole(self) -> bool:
-        return self.whole.done() and self.whole.exception() is None
+    def _stop(self, error: KVLinkError, *, whole: bool = False) -> bool:
+        with self._lock:
+            if self._over is not None:
+                return False
+            self._over, self._is_whole = error, whole
+            waiting, self._waiting = list(self._waiting), {}
+        for future in waiting:
+            future.set_exception(error)
+        return True
 
     def _has(self, tensors: range) -> bool:
         return all(tensor in self._digests for tensor in tensors)

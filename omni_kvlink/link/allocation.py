@@ -18,10 +18,11 @@ class Allocation:
         room: the places of the tensors.
     """
 
-    def __init__(self, room: Manifest, lease: Lease, region: Region):
-        self.room = room
+    def __init__(self, room: Manifest, lease: Lease, region: Region, table: dict[str, Allocation]):
+        self.room, self._table = room, table
         self.data: Payload = open_payload(room, region)
         self._lease: Lease | None = lease
+        table[self.request_id] = self
 
     @property
     def request_id(self) -> str:
@@ -33,7 +34,7 @@ class Allocation:
         return self._lease is None
 
     def take(self) -> Lease:
-        """The memory, for `put`; once.
+        """The memory, for `put`; once. Whoever takes it closes `data` in the end.
 
         Raises:
             ClosedError: it was put or released before.
@@ -41,13 +42,15 @@ class Allocation:
         lease, self._lease = self._lease, None
         if lease is None:
             raise ClosedError(f"the memory of {self.request_id!r} was put or released already")
-        self.data.close()
+        if self._table.get(self.request_id) is self:
+            del self._table[self.request_id]
         return lease
 
     def release(self) -> None:
         """Give the memory back unsent; after `put` this does nothing."""
         if self._lease is not None:
             self.take().release()
+            self.data.close()
 
     def __repr__(self) -> str:
         return f"<Allocation {self.request_id!r}: {self.room.nbytes} bytes>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -14,14 +15,7 @@ import torch
 from ..branch import Branch
 from ..connectors.base import Delivery
 from ..copier import Copier
-from ..errors import (
-    KVLinkError,
-    PeerLostError,
-    SchemaError,
-    TransferFailed,
-    TransferTimeout,
-    WireError,
-)
+from ..errors import KVLinkError, SchemaError, TransferFailed, TransferTimeout, WireError
 from ..files import open_payload
 from ..ledger import Ledger
 from ..places import Place
@@ -30,6 +24,7 @@ from ..wire import Manifest
 from .received import Payload, manifest_of, region_of, scatter
 
 Key = tuple[str, int]
+WHOLE = "its commit"
 
 
 class ReceivedLayer:
@@ -120,7 +115,7 @@ class ReceivedStream:
             SchemaError: there is no such layer.
         """
         key = self.find(layer, branch)
-        self._wait(self.when(key), f"layer {layer} of branch {key[0]!r}", timeout)
+        self._wait(self.when(key), self.name(key), timeout)
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
@@ -131,8 +126,8 @@ class ReceivedStream:
         """
         progress = self.delivery.progress
         if progress is not None:
-            self._wait(progress.whole, "its commit", timeout)
-            self.manifest = self._with_digests(self.manifest, range(len(self.manifest.tensors)))
+            self._wait(progress.whole, WHOLE, timeout)
+            self.settle()
         return open_payload(self.manifest, region_of(self.delivery))
 
     def release(self) -> None:
@@ -160,6 +155,10 @@ class ReceivedStream:
             raise SchemaError(f"payload {self.delivery.key!r} has no layer {layer} of {key[0]!r}")
         return key
 
+    def name(self, key: Key) -> str:
+        """A layer in words."""
+        return f"layer {key[1]} of branch {key[0]!r}"
+
     def keys(self) -> list[Key]:
         """Branch and index of every layer, in the order of the wire."""
         return list(self._layers)
@@ -182,12 +181,30 @@ class ReceivedStream:
     def scatter(self, manifest: Manifest, places: Sequence[Place]) -> None:
         scatter(self._copier, manifest, self.delivery, places, self.ledger)
 
+    def settle(self) -> None:
+        """It was committed: check that all was announced, and take the digests over."""
+        everything = range(len(self.manifest.tensors))
+        assert self.delivery.progress is not None
+        gap = self.delivery.progress.when(everything).exception()
+        if isinstance(gap, KVLinkError):
+            raise self.failed(gap, WHOLE)
+        self.manifest = self._with_digests(self.manifest, everything)
+
     def failed(self, error: KVLinkError, what: str) -> KVLinkError:
-        """The same error, saying what was waited for."""
+        """The same error, saying what was waited for; a new one, because raising one that is kept
+        would keep this stream, by its traceback, and its memory.
+        """
         text = f"{error}; {what} was awaited"
+        if isinstance(error, WireError):
+            self.delivery.reject(text)
         if isinstance(error, TransferFailed):
             return TransferFailed(text, key=self.delivery.key, reason=error.reason)
-        return type(error)(text) if isinstance(error, PeerLostError) else error
+        return type(error)(text)
+
+    def forget(self, future: Future[None]) -> None:
+        """Nobody waits for it any more."""
+        if self.delivery.progress is not None:
+            self.delivery.progress.forget(future)
 
     def timed_out(self, what: str, waited: float) -> TransferTimeout:
         return TransferTimeout(
@@ -201,15 +218,13 @@ class ReceivedStream:
         seconds = self._timeout if timeout is None else timeout
         started = time.perf_counter()
         try:
-            future.result(max(0.0, seconds))
-        except FutureTimeout as error:
-            if isinstance(error, KVLinkError):
-                raise self.failed(error, what) from error
-            assert self.delivery.progress is not None
-            self.delivery.progress.forget(future)
+            error = future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        except FutureTimeout:
             raise self.timed_out(what, seconds) from None
-        except KVLinkError as error:
-            raise self.failed(error, what) from error
+        finally:
+            self.forget(future)
+        if isinstance(error, KVLinkError):
+            raise self.failed(error, what)
         spent = self.ledger.seconds.get("layers", 0.0)
         self.ledger.seconds["layers"] = spent + time.perf_counter() - started
 

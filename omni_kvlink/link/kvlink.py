@@ -111,7 +111,9 @@ class KVLink:
         if background and self._allocation(plan.request_id) is None:
             raise SchemaError("background=True is for memory that allocate() gave")
         sending = Sending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
-        lease = self._lease(producer, plan, timeout, ledger)
+        lease, allocation = self._lease(producer, plan, timeout, ledger)
+        if allocation is not None:
+            allocation.data.close()
         return sending.later(lease, places) if background else sending.now(lease, places)
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
@@ -134,12 +136,10 @@ class KVLink:
             draft=room.header_nbytes,
         )
         try:
-            allocation = Allocation(room, lease, producer.lend(lease))
+            return Allocation(room, lease, producer.lend(lease), self._allocations)
         except BaseException:
             lease.release()
             raise
-        self._allocations[room.request_id] = allocation
-        return allocation
 
     def stream_put(
         self,
@@ -168,14 +168,12 @@ class KVLink:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
         with ledger.phase("plan"):
             layout = plan if isinstance(plan, Manifest) else self._plan(plan, ledger)
-        lease = self._lease(producer, layout, timeout, ledger, draft=layout.header_nbytes)
-        try:
-            return PutStream(
-                producer, lease, layout, self._copier, ledger, readers=readers, ttl=ttl
-            )
-        except BaseException:
-            lease.release()
-            raise
+        ledger.digests = "crc32c" if layout.has_digests else "off"
+        lease, allocation = self._lease(
+            producer, layout, timeout, ledger, draft=layout.header_nbytes
+        )
+        sending = Sending(producer, layout, self._copier, ledger, readers=readers, ttl=ttl)
+        return PutStream(sending, lease, None if allocation is None else allocation.data)
 
     def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
         """Wait for a cache; woken when it is committed.
@@ -256,6 +254,7 @@ class KVLink:
         """
         self._closed = True
         self._end.close()
+        self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def __enter__(self) -> KVLink:
         return self
@@ -295,21 +294,19 @@ class KVLink:
 
     def _allocation(self, request_id: str) -> Allocation | None:
         """What was allocated for a request, and neither put nor released."""
-        allocation = self._allocations.get(request_id)
-        return None if allocation is None or allocation.is_spent else allocation
+        return self._allocations.get(request_id)
 
     def _lease(
         self, producer: Producer, plan: Manifest, timeout: float, ledger: Ledger, *, draft: int = 0
-    ) -> Lease:
+    ) -> tuple[Lease, Allocation | None]:
         with ledger.phase("reserve"):
             allocation = self._allocation(plan.request_id)
-            self._allocations.pop(plan.request_id, None)
             if allocation is None:
-                wait = min(timeout, FOREVER)
-                return producer.reserve(plan.request_id, plan.nbytes, timeout=wait, draft=draft)
+                wait, key = min(timeout, FOREVER), plan.request_id
+                return producer.reserve(key, plan.nbytes, timeout=wait, draft=draft), None
             lease = allocation.take()
             lease.shrink(plan.nbytes)
-            return lease
+            return lease, allocation
 
     def _pid_owns(self) -> bool:
         return os.getpid() == getattr(self._end, "_pid", os.getpid())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from types import TracebackType
 
 from .. import _faults
 from ..branch import Branch
-from ..connectors.base import Producer, Receipt
-from ..copier import Copier
+from ..connectors.base import Receipt
 from ..errors import ClosedError, SchemaError
-from ..ledger import Ledger
 from ..memory import Lease
 from ..places import Place
-from ..wire import Manifest
-from .sending import Sending, land
+from .received import Payload
+from .sending import Sending
 
 
 class PutStream:
@@ -31,25 +28,20 @@ class PutStream:
         ledger: of the receipt; `copy` is the sum over all layers.
     """
 
-    def __init__(
-        self,
-        producer: Producer,
-        lease: Lease,
-        plan: Manifest,
-        copier: Copier,
-        ledger: Ledger,
-        *,
-        readers: int,
-        ttl: float,
-    ):
-        self.manifest, self.ledger = plan, ledger
+    def __init__(self, sending: Sending, lease: Lease, lent: Payload | None):
+        plan = self.manifest = sending.plan
+        self.ledger = sending.ledger
         self.receipt: Receipt | None = None
-        self._producer, self._copier = producer, copier
+        self._sending, self._lent = sending, lent
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
-        self._sending = Sending(producer, plan, copier, ledger, readers=readers, ttl=ttl)
-        self._lease: Lease | None = lease
-        self._sending.begin(lease)
+        self._lease: Lease | None = None
+        try:
+            sending.begin(lease)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
 
     def write_layer(
         self, layer: int, key: Place, value: Place | None = None, *, branch: str = ""
@@ -70,13 +62,14 @@ class PutStream:
         places = [key] if value is None else [key, value]
         _faults.point("stream.layer")
         started = time.perf_counter()
-        digests, copied = land(self._copier, places, self.manifest.part(tensors), lease.region)
+        digests, copied = self._sending.land(lease, places, self.manifest.part(tensors))
         spent = self.ledger.seconds.get("copy", 0.0)
         self.ledger.seconds["copy"] = spent + time.perf_counter() - started
         self.ledger.copies |= copied
         self._digests[tensors.start : tensors.stop] = digests
         del self._missing[where]
-        self._producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))
+        announced = tuple(map(bytes.fromhex, digests))
+        self._sending.producer.announce(lease, tensors.start, announced)
 
     def commit(self) -> Receipt:
         """The payload is whole. The block's end calls this.
@@ -94,17 +87,17 @@ class PutStream:
                 f"payload {self.manifest.request_id!r}: {self._first_missing()} and "
                 f"{len(self._missing) - 1} more were never written"
             )
-        self._lease = None
+        self._end()
         with lease:
             self.receipt = self._sending.publish(lease, self._digests)
         return self.receipt
 
     def fail(self, reason: str) -> None:
         """End it: whoever reads it gets TransferFailed with this reason."""
-        lease, self._lease = self._lease, None
+        lease = self._lease
         if lease is not None:
-            with lease:
-                self._producer.fail(self.manifest.request_id, reason)
+            self._end()
+            self._sending.producer.give_up(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self
@@ -122,11 +115,16 @@ class PutStream:
             self.fail(f"{where}: {error!r}")
 
     def __del__(self) -> None:
-        if getattr(self, "_lease", None) is not None:
+        lease = getattr(self, "_lease", None)
+        if lease is not None:
+            self._sending.producer.give_up(lease, "its producer forgot it", soon=True)
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not ended", ResourceWarning, stacklevel=2)
-            with contextlib.suppress(ClosedError):  # then its readers know
-                self.fail("its producer forgot it")
+
+    def _end(self) -> None:
+        self._lease = None
+        if self._lent is not None:
+            self._lent.close()
 
     def _open_lease(self) -> Lease:
         if self._lease is None:

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, TypeAlias
 
+import torch
+
 from ..bundle import KVCacheBundle
 from ..connectors.base import Delivery
 from ..copier import Copier
-from ..errors import ClosedError, WireError
+from ..errors import ClosedError, SchemaError, WireError
 from ..files import open_payload
 from ..ledger import Ledger
 from ..memory import Region
-from ..places import Place
+from ..paged import Paged
+from ..places import Place, overlaps_itself
 from ..schema import KVCacheTransferData
 from ..wire import Manifest
 
@@ -106,6 +109,7 @@ def scatter(
 ) -> None:
     """Copy tensors of a delivery out; a wrong byte is the producer's to know, too."""
     started = time.perf_counter()
+    _check_targets(manifest, region_of(delivery), places)
     try:
         copier.scatter(manifest, region_of(delivery), places)
     except WireError as error:
@@ -115,6 +119,20 @@ def scatter(
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
+
+
+def _check_targets(manifest: Manifest, region: Region, places: Sequence[Place]) -> None:
+    """Refuse what would be written twice, or lies in readonly memory: that ends a process."""
+    taken: dict[tuple[torch.device, int], str] = {}
+    for place, spec in zip(places, manifest.tensors, strict=False):
+        memory = place.pool if isinstance(place, Paged) else place
+        if overlaps_itself(memory):
+            raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
+        if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:
+            raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
+        other = taken.setdefault((memory.device, memory.data_ptr()), spec.where())
+        if other != spec.where():
+            raise SchemaError(f"{spec.where()} has the same target as {other}")
 
 
 def region_of(delivery: Delivery) -> Region:

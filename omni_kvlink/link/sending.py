@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 
 import torch
 
 from .. import _faults
+from ..branch import DTYPES
 from ..connectors.base import Producer, Receipt
 from ..copier import Copier
-from ..errors import ClosedError, SchemaError
+from ..errors import SchemaError
 from ..ledger import Ledger
-from ..memory import Lease, Region
+from ..memory import Lease
 from ..places import Place
+from ..tensors import dtype_name
 from ..wire import Manifest, TensorSpec
 
 
@@ -31,50 +32,61 @@ class Sending:
         readers: int,
         ttl: float,
     ):
-        self._producer, self._plan, self._copier = producer, plan, copier
-        self._ledger, self._readers, self._ttl = ledger, readers, ttl
+        self.producer, self.plan, self.ledger = producer, plan, ledger
+        self._copier, self._readers, self._ttl = copier, readers, ttl
 
     def now(self, lease: Lease, places: Sequence[Place]) -> Receipt:
         """Copy what is not in its place yet, and commit."""
         with lease:
             _faults.point("put.reserved")
-            with self._ledger.phase("copy"):
-                digests, copied = land(self._copier, places, self._plan, lease.region)
-                self._ledger.copies = int(copied)
+            with self.ledger.phase("copy"):
+                digests, copied = self.land(lease, places, self.plan)
+                self.ledger.copies = int(copied)
             _faults.point("put.copied")
             return self.publish(lease, digests)
 
     def later(self, lease: Lease, places: Sequence[Place]) -> Receipt:
         """The same in a thread; what goes wrong there, the receipt says."""
-        receipt = self._producer.receipt(lease, self._ledger)
-        threading.Thread(target=self._try, args=(lease, places), daemon=True).start()
+        receipt = self.producer.receipt(lease, self.ledger)
+        try:
+            threading.Thread(target=self._try, args=(lease, places), daemon=True).start()
+        except BaseException:
+            lease.release()
+            raise
         return receipt
 
     def begin(self, lease: Lease) -> None:
         """Announce it, before it is written."""
-        self._producer.begin(lease, self._plan.encode(), readers=self._readers)
+        self.producer.begin(lease, self.plan.encode(), readers=self._readers)
+
+    def land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> tuple[list[str], bool]:
+        """Bring tensors of the plan to their places; see `land`."""
+        return land(self._copier, places, plan, lease)
 
     def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
         """Write the header, whose digests are known now, and commit."""
-        with self._ledger.phase("publish"):
-            header = self._plan.with_digests(digests).encode()
+        with self.ledger.phase("publish"):
+            header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
             _faults.point("put.encoded")
-            self._ledger.nbytes = self._plan.nbytes
-            return self._producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self._ledger
+            self.ledger.nbytes = self.plan.nbytes
+            return self.producer.publish(
+                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger
             )
 
     def _try(self, lease: Lease, places: Sequence[Place]) -> None:
-        try:
-            self.now(lease, places)
-        except Exception as error:
-            with contextlib.suppress(ClosedError):  # then every receipt says so
-                self._producer.fail(self._plan.request_id, f"it could not be committed: {error!r}")
+        """Not `now`: it gives the lease back, and then nobody can say why."""
+        with lease:
+            try:
+                digests, copied = self.land(lease, places, self.plan)
+                self.ledger.copies = int(copied)
+                self.publish(lease, digests)
+            except Exception as error:
+                self.producer.give_up(lease, f"it could not be committed: {error!r}")
 
 
 def land(
-    copier: Copier, places: Sequence[Place], plan: Manifest, region: Region
+    copier: Copier, places: Sequence[Place], plan: Manifest, lease: Lease
 ) -> tuple[list[str], bool]:
     """Bring tensors to their places in a payload; those that lie there already are not copied.
 
@@ -86,8 +98,8 @@ def land(
     """
     if len(places) != len(plan.tensors):
         raise SchemaError(f"{len(places)} tensors, the plan has {len(plan.tensors)}")
-    pairs = list(zip(places, plan.tensors, strict=True))
-    there = [_lies_at(place, spec, plan, region) for place, spec in pairs]
+    region, pairs = lease.region, list(zip(places, plan.tensors, strict=True))
+    there = [_lies_at(place, spec, plan, lease) for place, spec in pairs]
     if not any(there):
         return copier.gather(places, plan, region), bool(places)
     digests = dict.fromkeys((spec.name for spec in plan.tensors), "")
@@ -103,13 +115,14 @@ def land(
     return list(digests.values()), bool(rest)
 
 
-def _lies_at(place: Place, spec: TensorSpec, plan: Manifest, region: Region) -> bool:
+def _lies_at(place: Place, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
     if not isinstance(place, torch.Tensor) or not place.is_cpu or place.is_neg():
         return False
-    at = place.data_ptr() - region.address
+    at = place.data_ptr() - lease.region.address
     if at == plan.header_nbytes + spec.start and place.is_contiguous():
-        return tuple(place.shape) == spec.shape
-    if 0 <= at < region.nbytes:
+        # Else it is nothing that the plan knows, and the copier says so.
+        return tuple(place.shape) == spec.shape and DTYPES[dtype_name(place.dtype)] == spec.dtype
+    if 0 <= at < lease.room:
         raise SchemaError(
             f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
         )
