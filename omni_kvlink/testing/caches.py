@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from ..link import Payload
 from ..metadata import KVMetadata
 from ..places import Place, dense
 from ..schema import KVCacheTransferData
+
+Layers: TypeAlias = dict[tuple[str, int], list[Place]]
+"""K and V, or one latent, by branch and layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,15 @@ def every_dtype(key: str, **fields: Any) -> list[Recipe]:
     return [
         Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields) for seed, name in enumerate(DTYPES)
     ]
+
+
+def layers_of(data: Payload) -> Layers:
+    """What `PutStream.write_layer` takes, in the order of the wire."""
+    places = data.tensors()
+    return {
+        (branch.name, layer): places[numbers.start : numbers.stop]
+        for branch, layer, numbers in data.plan().layers()
+    }
 
 
 def fingerprint(data: Payload) -> str:

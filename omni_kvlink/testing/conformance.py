@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import delivery_checks, ending_checks, memory_checks
+from . import (
+    allocation_checks,
+    delivery_checks,
+    ending_checks,
+    memory_checks,
+    scatter_checks,
+    stream_checks,
+    stream_ending_checks,
+)
 from .failure import CheckFailed
 from .rig import Handle, ProcessPeer, Rig, ThreadPeer
 
@@ -23,7 +31,15 @@ def _checks_of(*modules: ModuleType) -> tuple[Check, ...]:
     )
 
 
-CONNECTOR_CHECKS = _checks_of(delivery_checks, ending_checks, memory_checks)
+CONNECTOR_CHECKS = _checks_of(
+    delivery_checks,
+    ending_checks,
+    memory_checks,
+    stream_checks,
+    stream_ending_checks,
+    scatter_checks,
+    allocation_checks,
+)
 """Every behaviour that `check_connector` asks for, in the order it asks."""
 
 

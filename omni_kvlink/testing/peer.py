@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..bundle import KVCacheBundle
 from ..connectors.base import Receipt
 from ..errors import KVLinkError
-from ..link import KVLink, Payload, Received
+from ..link import KVLink, Payload, PutStream, Received, ReceivedStream
 from ..places import Place
-from .caches import Recipe, fingerprint, hash_tensors
+from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 
 
 class Peer:
@@ -32,14 +34,18 @@ class Peer:
         self._receipts: dict[str, Receipt] = {}
         self._held: dict[str, list[Place]] = {}
         self._open: dict[str, Received] = {}
+        self._writing: dict[str, tuple[PutStream, Layers]] = {}
+        self._streams: dict[str, ReceivedStream] = {}
 
     def do(self, verb: str, arguments: dict[str, Any]) -> Any:
         return _VERBS[verb](self, **arguments)
 
     def end(self) -> None:
         """Let go of everything and close every link."""
-        for key in [*self._held, *self._open]:
+        for key in [*self._held, *self._open, *self._streams]:
             self.drop(key)
+        for key in list(self._writing):
+            self.give_up(key, "its peer ended")
         for link in list(self._links):
             self.forget(link)
         self._receipts.clear()
@@ -73,14 +79,52 @@ class Peer:
         received = self._open[key] = self._links[link].get(key, **how)
         return fingerprint(received.data)
 
+    def stream_put(self, link: str, recipe: dict[str, Any], **how: Any) -> None:
+        """Begin; `write`, `commit` and `give_up` go on with it."""
+        data = Recipe(**recipe).make()
+        out = self._links[link].stream_put(data, **how)
+        self._writing[data.request_id] = out, layers_of(data)
+
+    def write(self, key: str, layer: int, branch: str = "kv") -> None:
+        out, layers = self._writing[key]
+        out.write_layer(layer, *layers[branch, layer], branch=branch)
+
+    def commit(self, key: str) -> None:
+        self._receipts[key] = self._writing.pop(key)[0].commit()
+
+    def give_up(self, key: str, why: str) -> None:
+        """Leave the block of `stream_put` by an error."""
+        self._writing.pop(key)[0].__exit__(RuntimeError, RuntimeError(why), None)
+
+    def stream_get(self, link: str, key: str, **how: Any) -> list[list[Any]]:
+        """Wait for the beginning, and keep the stream for `layer` and `whole`."""
+        stream = self._streams[key] = self._links[link].stream_get(key, **how)
+        return list(map(list, stream.keys()))
+
+    def layer(self, key: str, layer: int, branch: str = "", timeout: float | None = None) -> str:
+        """Wait for one layer of a stream; its bytes."""
+        stream = self._streams[key]
+        return hash_tensors(stream.wait_for_layer(layer, branch=branch, timeout=timeout).tensors)
+
+    def scatter(self, key: str, layer: int, branch: str = "", timeout: float | None = None) -> str:
+        """Wait for one layer of a stream and copy it out; the bytes that landed."""
+        found = self._streams[key].wait_for_layer(layer, branch=branch, timeout=timeout)
+        targets = [torch.zeros_like(tensor) for tensor in found.tensors]
+        found.scatter(*targets)
+        return hash_tensors(targets)
+
+    def whole(self, key: str, timeout: float | None = None) -> str:
+        """Wait for a stream's commit; the fingerprint of all."""
+        return fingerprint(self._streams[key].wait(timeout=timeout))
+
     def look(self, key: str) -> str:
         """The bytes that are held, now."""
         return hash_tensors(self._held[key])
 
     def drop(self, key: str) -> None:
-        """Let go of what `hold` or `open` kept."""
+        """Let go of what `hold`, `open` or `stream_get` kept."""
         self._held.pop(key, None)
-        received = self._open.pop(key, None)
+        received = self._open.pop(key, None) or self._streams.pop(key, None)
         if received is not None:
             received.release()
 

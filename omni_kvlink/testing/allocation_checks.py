@@ -1,0 +1,325 @@
+"""Memory of the link that an engine writes to itself: checks that hold for every connector."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..bundle import KVCacheBundle
+from ..copier import TorchCopier
+from ..errors import (
+    CapacityError,
+    ClosedError,
+    DuplicateKeyError,
+    SchemaError,
+    TransferFailed,
+)
+from ..link import Allocation, KVLink, Payload
+from ..memory import Region
+from ..places import dense
+from ..schema import KVCacheTransferData
+from ..wire import Manifest
+from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from .memory_checks import MIB, sized
+from .rig import SLACK, Rig, expect, until, until_freed
+from .stream_checks import write
+
+CACHE = Recipe("a", layers=3, tokens=10, heads=2, dim=24)
+BUNDLE = Recipe("a", bundle=True, layers=2, tokens=9)
+
+
+def fill(allocation: Allocation, data: Payload) -> None:
+    """What an engine does: write its own K and V there."""
+    for target, source in zip(allocation.data.tensors(), data.tensors(), strict=True):
+        dense(target).view(torch.uint8).copy_(dense(source).contiguous().view(torch.uint8))
+
+
+def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
+    """One cache, a bundle, latents; with digests and without; and every byte arrives."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in (CACHE, BUNDLE, Recipe("a", latent=True, tokens=700, dim=999)):
+        for digests in (True, False):
+            data = recipe.make()
+            allocation = producer.allocate(data)
+            fill(allocation, data)
+            receipt = producer.put(allocation.data, digests=digests)
+            assert receipt.ledger.copies == 0
+            assert receipt.ledger.digests == ("crc32c" if digests else "off")
+            found = reader.do("get", key="a", timeout=5, verify="full")
+            assert found == fingerprint(data)
+            receipt.wait(timeout=5)
+            until_freed(producer)
+
+
+def check_planned_with_blank(rig: Rig) -> None:
+    """Sizes are enough to allocate, and to plan a stream; they are nothing to be put."""
+    producer, reader = rig.serve(), rig.connect()
+    data = CACHE.make()
+    assert isinstance(data, KVCacheTransferData)
+    blank = KVCacheTransferData.blank(
+        "a", row=(2, 24), dtype=torch.bfloat16, metadata=data.metadata
+    )
+    expect(SchemaError, lambda: producer.put(blank), words=("blank",))
+    allocation = producer.allocate(blank)
+    fill(allocation, data)
+    receipt = producer.put(_with_metadata(allocation.data, data))
+    assert receipt.ledger.copies == 0
+    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    receipt.wait(timeout=5)
+
+
+def check_less_than_allocated(rig: Rig) -> None:
+    """Fewer tokens, other metadata, branches less: in place all the same."""
+    producer, reader = rig.serve(), rig.connect()
+    data = CACHE.make()
+    for tokens in (10, 7, 1):
+        allocation = producer.allocate(data)
+        fill(allocation, data)
+        shorter = _first_tokens(allocation.data, tokens, extra={"steps": list(range(tokens))})
+        receipt = producer.put(shorter)
+        assert receipt.ledger.copies == 0
+        wanted = _first_tokens(data, tokens, extra={"steps": list(range(tokens))})
+        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(wanted)
+        del shorter
+        receipt.wait(timeout=5)
+        until_freed(producer)
+    bundle = BUNDLE.make()
+    allocation = producer.allocate(bundle)
+    fill(allocation, bundle)
+    receipt = producer.put(_only(allocation.data, "other"))
+    assert receipt.ledger.copies == 0
+    found = reader.do("get", key="a", timeout=5, verify="full")
+    assert found == fingerprint(_only(bundle, "other"))
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_partly_in_place(rig: Rig) -> None:
+    """Tensors that lie elsewhere are copied beside those that are there already."""
+    producer, reader = rig.serve(), rig.connect()
+    data = CACHE.make()
+    allocation = producer.allocate(data)
+    fill(allocation, data)
+    mixed = _mixed(allocation.data, data)
+    receipt = producer.put(mixed)
+    del mixed
+    assert receipt.ledger.copies == 1
+    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_misplaced_tensors(rig: Rig) -> None:
+    """A tensor in the memory, but at another's place, would be overwritten while it is read."""
+    producer = rig.serve()
+    for turn in ("reverse", "strided", "beyond"):
+        data = CACHE.make()
+        allocation = producer.allocate(data)
+        fill(allocation, data)
+        wrong = _misplaced(allocation.data, turn)
+        expect(SchemaError, lambda w=wrong: producer.put(w), words=("place",))  # type: ignore[misc]
+        del wrong
+        until_freed(producer)
+
+
+def check_more_than_allocated(rig: Rig) -> None:
+    """Refused, and nothing is lost: what fits can still be put."""
+    producer, reader = rig.serve(), rig.connect()
+    data = CACHE.make()
+    allocation = producer.allocate(data)
+    fill(allocation, data)
+    for larger in (
+        Recipe("a", layers=4, tokens=10, heads=2, dim=24),
+        Recipe("a", layers=3, tokens=11, heads=2, dim=24),
+        Recipe("a", bundle=True),
+    ):
+        expect(SchemaError, lambda r=larger: producer.put(r.make()))  # type: ignore[misc]
+        expect(SchemaError, lambda r=larger: producer.stream_put(r.make()))  # type: ignore[misc]
+    big = _first_tokens(data, 10, extra={"text": "x" * 20_000})
+    expect(SchemaError, lambda: producer.put(big), words=("header", "allocated"))
+    receipt = producer.put(allocation.data)
+    assert receipt.ledger.copies == 0
+    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
+    """It waits for the last tensor of it, though everybody else is done; then it is reused."""
+    producer, reader = rig.serve(quota=2 * MIB), rig.connect()
+    recipe = sized("a", 1200 << 10)
+    data = recipe.make()
+    allocation = producer.allocate(data)
+    fill(allocation, data)
+    kept = dense(allocation.data.tensors()[0])
+    receipt = producer.put(allocation.data)
+    reader.do("get", key="a", timeout=5)
+    receipt.wait(timeout=5)
+    expect(CapacityError, lambda: producer.put(recipe.make(), timeout=0.1), within=0.1 + SLACK)
+    assert hash_tensors([kept]) == hash_tensors(data.tensors()[:1])
+    del kept
+    until_freed(producer)
+    receipt = producer.put(recipe.make(), timeout=1)
+    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    receipt.wait(timeout=5)
+
+
+def check_allocation_that_is_not_put(rig: Rig) -> None:
+    """Released, its key and its memory are free; and it can be neither put nor released again."""
+    producer, reader = rig.serve(), rig.connect()
+    for _ in range(3):
+        allocation = producer.allocate(CACHE.make())
+        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), words=("'a'",))
+        allocation.release()
+        allocation.release()
+        expect(ClosedError, allocation.data.tensors)
+        expect(ClosedError, allocation.take)
+        until_freed(producer)
+    receipt = producer.put(CACHE.make())
+    assert receipt.ledger.copies == 1
+    assert reader.do("get", key="a", timeout=5) == fingerprint(CACHE.make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_allocation_is_put_once(rig: Rig) -> None:
+    producer, reader = rig.serve(), rig.connect()
+    allocation, data = _filled(producer, CACHE)
+    receipt = producer.put(allocation.data)
+    expect(ClosedError, lambda: producer.put(allocation.data))
+    expect(DuplicateKeyError, lambda: producer.put(CACHE.make()))
+    allocation.release()
+    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_abort_of_an_allocation(rig: Rig) -> None:
+    """From either side; its put raises, its memory comes back, and the key can be used again."""
+    producer, here = rig.serve(), rig.connect_here()
+    for link in (producer, here):
+        allocation, data = _filled(producer, CACHE)
+        waiting = here.begin_get("a", timeout=5)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        link.abort("a", "the user left")
+        expect(TransferFailed, lambda w=waiting: w.wait(timeout=5), within=SLACK)  # type: ignore[misc]
+        expect(TransferFailed, lambda: here.get("a", timeout=5), words=("the user left",))
+        expect(TransferFailed, lambda a=allocation: producer.put(a.data), words=("user left",))  # type: ignore[misc]
+        del allocation
+        until_freed(producer)
+        receipt = producer.put(data)
+        assert receipt.ledger.copies == 1
+        here.get("a", timeout=5).release()
+        receipt.wait(timeout=5)
+        until_freed(producer)
+
+
+def check_streamed_in_place(rig: Rig) -> None:
+    """Layers that lie where they are sent from; all of what was allocated, or less."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe, tokens in ((CACHE, 10), (CACHE, 6), (BUNDLE, 0)):
+        allocation, data = _filled(producer, recipe)
+        plan, wanted = allocation.data, data
+        if tokens:
+            plan, wanted = _first_tokens(plan, tokens), _first_tokens(data, tokens)
+        with producer.stream_put(plan) as out:
+            layers: Layers = layers_of(plan)
+            reader.do("stream_get", key="a", timeout=5)
+            for (branch, layer), places in layers.items():
+                write(out, layers, (branch, layer))
+                found = reader.handle.do("scatter", key="a", layer=layer, branch=branch, timeout=5)
+                assert found == hash_tensors(places)
+        assert out.ledger.copies == 0
+        assert reader.handle.do("whole", key="a", timeout=5) == fingerprint(wanted)
+        reader.handle.do("drop", key="a")
+        del plan, layers, places
+        out.commit().wait(timeout=5)
+        until_freed(producer)
+
+
+def check_put_in_the_background(rig: Rig) -> None:
+    """It returns before the digests are there, and the receipt follows it to its end."""
+    producer, reader = rig.serve(), rig.connect()
+    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), words=("allocate",))
+    for recipe in (CACHE, BUNDLE):
+        allocation, data = _filled(producer, recipe)
+        receipt = producer.put(allocation.data, background=True)
+        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+        receipt.wait(timeout=5)
+        assert receipt.ledger.copies == 0
+        until_freed(producer)
+
+
+def check_put_that_fails_in_the_background(rig: Rig) -> None:
+    """The receipt says why, and so does the reader's get."""
+    producer, reader = rig.serve(copier=BrokenCopier()), rig.connect()
+    allocation, _ = _filled(producer, CACHE)
+    waiting = reader.ask("get", key="a", timeout=5)
+    receipt = producer.put(allocation.data, background=True)
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), words=("out of luck",))
+    expect(TransferFailed, lambda: waiting.result(5), words=("out of luck",))
+    until_freed(producer)
+
+
+class BrokenCopier(TorchCopier):
+    """Fails as a device may."""
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        raise RuntimeError("out of luck")
+
+
+def _filled(producer: KVLink, recipe: Recipe) -> tuple[Allocation, Payload]:
+    data = recipe.make()
+    allocation = producer.allocate(data)
+    fill(allocation, data)
+    return allocation, data
+
+
+def _blocks(data: Payload) -> tuple[KVCacheTransferData, dict[str, list[Any]]]:
+    assert isinstance(data, KVCacheTransferData)
+    return data, {name: list(layers) for name, layers in data.layer_blocks.items()}
+
+
+def _with_metadata(data: Payload, like: KVCacheTransferData) -> KVCacheTransferData:
+    cache, blocks = _blocks(data)
+    return KVCacheTransferData(cache.request_id, blocks, like.block_ids, like.metadata)
+
+
+def _first_tokens(
+    data: Payload, tokens: int, extra: dict[str, Any] | None = None
+) -> KVCacheTransferData:
+    cache, _ = _blocks(data)
+    metadata = dataclasses.replace(
+        cache.metadata, kv_lens=(tokens,), ropes=(tokens,), seq_len=tokens, extra=extra or {}
+    )
+    return cache.first_tokens(tokens, metadata)
+
+
+def _only(data: Payload, *names: str) -> KVCacheBundle:
+    assert isinstance(data, KVCacheBundle)
+    return KVCacheBundle(data.request_id, {name: data.branches[name] for name in names})
+
+
+def _mixed(there: Payload, elsewhere: Payload) -> KVCacheTransferData:
+    """Every second tensor is not where it will be sent from."""
+    cache, blocks = _blocks(there)
+    _, others = _blocks(elsewhere)
+    mixed = {**blocks, "key_cache": [others["key_cache"][0], *blocks["key_cache"][1:]]}
+    return KVCacheTransferData(cache.request_id, mixed, cache.block_ids, cache.metadata)
+
+
+def _misplaced(data: Payload, how: str) -> KVCacheTransferData:
+    cache, blocks = _blocks(data)
+    if how == "reverse":
+        blocks["key_cache"].reverse()
+    elif how == "strided":
+        first = blocks["key_cache"][0]
+        blocks["key_cache"][0] = first.as_strided(tuple(first.shape), (48, 1, 2))
+    else:  # beyond what is put, where the draft of a stream would be
+        shorter = _first_tokens(cache, 4)
+        _, less = _blocks(shorter)
+        less["value_cache"][2] = dense(blocks["value_cache"][2])[-4:]
+        return KVCacheTransferData("a", less, (), shorter.metadata)
+    return KVCacheTransferData(cache.request_id, blocks, cache.block_ids, cache.metadata)

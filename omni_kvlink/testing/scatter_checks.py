@@ -1,0 +1,208 @@
+"""Payloads that are copied out, checked on the way: checks that hold for every connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..copier import TorchCopier
+from ..errors import ClosedError, IntegrityError, SchemaError, TransferFailed
+from ..link import Payload
+from ..memory import Region
+from ..paged import Paged, Pages
+from ..places import Place, dense
+from ..wire import Manifest
+from .caches import Recipe, hash_tensors
+from .rig import PATIENCE, SLACK, Rig, expect, until_freed
+from .stream_checks import begin, write
+
+ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
+SIZE = 4
+"""Tokens of a block in the paged targets."""
+
+
+def check_scatter_into_any_place(rig: Rig) -> None:
+    """Dense, strided and paged targets get every byte, and nothing beside them is written."""
+    producer, here = rig.serve(), rig.connect_here()
+    data = ODD.make()
+    for make in (dense_target, strided_target, blocks_target, slots_target):
+        for streamed in (False, True):
+            receipt = producer.put(data)
+            pairs = [make(place) for place in data.tensors()]
+            targets = [target for target, _ in pairs]
+            if streamed:
+                with here.stream_get("s", timeout=5) as stream:
+                    for layer in stream:
+                        layer.scatter(*targets[2 * layer.index : 2 * layer.index + 2])
+                    del layer
+            else:
+                received = here.get("s", timeout=5)
+                received.scatter(targets)
+                assert received.ledger.copies == 1
+                received.release()
+            assert hash_tensors(targets) == hash_tensors(data.tensors()), make
+            assert all(is_clean() for _, is_clean in pairs), f"{make}: written beside the target"
+            receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_scatter_of_a_stream(rig: Rig) -> None:
+    """A reader elsewhere copies each layer out as it comes, with digests and without."""
+    for digests in (True, False):
+        producer, reader = rig.serve(digests=digests), rig.connect()
+        recipe = Recipe("s", bundle=True, tokens=9)
+        out, layers = begin(producer, recipe)
+        reader.do("stream_get", key="s", timeout=5)
+        for (branch, layer), places in layers.items():
+            write(out, layers, (branch, layer))
+            found = reader.handle.do("scatter", key="s", layer=layer, branch=branch, timeout=5)
+            assert found == hash_tensors(places), (branch, layer)
+        receipt = out.commit()
+        reader.handle.do("drop", key="s")
+        receipt.wait(timeout=5)
+        until_freed(producer)
+        producer.close()
+
+
+def check_scatter_into_a_cache(rig: Rig) -> None:
+    """The targets may be a cache or a bundle of the reader's own."""
+    producer, here = rig.serve(), rig.connect_here()
+    for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True)):
+        receipt = producer.put(recipe.make())
+        received = here.get(recipe.key, timeout=5)
+        mine = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
+        received.scatter(mine)
+        assert hash_tensors(mine.tensors()) == hash_tensors(recipe.make().tensors())
+        received.release()
+        receipt.wait(timeout=5)
+
+
+def check_wrong_targets(rig: Rig) -> None:
+    """Refused before a byte is written, and the payload can still be had."""
+    producer, here = rig.serve(), rig.connect_here()
+    data = ODD.make()
+    receipt = producer.put(data)
+    received = here.get("s", timeout=5)
+    for spoil in _WRONG:
+        pairs = [dense_target(place) for place in data.tensors()]
+        targets = [target for target, _ in pairs]
+        before = hash_tensors(targets)
+        wrong = spoil(targets, received.data.tensors())
+        expect(SchemaError, lambda wrong=wrong: received.scatter(wrong))  # type: ignore[misc]
+        assert hash_tensors(targets) == before, "written all the same"
+        assert all(is_clean() for _, is_clean in pairs)
+        del wrong
+    targets = [dense_target(place)[0] for place in data.tensors()]
+    received.scatter(targets)
+    assert hash_tensors(targets) == hash_tensors(data.tensors())
+    received.release()
+    expect(ClosedError, lambda: received.scatter(targets))
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
+    """Of a whole payload and of a stream: it names the tensor, and the receipt says rejected."""
+    copier = FlippingCopier()
+    producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    for name, words in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
+        copier.flip = name
+        data = ODD.make()
+        targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
+        receipt = producer.put(data)
+        received = here.get("s", timeout=5)
+        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), words=words)  # type: ignore[misc]
+        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), words=("rejected", *words))  # type: ignore[misc]
+        expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), within=SLACK)
+        del received
+    until_freed(producer)
+
+
+def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
+    """The writer learns of it with its next layer; nobody is given the payload."""
+    copier = FlippingCopier()
+    producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    copier.flip = "kv.1.value"
+    out, layers = begin(producer, ODD, readers=2)
+    waiting = other.ask("get", key="s", timeout=PATIENCE)
+    stream = here.stream_get("s", timeout=5)
+    write(out, layers, ("kv", 0), ("kv", 1))
+    targets = [torch.zeros_like(dense(place)) for place in layers["kv", 0]]
+    stream.wait_for_layer(0).scatter(*targets)
+    assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
+    words = ("layer 1", "V")
+    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), words=words)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, words=words)
+    expect(
+        TransferFailed,
+        lambda: write(out, layers, ("kv", 2)),
+        words=("rejected", *words),
+    )
+    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, words=words)
+    out.fail("the writer left its block")
+    until_freed(producer)
+
+
+class FlippingCopier(TorchCopier):
+    """Computes true digests, then flips a bit of one tensor, as a fault on the way would."""
+
+    flip = ""
+
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+        digests = super().gather(sources, manifest, region)
+        for spec in manifest.tensors:
+            if spec.name == self.flip:
+                region.view()[manifest.header_nbytes + spec.stop - 1] ^= 0x04
+        return digests
+
+
+Target = tuple[Place, Callable[[], bool]]
+"""Where to copy to, and whether what lies beside it is as it was."""
+
+
+def dense_target(source: Place) -> Target:
+    room = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
+    inner = room[32:-32].view(source.dtype).view(source.shape)
+    return inner, lambda: bool((room[:32] == 0xA5).all() and (room[-32:] == 0xA5).all())
+
+
+def strided_target(source: Place) -> Target:
+    """Tokens and heads change places, and every second row is another's."""
+    tokens, *row = source.shape
+    room = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
+    others = room[:, 1::2].view(room.dtype)
+    return room[:, ::2].transpose(0, 1), lambda: not others.contiguous().view(torch.uint8).any()
+
+
+def blocks_target(source: Place) -> Target:
+    """Blocks out of order, the last one partly filled."""
+    tokens, *row = source.shape
+    blocks = -(-tokens // SIZE)
+    pool = torch.zeros((2 * blocks, SIZE, *row), dtype=source.dtype)
+    ids = [2 * block + 1 for block in reversed(range(blocks))]
+    pages = Pages.of_blocks(ids, tokens=tokens, block_size=SIZE)
+    return Paged(pool, pages), lambda: not pool[::2].contiguous().view(torch.uint8).any()
+
+
+def slots_target(source: Place) -> Target:
+    """A slot a token, all over the pool."""
+    tokens, *row = source.shape
+    pool = torch.zeros((tokens, SIZE, *row), dtype=source.dtype)
+    slots = [SIZE * token + token % 2 for token in reversed(range(tokens))]
+    pages = Pages.of_slots(slots, block_size=SIZE)
+    return Paged(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
+
+
+Spoil = Callable[[list[Place], Sequence[Place]], Sequence[Place] | Payload]
+_WRONG: tuple[Spoil, ...] = (
+    lambda mine, theirs: mine[:-1],
+    lambda mine, theirs: [*mine, mine[0]],
+    lambda mine, theirs: [*mine[:-1], dense(mine[-1])[:-1]],
+    lambda mine, theirs: [*mine[:-1], dense(mine[-1]).view(torch.float16)],
+    lambda mine, theirs: [*mine[:-1], dense(mine[-1]).to("meta")],
+    lambda mine, theirs: [*mine[:-1], dense(mine[-1])[:1].expand(dense(mine[-1]).shape)],
+    lambda mine, theirs: [*mine[:-1], mine[0]],
+    lambda mine, theirs: [*mine[:-1], theirs[-1]],
+    lambda mine, theirs: Recipe("s", layers=2, tokens=11, heads=3, dim=8).make(),
+)

@@ -1,0 +1,216 @@
+"""Payloads that are read while they are written: checks that hold for every connector."""
+
+from __future__ import annotations
+
+from ..errors import DuplicateKeyError, SchemaError, TransferTimeout
+from ..link import KVLink, PutStream
+from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from .rig import PATIENCE, SLACK, Remote, Rig, expect, until, until_freed
+
+
+def begin(producer: KVLink, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
+    """A stream that was announced, and what its layers will be."""
+    data = recipe.make()
+    return producer.stream_put(data, readers=readers), layers_of(data)
+
+
+def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
+    """Write some layers; all, if none is named."""
+    for branch, layer in names or layers:
+        out.write_layer(layer, *layers[branch, layer], branch=branch)
+
+
+def check_layers_come_one_by_one(rig: Rig) -> None:
+    """The reader has each layer before the next one is written."""
+    producer, reader = rig.serve(), rig.connect()
+    recipe = Recipe("s", layers=4)
+    out, layers = begin(producer, recipe)
+    with out:
+        assert reader.do("stream_get", key="s", timeout=5) == [list(name) for name in layers]
+        for branch, layer in layers:
+            waiting = reader.handle.ask("layer", key="s", layer=layer, timeout=PATIENCE)
+            expect(TransferTimeout, lambda n=layer: _layer(reader, "s", n, 0.0))  # type: ignore[misc]
+            assert not waiting.done(), "a layer came before it was written"
+            write(out, layers, (branch, layer))
+            assert waiting.result(PATIENCE) == hash_tensors(layers[branch, layer])
+    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
+    receipt = out.commit()
+    assert not receipt.done, "released while it is read"
+    reader.handle.do("drop", key="s")
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_every_byte_of_a_stream(rig: Rig) -> None:
+    """Odd sizes, latents, bundles with branches that carry nothing: each layer, and the whole."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in _recipes():
+        _pass_through(producer, reader, recipe)
+    until_freed(producer)
+
+
+def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
+    producer, reader = rig.serve(digests=False), rig.connect()
+    for recipe in _recipes():
+        out = _pass_through(producer, reader, recipe)
+        assert out.ledger.digests == "off"
+    until_freed(producer)
+
+
+def check_layers_in_any_order(rig: Rig) -> None:
+    """Layers may be written, and waited for, out of order; none twice."""
+    producer, reader = rig.serve(), rig.connect()
+    recipe = Recipe("s", bundle=True, layers=3)
+    out, layers = begin(producer, recipe)
+    reader.do("stream_get", key="s", timeout=5)
+    expect(TransferTimeout, lambda: _layer(reader, "s", 0, 0.0, "gen"), words=("layer 0", "gen"))
+    names = list(layers)
+    for branch, layer in reversed(names):
+        write(out, layers, (branch, layer))
+        expect(SchemaError, lambda: write(out, layers, names[-1]), words=("written already",))
+        found = _layer(reader, "s", layer, 5, branch)
+        assert found == hash_tensors(layers[branch, layer]), (branch, layer)
+    out.commit()
+    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
+    reader.handle.do("drop", key="s")
+    out.commit().wait(timeout=5)
+
+
+def check_stream_get_of_a_plain_put(rig: Rig) -> None:
+    """A payload that was put whole comes as a stream whose layers are all there."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in (Recipe("whole"), Recipe("both", bundle=True)):
+        data = recipe.make()
+        receipt = producer.put(data)
+        reader.do("stream_get", key=recipe.key, timeout=5)
+        for (branch, layer), places in layers_of(data).items():
+            assert _layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(places)
+        assert reader.handle.do("whole", key=recipe.key, timeout=0) == fingerprint(data)
+        reader.handle.do("drop", key=recipe.key)
+        receipt.wait(timeout=5)
+
+
+def check_stream_get_before_a_plain_put(rig: Rig) -> None:
+    producer, reader = rig.serve(), rig.connect()
+    waiting = reader.ask("stream_get", key="s", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    receipt = producer.put(Recipe("s").make())
+    waiting.result(PATIENCE)
+    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(Recipe("s").make())
+    reader.handle.do("drop", key="s")
+    receipt.wait(timeout=5)
+
+
+def check_plain_get_of_a_stream(rig: Rig) -> None:
+    """It has the payload at the commit, never before; asked early, late or afterwards."""
+    producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
+    recipe = Recipe("s", layers=3)
+    out, layers = begin(producer, recipe, readers=3)
+    early = readers[0].ask("get", key="s", timeout=PATIENCE, verify="full")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    for name in layers:
+        write(out, layers, name)
+    late = readers[1].ask("get", key="s", timeout=PATIENCE, verify="full")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 2, "both wants arrived")
+    assert not early.done()
+    assert not late.done()
+    receipt = out.commit()
+    for get in (early, late, readers[2].ask("get", key="s", timeout=5, verify="full")):
+        assert get.result(PATIENCE) == fingerprint(recipe.make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
+    producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
+    recipe = Recipe("s", layers=3)
+    out, layers = begin(producer, recipe, readers=2)
+    whole = waiting.ask("get", key="s", timeout=PATIENCE)
+    streaming.do("stream_get", key="s", timeout=5)
+    for (branch, layer), places in layers.items():
+        write(out, layers, (branch, layer))
+        assert _layer(streaming, "s", layer, 5) == hash_tensors(places)
+        assert not whole.done()
+    receipt = out.commit()
+    assert whole.result(PATIENCE) == fingerprint(recipe.make())
+    assert not receipt.done, "the streaming reader still has it"
+    streaming.handle.do("drop", key="s")
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_late_reader_of_a_stream(rig: Rig) -> None:
+    """Who comes half-way has the earlier layers at once, and the others as they come."""
+    producer, first, late = rig.serve(), rig.connect(), rig.connect_here()
+    recipe = Recipe("s", layers=4)
+    out, layers = begin(producer, recipe, readers=2)
+    names = list(layers)
+    first.do("stream_get", key="s", timeout=5)
+    write(out, layers, *names[:2])
+    with late.stream_get("s", timeout=5) as stream:
+        for branch, layer in names[:2]:
+            found = stream.wait_for_layer(layer, timeout=SLACK)
+            assert hash_tensors(found.tensors) == hash_tensors(layers[branch, layer])
+        del found
+        expect(TransferTimeout, lambda: stream.wait_for_layer(2, timeout=0.0))
+        write(out, layers, *names[2:])
+        out.commit()
+        assert [layer.index for layer in stream] == [layer for _, layer in names]
+    first.handle.do("drop", key="s")
+    out.commit().wait(timeout=5)
+    until_freed(producer)
+
+
+def check_one_stream_get_too_many(rig: Rig) -> None:
+    """Readers beyond those declared get nothing of a stream, and its key is taken."""
+    producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
+    out, layers = begin(producer, Recipe("s"))
+    reader.do("stream_get", key="s", timeout=5)
+    expect(TransferTimeout, lambda: other.stream_get("s", timeout=0.1), within=0.1 + SLACK)
+    expect(DuplicateKeyError, lambda: producer.stream_put(Recipe("s").make()), words=("'s'",))
+    write(out, layers)
+    reader.handle.do("drop", key="s")
+    out.commit().wait(timeout=5)
+
+
+def check_key_of_a_stream_is_reusable(rig: Rig) -> None:
+    """After its end, good or bad, a key names the next payload: each way in turn."""
+    producer, reader = rig.serve(), rig.connect()
+    for seed in range(3):
+        recipe = Recipe("again", seed=seed)
+        _pass_through(producer, reader, recipe)
+        out, _ = begin(producer, Recipe("again", seed=9))
+        out.fail("not this one")
+        receipt = producer.put(recipe.make())
+        assert reader.do("get", key="again", timeout=5) == fingerprint(recipe.make())
+        receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def _recipes() -> list[Recipe]:
+    return [
+        Recipe("odd", layers=3, tokens=7, heads=3, dim=5, dtype="float16"),
+        Recipe("latent", layers=2, tokens=9, dim=33, latent=True),
+        Recipe("bundle", bundle=True, tokens=9, dtype="float32"),
+        Recipe("latents", bundle=True, tokens=3, dim=7, dtype="uint8", latent=True),
+        Recipe("empty", layers=3, tokens=0),
+        Recipe("over a chunk", layers=2, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
+    ]
+
+
+def _pass_through(producer: KVLink, reader: Remote, recipe: Recipe) -> PutStream:
+    out, layers = begin(producer, recipe)
+    reader.do("stream_get", key=recipe.key, timeout=5)
+    for (branch, layer), places in layers.items():
+        write(out, layers, (branch, layer))
+        assert _layer(reader, recipe.key, layer, 5, branch) == hash_tensors(places), recipe
+    receipt = out.commit()
+    assert reader.handle.do("whole", key=recipe.key, timeout=5) == fingerprint(recipe.make())
+    reader.handle.do("drop", key=recipe.key)
+    receipt.wait(timeout=5)
+    return out
+
+
+def _layer(reader: Remote, key: str, layer: int, timeout: float, branch: str = "") -> str:
+    found: str = reader.handle.do("layer", key=key, layer=layer, branch=branch, timeout=timeout)
+    return found

@@ -1,0 +1,273 @@
+"""How a stream ends when it does not end well: checks that hold for every connector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+
+import torch
+
+from ..errors import (
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
+from ..link import KVLink, ReceivedStream
+from .caches import Recipe, fingerprint, hash_tensors
+from .rig import PATIENCE, SLACK, Rig, expect, until, until_freed
+from .stream_checks import begin, write
+
+THREE = Recipe("s", layers=3)
+
+
+def check_failing_writer(rig: Rig) -> None:
+    """An error in the block reaches in milliseconds who waits for a layer, for all, or with get."""
+    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
+    out, layers = begin(producer, THREE, readers=2)
+    reader.do("stream_get", key="s", timeout=5)
+    getting = other.ask("get", key="s", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    write(out, layers, ("kv", 0))
+    layer = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
+    whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
+    reader.handle.do("layer", key="s", layer=0, timeout=5)
+    out.__exit__(ValueError, ValueError("out of luck"), None)
+    for waiting in (layer, whole, getting):
+        error = expect(
+            TransferFailed,
+            lambda w=waiting: w.result(PATIENCE),  # type: ignore[misc]
+            within=SLACK,
+            words=("layer 1 of branch 'kv'", "out of luck", "'s'"),
+        )
+        assert error.key == "s"
+    expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), words=("out of luck",))
+    expect(ClosedError, lambda: write(out, layers, ("kv", 1)))
+    assert producer.stats()["memory"]["used"] > 0, "freed under a reader"
+    reader.handle.do("drop", key="s")
+    until_freed(producer)
+
+
+def check_forgotten_layer(rig: Rig) -> None:
+    """A layer that was not written is the writer's SchemaError and the readers' TransferFailed."""
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    reader.do("stream_get", key="s", timeout=5)
+    write(out, layers, ("kv", 0), ("kv", 2))
+    whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
+    expect(SchemaError, out.commit, words=("layer 1 of branch 'kv'", "never written"))
+    expect(TransferFailed, lambda: whole.result(PATIENCE), within=SLACK, words=("layer 1", "never"))
+    reader.handle.do("drop", key="s")
+    until_freed(producer)
+
+
+def check_wrong_layers_are_refused(rig: Rig) -> None:
+    """What the plan does not say is not sent, and the stream goes on."""
+    producer, here = rig.serve(), rig.connect_here()
+    out, layers = begin(producer, THREE)
+    key, value = layers["kv", 0]
+    with here.stream_get("s", timeout=5) as stream:
+        for call in (
+            lambda: out.write_layer(3, key, value),
+            lambda: out.write_layer(-1, key, value),
+            lambda: out.write_layer(0, key, value, branch="other"),
+            lambda: out.write_layer(0, key),
+            lambda: out.write_layer(0, key, value[:-1]),  # type: ignore[index]
+            lambda: out.write_layer(0, key.view(torch.float16), value),  # type: ignore[union-attr]
+            lambda: stream.wait_for_layer(3),
+            lambda: stream.wait_for_layer(0, branch="other"),
+        ):
+            expect(SchemaError, call)
+            expect(TransferTimeout, lambda: stream.wait_for_layer(0, timeout=0.0))
+        write(out, layers)
+        out.commit()
+        assert fingerprint(stream.wait()) == fingerprint(THREE.make())
+    until_freed(producer)
+
+
+def check_abort_of_a_stream_by_the_producer(rig: Rig) -> None:
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    reader.do("stream_get", key="s", timeout=5)
+    waiting = reader.handle.ask("layer", key="s", layer=0, timeout=PATIENCE)
+    producer.abort("s", "no longer needed")
+    for call in (
+        lambda: waiting.result(PATIENCE),
+        lambda: write(out, layers, ("kv", 0)),
+        lambda: write(out, layers, ("kv", 1)),
+        lambda: reader.do("stream_get", key="s", timeout=5),
+    ):
+        expect(TransferFailed, call, within=SLACK, words=("no longer needed",))
+    out.fail("the writer left its block")
+    reader.handle.do("drop", key="s")
+    until_freed(producer)
+
+
+def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
+    """Its own waiting ends, the writer's next layer raises, others are told."""
+    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
+    out, layers = begin(producer, THREE, readers=2)
+    reader.do("stream_get", key="s", timeout=5)
+    getting = other.ask("get", key="s", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
+    write(out, layers, ("kv", 0))
+    reader.do("abort", key="s", reason="the user left")
+    for future in (waiting, getting):
+        error = expect(TransferFailed, lambda f=future: f.result(PATIENCE), within=SLACK)  # type: ignore[misc]
+        assert error.reason == "the user left"
+    expect(TransferFailed, lambda: write(out, layers, ("kv", 1)), words=("the user left",))
+    out.fail("the writer left its block")
+    expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), words=("the user left",))
+    reader.handle.do("drop", key="s")
+    until_freed(producer)
+
+
+def check_an_ended_writer_spares_the_next_payload(rig: Rig) -> None:
+    """Its key was put again before the writer saw the end: that payload is another's."""
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    producer.abort("s", "begin again")
+    receipt = producer.put(Recipe("s", seed=8).make())
+    expect(TransferFailed, lambda: write(out, layers, ("kv", 0)))
+    out.__exit__(ValueError, ValueError("too late"), None)
+    assert receipt.state == "committed"
+    assert reader.do("get", key="s", timeout=5) == fingerprint(Recipe("s", seed=8).make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_layer_times_out(rig: Rig) -> None:
+    """The deadline holds, the error names the layer, and the stream goes on."""
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    reader.do("stream_get", key="s", timeout=0.2)
+    for timeout in (0.0, 0.3, None):  # None: that of the stream
+        error = expect(
+            TransferTimeout,
+            lambda t=timeout: reader.handle.do("layer", key="s", layer=1, timeout=t),  # type: ignore[misc]
+            within=(0.2 if timeout is None else timeout) + SLACK,
+            words=("layer 1 of branch 'kv'", "'s'"),
+        )
+        assert error.key == "s"
+        assert "still writing" in error.phase, error.phase
+    expect(
+        TransferTimeout,
+        lambda: reader.handle.do("whole", key="s", timeout=0.1),
+        within=0.1 + SLACK,
+        words=("commit",),
+    )
+    write(out, layers)
+    found = reader.handle.do("layer", key="s", layer=1, timeout=5)
+    assert found == hash_tensors(layers["kv", 1])
+    out.commit()
+    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(THREE.make())
+    reader.handle.do("drop", key="s")
+    out.commit().wait(timeout=5)
+
+
+def check_reader_lets_go_half_way(rig: Rig) -> None:
+    """The producer is unharmed, and the memory is back at the end."""
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    reader.do("stream_get", key="s", timeout=5)
+    write(out, layers, ("kv", 0))
+    reader.handle.do("layer", key="s", layer=0, timeout=5)
+    reader.handle.do("drop", key="s")
+    until(lambda: producer.stats()["transfers"]["leased"] == 0, "it let go")
+    write(out, layers, ("kv", 1), ("kv", 2))
+    receipt = out.commit()
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_letting_go_wakes_who_waits(rig: Rig) -> None:
+    """A layer of a stream that was given back is not waited for, in any thread."""
+    producer, here = rig.serve(), rig.connect_here()
+    out, layers = begin(producer, THREE)
+    write(out, layers, ("kv", 0))
+    stream = here.stream_get("s", timeout=5)
+    kept = stream.wait_for_layer(0).key
+    found: list[BaseException] = []
+    thread = threading.Thread(target=lambda: found.append(_raised(stream)))
+    thread.start()
+    assert stream.delivery.progress is not None
+    until(lambda: bool(stream.delivery.progress._waiting), "it waits")  # type: ignore[union-attr]
+    stream.release()
+    thread.join(SLACK)
+    assert [type(error) for error in found] == [ClosedError], found
+    expect(ClosedError, lambda: stream.wait_for_layer(0), within=SLACK)
+    assert hash_tensors([kept]) == hash_tensors([layers["kv", 0][0]])
+    write(out, layers, ("kv", 1), ("kv", 2))
+    receipt = out.commit()
+    assert not receipt.done, "released while a view was held"
+    del kept
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
+    """A reader that forgets it lets go of it, without waiting for the garbage collector."""
+    producer, here = rig.serve(), rig.connect_here()
+    gc.disable()
+    try:
+        for _ in range(2):
+            _forget_a_failed_stream(producer, here)
+        until_freed(producer)
+    finally:
+        gc.enable()
+
+
+def check_producer_closes_in_a_stream(rig: Rig) -> None:
+    producer, reader = rig.serve(), rig.connect()
+    out, layers = begin(producer, THREE)
+    reader.do("stream_get", key="s", timeout=5)
+    write(out, layers, ("kv", 0))
+    reader.handle.do("layer", key="s", layer=0, timeout=5)
+    waiting = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
+    producer.close()
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), within=SLACK, words=("layer 1",))
+    expect(ClosedError, lambda: write(out, layers, ("kv", 1)))
+    out.__exit__(ValueError, ValueError("of the user"), None)  # raises nothing of its own
+    reader.handle.do("drop", key="s")
+
+
+def check_reader_closes_in_a_stream(rig: Rig) -> None:
+    """Its waiting ends; what it has stays what it is; the producer goes on."""
+    producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
+    out, layers = begin(producer, THREE, readers=2)
+    reader.do("stream_get", key="s", timeout=5)
+    write(out, layers, ("kv", 0))
+    reader.handle.do("layer", key="s", layer=0, timeout=5)
+    waiting = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
+    reader.do("close")
+    expect(ClosedError, lambda: waiting.result(PATIENCE), within=SLACK, words=("layer 1",))
+    with other.stream_get("s", timeout=5) as stream:
+        write(out, layers, ("kv", 1), ("kv", 2))
+        receipt = out.commit()
+        assert fingerprint(stream.wait()) == fingerprint(THREE.make())
+    reader.handle.do("drop", key="s")
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def _raised(stream: ReceivedStream) -> BaseException:
+    try:
+        stream.wait_for_layer(1, timeout=PATIENCE)
+    except KVLinkError as error:
+        error.__traceback__ = None
+        return error
+    raise AssertionError("a layer came that was not written")
+
+
+def _forget_a_failed_stream(producer: KVLink, here: KVLink) -> None:
+    out, layers = begin(producer, THREE)
+    stream = here.stream_get("s", timeout=5)
+    write(out, layers, ("kv", 0))
+    stream.wait_for_layer(0)
+    out.fail("no")
+    with contextlib.suppress(TransferFailed):
+        stream.wait_for_layer(1)
