@@ -9,7 +9,7 @@ from functools import partial
 
 from world import Clock, Memory, Wire
 
-from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed
+from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
 from omni_kvlink.connectors.exchange import Exchange
 from omni_kvlink.connectors.inbox import Inbox, Wanted
 from omni_kvlink.connectors.messages import (
@@ -176,8 +176,12 @@ class Connection:
         self.inbox.end(PeerLostError("gone"))
 
     def _hear(self, message: Message) -> None:
-        if not self.is_deaf:
+        if self.is_deaf:
+            return
+        try:
             self.inbox.on_message(message)
+        except WireError:  # said twice, or not in order: the connection is over
+            self.break_off()
 
     def _strand(self) -> None:
         if self in self.producer.connections:
