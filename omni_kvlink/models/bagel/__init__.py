@@ -14,6 +14,7 @@ from .config import BagelConfig as BagelConfig
 from .config import LanguageConfig as LanguageConfig
 from .config import VisionConfig as VisionConfig
 from .images import ImageLike as ImageLike
+from .in_place import InPlaceCache as InPlaceCache
 from .pipeline import BagelPipeline as BagelPipeline
 from .pipeline import Prompt as Prompt
 from .sampling import DenoiseParams as DenoiseParams

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, device, dtype
 
 from omni_kvlink.errors import SchemaError
+
+Layer: TypeAlias = tuple[Tensor, Tensor]
+"""K and V of a layer, each `[tokens, kv_heads, head_dim]`."""
 
 
 class LayerCache(Protocol):
@@ -43,6 +47,15 @@ class NaiveCache:
         keys = self.key_cache.get(0)
         return 0 if keys is None else keys.shape[0]
 
+    def after(self, rows: int) -> NaiveCache:
+        """The cache that this one and so many new rows are to be merged into."""
+        return NaiveCache(self.num_layers)
+
+    def merge(self, layer: int, past: Layer | None, k: Tensor, v: Tensor) -> Layer:
+        """Keeps, and returns, the past of a layer with its new rows behind it."""
+        self.key_cache[layer], self.value_cache[layer] = merged = joined(past, k, v)
+        return merged
+
 
 @dataclass
 class BagelContext:
@@ -71,6 +84,15 @@ class BagelContext:
             cache.value_cache[layer] = self.past_key_values.value_cache[layer]
         return BagelContext(list(self.kv_lens), list(self.ropes), cache)
 
+    def moved(self, into: NaiveCache) -> BagelContext:
+        """The same context with its rows in another, empty cache."""
+        cache = into.after(self.kv_lens[0])
+        for layer in range(cache.num_layers):
+            pair = layer_tensors(self.past_key_values, layer)
+            if pair is not None:
+                cache.merge(layer, None, *pair)
+        return BagelContext(list(self.kv_lens), list(self.ropes), cache)
+
 
 @dataclass
 class BagelContexts:
@@ -91,7 +113,12 @@ class BagelContexts:
     text: str | None = field(default=None)
 
 
-def layer_tensors(cache: LayerCache, layer: int) -> tuple[Tensor, Tensor] | None:
+def joined(past: Layer | None, k: Tensor, v: Tensor) -> Layer:
+    """New rows of K and V behind the past ones, in new tensors."""
+    return (k, v) if past is None else (torch.cat([past[0], k]), torch.cat([past[1], v]))
+
+
+def layer_tensors(cache: LayerCache, layer: int) -> Layer | None:
     """K and V of a layer, or None where the cache is empty."""
     keys, values = cache.key_cache[layer], cache.value_cache[layer]
     return None if keys is None or values is None else (keys, values)

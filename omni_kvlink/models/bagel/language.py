@@ -8,17 +8,20 @@ markers. Attention is shared. One sequence at a time, rows [n, hidden].
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cache import LayerCache, NaiveCache, layer_tensors
+from .cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from .config import LanguageConfig
 from .embeddings import Rotary, blank_embedding, rotary_tables, rotate
 
 Mode = Literal["und", "gen"]
+Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
+"""New rows of a layer's K and V in, the whole of both out."""
 
 
 def by_expert(
@@ -102,19 +105,16 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        past: tuple[Tensor, Tensor] | None,
+        merge: Merge,
         mode: Mode,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output [n, hidden] and the merged K and V [past + n, kv_heads, head_dim]."""
+    ) -> Tensor:
+        """Rows [n, hidden] that have seen the past rows too."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
-        v = self._heads("v", x, mode)
-        if past is not None:
-            k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
-        out = attend(q, k, v, causal=causal)
-        return self._project("o", out, mode), k, v
+        k, v = merge(k, self._heads("v", x, mode))
+        return self._project("o", attend(q, k, v, causal=causal), mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         und, gen = self._experts(f"{which}_proj")
@@ -154,14 +154,13 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        past: tuple[Tensor, Tensor] | None,
+        merge: Merge,
         mode: Mode,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        attended, k, v = self.self_attn(normed, rotary, past, mode, causal)
-        x = x + attended
-        return x + by_expert(mode, x, self._und_mlp, self._gen_mlp), k, v
+        x = x + self.self_attn(normed, rotary, merge, mode, causal)
+        return x + by_expert(mode, x, self._und_mlp, self._gen_mlp)
 
     def _und_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -196,17 +195,17 @@ class Decoder(nn.Module):
         """Runs rows x [n, hidden] at positions [n] after the cached tokens.
 
         Args:
-            past: read only; its tensors are never written to.
-            into: receives the merged K and V of every layer; None keeps nothing.
+            past: read only; its rows are never written to.
+            into: what `past.after(n)` gave, to merge every layer; None keeps nothing.
 
         Returns:
             Normed hidden rows [n, hidden].
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, rotary, layer_tensors(past, i), mode, causal)
-            if into is not None:
-                into.key_cache[i], into.value_cache[i] = k, v
+            rows = layer_tensors(past, i)
+            merge = partial(joined, rows) if into is None else partial(into.merge, i, rows)
+            x = layer(x, rotary, merge, mode, causal)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
 

@@ -88,10 +88,10 @@ class BagelModel(nn.Module):
         at, n = context.ropes[0], x.shape[0]
         steps = n if causal else 1
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
-        cache = NaiveCache(self.config.llm.num_hidden_layers)
-        hidden = self.language_model.model(
-            x, positions, context.past_key_values, mode=mode, causal=causal, into=cache
-        )
+        past = context.past_key_values
+        cache = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
+        cache = cache.after(n)
+        hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
 
     def velocity(self, context: BagelContext, x: Tensor) -> Tensor:

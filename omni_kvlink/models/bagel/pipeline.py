@@ -6,12 +6,14 @@ processes, with a `BagelContexts` and the generator's state between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Generator, Tensor
 
-from .cache import BagelContext, BagelContexts, LayerCache
+from omni_kvlink.errors import SchemaError
+
+from .cache import BagelContext, BagelContexts, LayerCache, NaiveCache
 from .denoise import OnStep
 from .images import ImageLike, ResizeRule, image_size, load_image, resize, to_pixels
 from .sampling import DenoiseParams
@@ -46,6 +48,7 @@ class BagelPipeline(BagelSteps):
         max_think_tokens: int = 1000,
         do_sample: bool = False,
         temperature: float = 0.3,
+        caches: Mapping[str, NaiveCache] | None = None,
     ) -> BagelContexts:
         """Reads a prompt: the AR half of a request.
 
@@ -59,8 +62,11 @@ class BagelPipeline(BagelSteps):
             generator: consumed by image encoding and by sampled text; `render` goes on with it.
             system_prompt: replaces the text that think mode puts first.
             max_think_tokens, do_sample, temperature: of the plan, as in `generate_text`.
+            caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of
+                "cfg_img" is used only if texts follow an image: before, it shares the rows of gen.
         """
-        gen, cfg_text, cfg_img = (self.empty_context() for _ in range(3))
+        gen, own_cfg_img = self._beginnings(caches or {})
+        cfg_text, cfg_img = self.empty_context(), self.empty_context()
         shape = self._default_shape() if image_shape is None else image_shape
         self._grid(shape)  # refuses it now, not after the work
         if think:
@@ -72,8 +78,12 @@ class BagelPipeline(BagelSteps):
             if isinstance(item, str):
                 cfg_text = gen.snapshot()
                 gen = self._append_prompt(gen, item)
-                # Without an image so far the two are the same tokens at the same positions.
-                cfg_img = self._append_prompt(cfg_img, item) if images else gen.snapshot()
+                if images:
+                    if own_cfg_img is not None:
+                        cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
+                    cfg_img = self._append_prompt(cfg_img, item)
+                else:  # the two are the same tokens at the same positions
+                    cfg_img = gen.snapshot()
             else:
                 image = resize(load_image(item), self._vae_rule())
                 gen = self._append_image(gen, image, generator, latent=not understanding)
@@ -157,8 +167,19 @@ class BagelPipeline(BagelSteps):
         }
 
     def forget(self) -> None:
-        """Lets go of the last request's caches; received ones stay leased until then."""
+        """Lets go of the last request's caches: what lies in a link's memory holds it till then."""
         self._last = None
+
+    def _beginnings(
+        self, caches: Mapping[str, NaiveCache]
+    ) -> tuple[BagelContext, NaiveCache | None]:
+        """The empty `gen`, and the cache for `cfg_img` if one is given."""
+        for name, cache in caches.items():
+            if name not in ("gen", "cfg_img"):
+                raise SchemaError(f"caches are for gen and cfg_img, not for {name}")
+            self._check(name, BagelContext([0], [0], cache))
+        gen = caches.get("gen", NaiveCache(self.num_layers))
+        return BagelContext([0], [0], gen), caches.get("cfg_img")
 
     def _last_contexts(self) -> BagelContexts:
         if self._last is None:

@@ -215,6 +215,7 @@ class BagelSteps:
         if max_length < 1 or (do_sample and not temperature > 0):
             raise ValueError(f"max_length {max_length} or temperature {temperature} is too small")
         self._check("context", context)
+        context = context.snapshot()  # a text that is thrown away claims no rows in place
         token, written = self.special_tokens.bos, list[int]()
         while len(written) < max_length and not (written and token == self.special_tokens.eos):
             written.append(token)
