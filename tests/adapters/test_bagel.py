@@ -125,6 +125,22 @@ def test_an_edits_text_branch_is_a_prefix_with_positions_of_its_own() -> None:
             assert same_bytes(cache_in.value_cache[layer], cache_out.value_cache[layer])
 
 
+def test_views_of_the_same_memory_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, head = naive(7), NaiveCache(LAYERS)
+    for layer in range(LAYERS):
+        head.key_cache[layer] = cache.key_cache[layer][:4]
+        head.value_cache[layer] = cache.value_cache[layer][:4]
+    contexts = {
+        "gen": context(cache, 7),
+        "cfg_text": context(head, 4),
+        "cfg_img": context(cache, 7).snapshot(),
+    }
+    monkeypatch.setattr("omni_kvlink.adapters.bagel.same_bytes", lambda *_: 1 / 0)
+    bundle = BagelAdapter().export_contexts(contexts, request_id="r")
+    kinds = [type(bundle.branches[name]) for name in ("cfg_text", "cfg_img")]
+    assert kinds == [PrefixOf, SameAs]
+
+
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("part", ["key_cache", "value_cache"])
 def test_one_other_bit_makes_a_branch_its_own(layer: int, part: str) -> None:
