@@ -5,6 +5,8 @@ with a run in a single process; the exit status says whether all of it is equal.
 
     python examples/bagel_two_stage.py                      # tiny random weights, shared memory
     python examples/bagel_two_stage.py --checkpoint DIR     # published weights
+    python examples/bagel_two_stage.py --in-place           # prefill in the link's memory: 0 copies
+    python examples/bagel_two_stage.py --stream             # sent and received layer by layer
 """
 
 from __future__ import annotations
@@ -13,47 +15,31 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from bagel_director import Request, bundle_path, image_path, run_stages, tell, verdict
 from PIL import Image
 
-from omni_kvlink import KVCacheBundle, KVLink
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Receipt, SchemaError
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import (
     BagelContext,
     BagelContexts,
     BagelPipeline,
     DenoiseParams,
+    InPlaceCache,
     NaiveCache,
     make_tiny_checkpoint,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What a user asks for; `image` is a file to edit."""
-
-    request_id: str
-    prompt: str
-    image: str = ""
-    seed: int = 7
-    steps: int = 24
-
-    def inputs(self) -> list[Any]:
-        return ([Image.open(self.image)] if self.image else []) + [self.prompt]
-
-    def params(self) -> DenoiseParams:
-        kind = DenoiseParams.for_edit() if self.image else DenoiseParams.for_text_to_image()
-        return dataclasses.replace(kind, num_timesteps=self.steps)
 
 
 # The two stages. Each is a process of its own.
@@ -63,22 +49,74 @@ def run_ar(args: argparse.Namespace, requests: list[Request]) -> None:
     """Read prompts, and hand their caches on."""
     pipeline = load(args, "ar")
     with KVLink.serve(args.connector) as link:
-        receipts = []
+        receipts, refused = [], []
         for request in requests:
-            start = time.perf_counter()
-            generator = torch.Generator().manual_seed(request.seed)
-            bundle = prefill(pipeline, request, generator)
-            prefilled = time.perf_counter()
-            receipts.append(receipt := link.put(bundle))
-            tell(
-                "put",
-                request=request.request_id,
-                prefill_ms=1e3 * (prefilled - start),
-                tokens={name: bundle[name].metadata.seq_len for name in bundle},
-                ledger=dataclasses.asdict(receipt.ledger),
-            )
+            try:
+                receipts.append(send(args, link, pipeline, request))
+            except SchemaError as error:  # such as: over capacity
+                link.fail(request.request_id, str(error))  # so that nobody waits for it
+                refused.append(f"{request.request_id}: {error}")
         for receipt in receipts:
             receipt.wait(timeout=args.timeout)
+    if refused:
+        sys.exit("\n".join(refused))
+
+
+def send(
+    args: argparse.Namespace, link: KVLink, pipeline: BagelPipeline, request: Request
+) -> Receipt:
+    start = time.perf_counter()
+    generator = torch.Generator().manual_seed(request.seed)
+    caches = allocate(args, link, pipeline, request, generator) if args.in_place else {}
+    bundle = prefill(pipeline, request, generator, caches)
+    prefilled = time.perf_counter()
+    receipt = stream(link, bundle) if args.stream else link.put(bundle)
+    tell(
+        "put",
+        request=request.request_id,
+        prefill_ms=1e3 * (prefilled - start),
+        tokens={name: bundle[name].metadata.seq_len for name in bundle},
+        ledger=dataclasses.asdict(receipt.ledger),
+    )
+    # In place, the memory is used again when its last tensor is gone: those that the pipeline
+    # remembers, and those of this function.
+    pipeline.forget()
+    return receipt
+
+
+def allocate(
+    args: argparse.Namespace,
+    link: KVLink,
+    pipeline: BagelPipeline,
+    request: Request,
+    generator: torch.Generator,
+) -> dict[str, InPlaceCache]:
+    """Empty caches in the link's memory, before it is known how many tokens there will be."""
+    rooms = {"gen": args.capacity}
+    if request.image:  # without one, cfg_img is the same as gen
+        rooms["cfg_img"] = len(pipeline.encode_prompt(request.prompt))
+    llm, layers = pipeline.config.llm, pipeline.num_layers
+    row = (llm.num_key_value_heads, llm.head_dim)
+    blank = partial(KVCacheTransferData.blank, request.request_id, row=row, dtype=pipeline.dtype)
+    # The header needs room too: for the same words as later, a generator's state among them.
+    words = {"num_layers": layers, "extra": extra(request, generator)}
+    plan = {
+        name: blank(metadata={"kv_lens": [tokens], "ropes": [tokens], **words})
+        for name, tokens in rooms.items()
+    }
+    data = link.allocate(KVCacheBundle(request.request_id, plan)).data
+    return {name: InPlaceCache(**data[name].layer_blocks) for name in rooms}
+
+
+def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
+    """Layer by layer; what a branch shares with `gen` is said, not sent."""
+    with link.stream_put(bundle) as out:
+        for name, branch in bundle.branches.items():
+            if isinstance(branch, KVCacheTransferData) and not branch.is_empty:
+                caches = branch.layer_blocks.values()
+                for layer, (key, value) in enumerate(zip(*caches, strict=True)):
+                    out.write_layer(layer, key, value, branch=name)
+    return out.receipt
 
 
 def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
@@ -86,8 +124,13 @@ def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
     pipeline = load(args, "dit")
     with KVLink.connect(args.connector, timeout=args.timeout) as link:
         for request in requests:
-            received = link.get(request.request_id, timeout=args.timeout, verify="full")
-            with received as bundle:
+            if args.stream:
+                received = link.stream_get(request.request_id, timeout=args.timeout)
+            else:
+                received = link.get(request.request_id, timeout=args.timeout, verify="full")
+            with received as data:
+                # Each denoising step reads every layer, so nothing can start before the last one.
+                bundle = data.wait() if args.stream else data
                 start = time.perf_counter()
                 contexts, generator, params = unpack(bundle)
                 image = pipeline.render(
@@ -99,7 +142,7 @@ def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
                 seconds = time.perf_counter() - start
                 Image.fromarray(image.numpy()).save(image_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
-            del contexts
+            del contexts, bundle, data
             pipeline.forget()  # the last view is gone: the memory goes back
             tell(
                 "painted",
@@ -109,20 +152,28 @@ def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
             )
 
 
-def prefill(pipeline: BagelPipeline, request: Request, generator: torch.Generator) -> KVCacheBundle:
+def prefill(
+    pipeline: BagelPipeline,
+    request: Request,
+    generator: torch.Generator,
+    caches: Mapping[str, NaiveCache] | None = None,
+) -> KVCacheBundle:
     """The AR half, with all that the DiT half needs to paint the same image."""
-    contexts = pipeline.prefill(request.inputs(), generator=generator)
-    extra = {
-        "params": {**dataclasses.asdict(request.params()), "cfg_interval": None},
-        "cfg_interval": list(request.params().cfg_interval),
-        "generator": pack_generator(generator),
-    }
+    contexts = pipeline.prefill(request.inputs(), generator=generator, caches=caches)
     return BagelAdapter().export_contexts(
         {name: getattr(contexts, name) for name in ("gen", "cfg_text", "cfg_img")},
         request_id=request.request_id,
         image_shape=contexts.image_shape,
-        extra=extra,
+        extra=extra(request, generator),
     )
+
+
+def extra(request: Request, generator: torch.Generator) -> dict[str, Any]:
+    return {
+        "params": {**dataclasses.asdict(request.params()), "cfg_interval": None},
+        "cfg_interval": list(request.params().cfg_interval),
+        "generator": pack_generator(generator),
+    }
 
 
 def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, DenoiseParams]:
@@ -137,7 +188,7 @@ def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, Denoi
     return contexts, unpack_generator(metadata.extra["generator"]), DenoiseParams(**params)
 
 
-# The director: starts the stages, prints what they tell, and compares.
+# The rest of it: the same in one process, and a verdict.
 
 
 def main() -> int:
@@ -167,7 +218,7 @@ def direct(args: argparse.Namespace) -> int:
         print(f"the {stage} stage failed with status {status}; no verdict")
     if failed:
         return 1
-    verdicts = [verdict(args, request, alone) for request in requests]
+    verdicts = [verdict(args, request, alone.bundles[request.request_id]) for request in requests]
     return 0 if all(verdicts) else 1
 
 
@@ -189,102 +240,8 @@ class SingleProcess:
         return path
 
 
-def verdict(args: argparse.Namespace, request: Request, alone: SingleProcess) -> bool:
-    """Compare what crossed, and what was painted, bit for bit."""
-    crossed = KVCacheBundle.load(bundle_path(args, request))
-    difference = crossed.difference(alone.bundles[request.request_id])
-    painted = Image.open(image_path(args, request))
-    expected = Image.open(Path(args.scratch) / f"{request.request_id}.png")
-    same_image = painted.size == expected.size and painted.tobytes() == expected.tobytes()
-    print(f"{request.request_id}: {image_path(args, request)}")
-    print(f"  K/V   {'bit-exact' if not difference else 'DIFFERENT: ' + difference}")
-    print(f"  image {'bit-exact' if same_image else 'DIFFERENT'}")
-    return same_image and not difference
-
-
-def run_stages(args: argparse.Namespace, requests: list[Request]) -> dict[str, int]:
-    """Both stages at once, their words in one stream; returns those that failed."""
-    told, telling = os.pipe()
-    stages = {stage: start_stage(args, stage, requests, telling) for stage in ("ar", "dit")}
-    os.close(telling)
-    for stage, other in (("ar", "dit"), ("dit", "ar")):
-        threading.Thread(target=end_together, args=(stages[stage], stages[other])).start()
-    with os.fdopen(told) as events:
-        for line in events:
-            show(json.loads(line))
-    return {name: stage.returncode for name, stage in stages.items() if stage.wait() != 0}
-
-
-def end_together(stage: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
-    """If one stage fails, the other may say what it saw of that, and is ended."""
-    if stage.wait() != 0:
-        try:
-            other.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            other.terminate()
-
-
-def start_stage(
-    args: argparse.Namespace, stage: str, requests: list[Request], output: int
-) -> subprocess.Popen[str]:
-    options = {
-        "--connector": args.connector,
-        "--checkpoint": args.checkpoint,
-        "--dtype": args.dtype,
-        "--out": args.out,
-        "--scratch": args.scratch,
-        "--timeout": str(args.timeout),
-    }
-    command = [sys.executable, __file__, "--stage", stage]
-    command += [word for option in options.items() for word in option]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
-    assert process.stdin
-    for request in requests:
-        process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
-    process.stdin.close()
-    return process
-
-
-def show(event: dict[str, Any]) -> None:
-    kind = event["event"]
-    if kind == "step":
-        if sys.stdout.isatty():
-            bar = "█" * (30 * event["done"] // event["total"])
-            print(f"\r  denoising {bar:<30} {event['done']}/{event['total']}", end="")
-        return
-    ledger = event["ledger"]
-    phases = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ledger["seconds"].items())
-    if kind == "put":
-        tokens = ", ".join(f"{name} {count}" for name, count in event["tokens"].items())
-        print(f"AR   {event['request']}: prefill {event['prefill_ms']:.1f} ms; tokens: {tokens}")
-        print(
-            f"     sent {ledger['nbytes']:,} bytes with {ledger['copies']} copy; "
-            f"{ledger['reused_nbytes']:,} bytes not sent, being the same or a prefix; "
-            f"digests {ledger['digests']}"
-        )
-    else:
-        end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
-        print(f"{end}DiT  {event['request']}: received with {ledger['copies']} copies, ", end="")
-        print(f"painted in {event['render_ms']:.0f} ms")
-    print(f"     ms: {phases}\n")
-
-
 def load(args: argparse.Namespace, stage: Any) -> BagelPipeline:
     return BagelPipeline.from_pretrained(args.checkpoint, dtype=DTYPES[args.dtype], stage=stage)
-
-
-def tell(event: str, **facts: Any) -> None:
-    # One write a line: both stages speak into the same pipe.
-    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
-    sys.stdout.flush()
-
-
-def image_path(args: argparse.Namespace, request: Request) -> str:
-    return str(Path(args.out) / f"{request.request_id}.png")
-
-
-def bundle_path(args: argparse.Namespace, request: Request) -> str:
-    return str(Path(args.out) / f"{request.request_id}.safetensors")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -297,6 +254,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", default=24, type=int, help="denoising timesteps")
     parser.add_argument("--out", default="out", help="where the images and caches go")
     parser.add_argument("--timeout", default=60.0, type=float, help="seconds for each wait")
+    parser.add_argument("--in-place", action="store_true", help="prefill in the link's memory")
+    parser.add_argument(
+        "--capacity",
+        default=512,
+        type=int,
+        help="tokens there is room for in place; an edit with published weights needs about 9000",
+    )
+    parser.add_argument("--stream", action="store_true", help="send and receive layer by layer")
     parser.add_argument("--stage", default="", choices=["", "ar", "dit"], help=argparse.SUPPRESS)
     parser.add_argument("--scratch", default="", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -24,7 +24,14 @@ from omni_kvlink.models.bagel import (
 
 
 def paint(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) -> None:
-    with link.get(job["key"], timeout=30.0, verify="full") as bundle:
+    if job["streamed"]:
+        received = link.stream_get(job["key"], timeout=30.0)
+        received.wait_for_layer(0, branch="gen")
+        print("layer 0 is here", flush=True)
+    else:
+        received = link.get(job["key"], timeout=30.0, verify="full")
+    with received as data:
+        bundle = data.wait() if job["streamed"] else data
         bundle.save(out / f"{job['key']}.kv.safetensors")
         loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
         metadata = bundle["gen"].metadata

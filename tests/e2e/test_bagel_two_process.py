@@ -6,7 +6,8 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from omni_kvlink import KVCacheBundle, KVLink, PrefixOf, SameAs
+from omni_kvlink import (
+    Allocation,
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVLink,
+    PrefixOf,
+    Receipt,
+    SameAs,
+)
 from omni_kvlink.adapters import BagelAdapter, pack_generator
-from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
+from omni_kvlink.models.bagel import (
+    BagelContexts,
+    BagelPipeline,
+    DenoiseParams,
+    InPlaceCache,
+    make_tiny_checkpoint,
+)
 from omni_kvlink.schema import same_bytes
 
 STEPS = 6
@@ -48,15 +63,56 @@ class Stages:
     pipelines: dict[str, BagelPipeline]
     out: Path
 
-    def send(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> None:
+    def send(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> Receipt:
         receipt = self.link.put(bundle)
-        job = {"key": key, "dtype": dtype, "params": dataclasses.asdict(params)}
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "painted\n"
+        self._ask(key, dtype, params, streamed=False)
+        self._hear("painted")
         receipt.wait(timeout=10.0)
+        return receipt
+
+    def stream(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> Receipt:
+        """The second layer is written when the first is known to be there."""
+        layers = [
+            (name, at, key, value)
+            for name, branch in bundle.branches.items()
+            if isinstance(branch, KVCacheTransferData) and not branch.is_empty
+            for at, (key, value) in enumerate(zip(*branch.layer_blocks.values(), strict=True))
+        ]
+        with self.link.stream_put(bundle) as out:
+            self._ask(key, dtype, params, streamed=True)
+            for name, at, keys, values in layers:
+                out.write_layer(at, keys, values, branch=name)
+                if (name, at) == ("gen", 0):
+                    self._hear("layer 0 is here")
+        self._hear("painted")
+        assert out.receipt
+        out.receipt.wait(timeout=10.0)
+        return out.receipt
+
+    def allocate(self, key: str, dtype: str, rooms: dict[str, int]) -> Allocation:
+        """Memory of the link for so many tokens of each branch."""
+        pipeline = self.pipelines[dtype]
+        words = {"num_layers": pipeline.num_layers, "extra": {"generator": "A" * 6800}}
+        plan = {
+            name: KVCacheTransferData.blank(
+                key,
+                row=(pipeline.config.llm.num_key_value_heads, pipeline.config.llm.head_dim),
+                dtype=pipeline.dtype,
+                metadata={"kv_lens": [tokens], "ropes": [tokens], **words},
+            )
+            for name, tokens in rooms.items()
+        }
+        return self.link.allocate(KVCacheBundle(key, plan))
+
+    def _ask(self, key: str, dtype: str, params: DenoiseParams, *, streamed: bool) -> None:
+        job = {"key": key, "dtype": dtype, "streamed": streamed}
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps({**job, "params": dataclasses.asdict(params)}) + "\n")
+        self.process.stdin.flush()
+
+    def _hear(self, words: str) -> None:
+        assert self.process.stdout
+        assert self.process.stdout.readline() == f"{words}\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +139,75 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", list(REQUESTS))
-def test_two_processes_equal_one(stages: Stages, name: str, dtype: str) -> None:
-    inputs, params, how = REQUESTS[name]
-    pipeline, key = stages.pipelines[dtype], f"{name}-{dtype}"
-
+def prefill(
+    pipeline: BagelPipeline, name: str, key: str, caches: dict[str, InPlaceCache] | None = None
+) -> tuple[BagelContexts, torch.Generator, KVCacheBundle]:
+    inputs, _, how = REQUESTS[name]
     generator = torch.Generator().manual_seed(5)
-    contexts = pipeline.prefill(inputs, generator=generator, **how)
+    contexts = pipeline.prefill(inputs, generator=generator, caches=caches, **how)
     bundle = BagelAdapter().export_contexts(
         {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
         request_id=key,
         image_shape=contexts.image_shape,
         extra={"generator": pack_generator(generator)},
     )
-    stages.send(key, dtype, bundle, params)
-    noise = pipeline.initial_noise(contexts.image_shape, generator)
-    latent = pipeline.denoise(contexts, noise, params)
+    return contexts, generator, bundle
 
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_two_processes_equal_one(stages: Stages, name: str, dtype: str) -> None:
+    key = f"{name}-{dtype}"
+    _, _, bundle = prefill(stages.pipelines[dtype], name, key)
+    stages.send(key, dtype, bundle, REQUESTS[name][1])
+    assert_equals_one_process(stages, name, dtype, key)
+
+
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_prefilled_in_the_links_memory(stages: Stages, name: str) -> None:
+    dtype, key = "bfloat16", f"{name}-in-place"
+    pipeline, memory = stages.pipelines[dtype], stages.link.stats()["memory"]["used"]
+    allocation = stages.allocate(key, dtype, {"gen": 700, "cfg_img": 60})
+    places = {tensor.data_ptr() for tensor in allocation.data.tensors()}
+    contexts, _, bundle = prefill(pipeline, name, key, in_place(allocation))
+    assert all(tensor.data_ptr() in places for tensor in bundle.tensors())
+    receipt = stages.send(key, dtype, bundle, REQUESTS[name][1])
+    assert receipt.ledger.copies == 0
+
+    assert stages.link.stats()["memory"]["used"] > memory, "the contexts are still here"
+    del contexts, bundle
+    assert stages.link.stats()["memory"]["used"] > memory, "the pipeline remembers them"
+    pipeline.forget()
+    until(lambda: stages.link.stats()["memory"]["used"] == memory)
+    assert_equals_one_process(stages, name, dtype, key)
+
+
+@pytest.mark.parametrize("name", ["text-to-image", "edit"])
+def test_streamed_layer_by_layer(stages: Stages, name: str) -> None:
+    dtype, key = "float32", f"{name}-streamed"
+    _, _, bundle = prefill(stages.pipelines[dtype], name, key)
+    stages.stream(key, dtype, bundle, REQUESTS[name][1])
+    assert_equals_one_process(stages, name, dtype, key)
+
+
+def in_place(allocation: Allocation) -> dict[str, InPlaceCache]:
+    data = allocation.data
+    return {branch: InPlaceCache(**data[branch].layer_blocks) for branch in data}
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_equals_one_process(stages: Stages, name: str, dtype: str, key: str) -> None:
+    """What crossed and was painted, against the same request in this process, without a link."""
+    pipeline = stages.pipelines[dtype]
+    contexts, generator, bundle = prefill(pipeline, name, key)
+    noise = pipeline.initial_noise(contexts.image_shape, generator)
+    latent = pipeline.denoise(contexts, noise, REQUESTS[name][1])
     crossed = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
     assert crossed.difference(bundle) == ""
     for branch in ("gen", "cfg_text", "cfg_img"):

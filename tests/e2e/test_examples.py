@@ -15,17 +15,21 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "bagel_two_stage.py"
 
 
-def run_demo(out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    name = f"shm://demo-{os.getpid()}"
-    command = [sys.executable, str(DEMO), "--out", str(out), "--connector", name, "--steps", "4"]
+def run(script: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *options],
+        [sys.executable, str(script), *options],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
+
+
+def run_demo(out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    name = f"shm://demo-{os.getpid()}"
+    common = ["--out", str(out), "--connector", name, "--steps", "4"]
+    return run(DEMO, *common, *options, **environment)
 
 
 def test_the_readmes_code_runs(tmp_path: Path) -> None:
@@ -45,10 +49,22 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
     assert "28 layers × 4096 tokens, bfloat16" in done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_demo_ends_with_images_and_a_good_verdict(tmp_path: Path, dtype: str) -> None:
-    done = run_demo(tmp_path, "--dtype", dtype)
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        (["--dtype", "bfloat16"], "with 1 copy;"),
+        (["--dtype", "float32", "--stream"], "with 1 copy;"),
+        (["--in-place"], "with 0 copies;"),
+    ],
+)
+def test_the_demo_ends_with_images_and_a_good_verdict(
+    tmp_path: Path, options: list[str], copies: str
+) -> None:
+    if "--in-place" in options:  # room for one request: the second waits until it is let go of
+        options = [*options, "--connector", f"shm://demo-{os.getpid()}?quota=300000"]
+    done = run_demo(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(copies) == 2
     assert done.stdout.count("K/V   bit-exact") == 2
     assert done.stdout.count("image bit-exact") == 2
     assert "bytes not sent" in done.stdout
@@ -57,9 +73,26 @@ def test_the_demo_ends_with_images_and_a_good_verdict(tmp_path: Path, dtype: str
         assert low < high, f"{name} is one flat colour"
 
 
+def test_the_demo_says_when_its_capacity_is_too_small(tmp_path: Path) -> None:
+    done = run_demo(tmp_path, "--in-place", "--capacity", "100")
+    assert done.returncode == 1
+    said = "the cache has a capacity of 100 tokens, wanted 258"
+    assert f"image-edit: {said}" in done.stderr
+    assert f"TransferFailed: payload 'image-edit' failed: {said}" in done.stderr
+    assert "bit-exact" not in done.stdout
+
+
 def test_the_demo_fails_loudly_when_a_stage_dies(tmp_path: Path) -> None:
     done = run_demo(tmp_path, OMNI_KVLINK_FAULT="put.copied=kill")
     assert done.returncode == 1
     assert "the ar stage failed with status -9" in done.stdout
     assert "the dit stage failed" in done.stdout
     assert "bit-exact" not in done.stdout
+
+
+def test_a_streams_first_layer_is_used_before_the_last_is_written() -> None:
+    done = run(ROOT / "examples" / "streaming.py")
+    assert done.returncode == 0, done.stderr
+    times = re.findall(r"layer \d: written at +([\d.]+) ms, there at +([\d.]+) ms", done.stdout)
+    assert len(times) == 8
+    assert float(times[0][1]) < float(times[-1][0])

@@ -20,18 +20,18 @@ class InPlaceCache(NaiveCache):
     an extension failed half-way) is continued in new memory, as every NaiveCache is.
 
     Args:
-        keys: `[capacity, kv_heads, head_dim]` a layer, contiguous, in the model's dtype.
-        values: the same.
+        key_cache: `[capacity, kv_heads, head_dim]` a layer, contiguous, in the model's dtype.
+        value_cache: the same.
 
     Raises:
         SchemaError: they do not make a cache.
     """
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        super().__init__(len(keys))
-        if len(values) != len(keys):
-            raise SchemaError(f"K has {len(keys)} layers, V {len(values)}")
-        self._room = _Room(list(zip(keys, values, strict=True)))
+    def __init__(self, key_cache: Sequence[Tensor], value_cache: Sequence[Tensor]) -> None:
+        super().__init__(len(key_cache))
+        if len(value_cache) != len(key_cache):
+            raise SchemaError(f"K has {len(key_cache)} layers, V {len(value_cache)}")
+        self._room = _Room(list(zip(key_cache, value_cache, strict=True)))
         self._rows = range(0)
 
     @property
