@@ -103,7 +103,11 @@ def show(event: dict[str, Any]) -> None:
         )
     else:
         end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
-        print(f"{end}DiT  {event['request']}: received with {ledger['copies']} copies, ", end="")
+        parts = f"in {event['layers']} layers " if event["layers"] else ""
+        print(
+            f"{end}DiT  {event['request']}: received {parts}with {ledger['copies']} copies, ",
+            end="",
+        )
         print(f"painted in {event['render_ms']:.0f} ms")
     print(f"     ms: {phases}\n")
 

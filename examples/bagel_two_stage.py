@@ -148,6 +148,7 @@ def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
                 "painted",
                 request=request.request_id,
                 render_ms=1e3 * seconds,
+                layers=len(received) if args.stream else 0,
                 ledger=dataclasses.asdict(received.ledger),
             )
 

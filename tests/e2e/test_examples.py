@@ -65,6 +65,8 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
     done = run_demo(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(copies) == 2
+    streamed = [f"received in {layers} layers" in done.stdout for layers in (3, 6)]
+    assert streamed == ["--stream" in options] * 2
     assert done.stdout.count("K/V   bit-exact") == 2
     assert done.stdout.count("image bit-exact") == 2
     assert "bytes not sent" in done.stdout
