@@ -190,6 +190,16 @@ def test_streamed_layer_by_layer(stages: Stages, name: str) -> None:
     assert_equals_one_process(stages, name, dtype, key)
 
 
+def test_streamed_out_of_allocated_memory(stages: Stages) -> None:
+    dtype, key = "float32", "edit-streamed-in-place"
+    caches = in_place(stages.allocate(key, dtype, {"gen": 700, "cfg_img": 60}))
+    _, _, bundle = prefill(stages.pipelines[dtype], "edit", key, caches)
+    del caches
+    receipt = stages.stream(key, dtype, bundle, EDIT)
+    assert receipt.ledger.copies == 0
+    assert_equals_one_process(stages, "edit", dtype, key)
+
+
 def in_place(allocation: Allocation) -> dict[str, InPlaceCache]:
     data = allocation.data
     return {branch: InPlaceCache(**data[branch].layer_blocks) for branch in data}
