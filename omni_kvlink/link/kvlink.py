@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from ..bundle import KVCacheBundle
 from ..connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
 from ..connectors.registry import backend, split_url
-from ..copier import Copier, NativeCopier, TorchCopier, fastest_copier
+from ..copier import Copier, NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from ..errors import ClosedError, SchemaError
 from ..ledger import Ledger
 from ..memory import Lease
@@ -49,8 +49,8 @@ class KVLink:
 
         Args:
             url: such as `shm://bagel`; options may follow, as in `shm://bagel?mode=sealed`.
-            copier: "auto" takes "native" if it was built, else "torch" with one warning; a named
-                one that is missing is an error.
+            copier: "auto" takes "pinned" where there is a CUDA device, "native" if it was built,
+                else "torch" with one warning; a named one that is missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
             options: fields of `Options`: quota, mode, prefault, directory.
 
@@ -366,4 +366,6 @@ def _copier(name: str) -> Copier:
         return NativeCopier()
     if name == "torch":
         return TorchCopier()
-    raise ValueError(f"no copier {name!r}; there are 'auto', 'native' and 'torch'")
+    if name == "pinned":
+        return PinnedCopier()
+    raise ValueError(f"no copier {name!r}; there are 'auto', 'pinned', 'native' and 'torch'")
