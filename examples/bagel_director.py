@@ -104,11 +104,8 @@ def show(event: dict[str, Any]) -> None:
     else:
         end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
         parts = f"in {event['layers']} layers " if event["layers"] else ""
-        print(
-            f"{end}DiT  {event['request']}: received {parts}with {ledger['copies']} copies, ",
-            end="",
-        )
-        print(f"painted in {event['render_ms']:.0f} ms")
+        print(f"{end}DiT  {event['request']}: received {parts}", end="")
+        print(f"with {ledger['copies']} copies, painted in {event['render_ms']:.0f} ms")
     print(f"     ms: {phases}\n")
 
 

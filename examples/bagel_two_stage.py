@@ -104,7 +104,7 @@ def allocate(
         name: blank(metadata={"kv_lens": [tokens], "ropes": [tokens], **words})
         for name, tokens in rooms.items()
     }
-    data = link.allocate(KVCacheBundle(request.request_id, plan)).data
+    data = link.allocate(KVCacheBundle(request.request_id, plan), timeout=args.timeout).data
     return {name: InPlaceCache(**data[name].layer_blocks) for name in rooms}
 
 
