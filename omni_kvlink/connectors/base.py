@@ -133,6 +133,12 @@ class Delivery:
         """Let go of the region; views made from it keep it until they die."""
         self._let_go(ClosedError(f"payload {self.key!r} was given back"))
 
+    def give_back(self) -> None:
+        """Nobody used it: it shall go to another reader."""
+        if self._finalizer.detach():
+            self._release("unread", "")
+        self.drop()
+
     def _let_go(self, error: KVLinkError) -> None:
         """Whoever waits for a layer would do so in vain."""
         self.region = None

@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
 from ..branch import Branch
 from ..connectors.base import Delivery
+from ..connectors.progress import Progress
 from ..copier import Copier
 from ..errors import KVLinkError, SchemaError, TransferFailed, TransferTimeout, WireError
 from ..files import open_payload
@@ -24,7 +26,6 @@ from ..wire import Manifest
 from .received import Payload, manifest_of, region_of, scatter
 
 Key = tuple[str, int]
-WHOLE = "its commit"
 
 
 class ReceivedLayer:
@@ -71,11 +72,14 @@ class ReceivedStream:
     Attributes:
         manifest: sizes and positions; with digests once the payload is whole.
         ledger: what the receipt of it cost on this side.
+        timeout: seconds to wait for a layer, where no other is given.
     """
+
+    WHOLE: ClassVar = "its commit"
 
     def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
         self.delivery, self.ledger = delivery, Ledger()
-        self._copier, self._timeout = copier, timeout
+        self._copier, self.timeout = copier, timeout
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             region = region_of(delivery)
@@ -124,10 +128,9 @@ class ReceivedStream:
         Raises:
             The errors of `wait_for_layer`.
         """
-        progress = self.delivery.progress
-        if progress is not None:
-            self._wait(progress.whole, WHOLE, timeout)
-            self.settle()
+        self._wait(self.whole(), self.WHOLE, timeout)
+        if self.delivery.progress is not None:
+            self._settle(self.delivery.progress)
         return open_payload(self.manifest, region_of(self.delivery))
 
     def release(self) -> None:
@@ -159,18 +162,19 @@ class ReceivedStream:
         """A layer in words."""
         return f"layer {key[1]} of branch {key[0]!r}"
 
-    def keys(self) -> list[Key]:
+    def names(self) -> list[Key]:
         """Branch and index of every layer, in the order of the wire."""
         return list(self._layers)
 
     def when(self, key: Key) -> Future[None]:
         """A future that ends with the layer, or with the error."""
         progress = self.delivery.progress
-        if progress is not None:
-            return progress.when(self._layers[key][1])
-        there: Future[None] = Future()
-        there.set_result(None)
-        return there
+        return _there() if progress is None else progress.when(self._layers[key][1])
+
+    def whole(self) -> Future[None]:
+        """A future that ends with the commit, or with the error."""
+        progress = self.delivery.progress
+        return _there() if progress is None else progress.whole
 
     def open_layer(self, key: Key) -> ReceivedLayer:
         """A layer that is there."""
@@ -181,16 +185,21 @@ class ReceivedStream:
     def scatter(self, manifest: Manifest, places: Sequence[Place]) -> None:
         scatter(self._copier, manifest, self.delivery, places, self.ledger)
 
-    def settle(self) -> None:
+    def check(self, future: Future[None], what: str, waited: float) -> None:
+        """Raise what it ended with, or that it did not end."""
+        if not future.done():
+            raise self._timed_out(what, waited)
+        error = future.exception()
+        if isinstance(error, KVLinkError):
+            raise self._failed(error, what)
+
+    def _settle(self, progress: Progress) -> None:
         """It was committed: check that all was announced, and take the digests over."""
         everything = range(len(self.manifest.tensors))
-        assert self.delivery.progress is not None
-        gap = self.delivery.progress.when(everything).exception()
-        if isinstance(gap, KVLinkError):
-            raise self.failed(gap, WHOLE)
+        self.check(progress.when(everything), self.WHOLE, 0.0)
         self.manifest = self._with_digests(self.manifest, everything)
 
-    def failed(self, error: KVLinkError, what: str) -> KVLinkError:
+    def _failed(self, error: KVLinkError, what: str) -> KVLinkError:
         """The same error, saying what was waited for; a new one, because raising one that is kept
         would keep this stream, by its traceback, and its memory.
         """
@@ -206,7 +215,7 @@ class ReceivedStream:
         if self.delivery.progress is not None:
             self.delivery.progress.forget(future)
 
-    def timed_out(self, what: str, waited: float) -> TransferTimeout:
+    def _timed_out(self, what: str, waited: float) -> TransferTimeout:
         return TransferTimeout(
             f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
             key=self.delivery.key,
@@ -215,16 +224,15 @@ class ReceivedStream:
         )
 
     def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else timeout
         started = time.perf_counter()
         try:
-            error = future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
+            future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except FutureTimeout:
-            raise self.timed_out(what, seconds) from None
+            pass  # `check` says so
         finally:
             self.forget(future)
-        if isinstance(error, KVLinkError):
-            raise self.failed(error, what)
+        self.check(future, what, seconds)
         spent = self.ledger.seconds.get("layers", 0.0)
         self.ledger.seconds["layers"] = spent + time.perf_counter() - started
 
@@ -239,3 +247,9 @@ class ReceivedStream:
                 self.delivery.reject(f"{spec.where()}: a digest of another length")
                 raise WireError(f"{spec.where()}: a digest of another length was announced")
         return manifest.with_digests(digests)
+
+
+def _there() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

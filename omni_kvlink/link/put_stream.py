@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from types import TracebackType
@@ -36,6 +37,7 @@ class PutStream:
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
+        self._lock = threading.RLock()
         try:
             sending.begin(lease)
         except BaseException:
@@ -57,19 +59,8 @@ class PutStream:
             SchemaError: not what the plan says, or written before; nothing was sent.
             TransferFailed: the transfer was ended by a reader, or aborted.
         """
-        lease, where = self._open_lease(), self._find(branch, layer)
-        tensors = self._missing[where]
-        places = [key] if value is None else [key, value]
-        _faults.point("stream.layer")
-        started = time.perf_counter()
-        digests, copied = self._sending.land(lease, places, self.manifest.part(tensors))
-        spent = self.ledger.seconds.get("copy", 0.0)
-        self.ledger.seconds["copy"] = spent + time.perf_counter() - started
-        self.ledger.copies |= copied
-        self._digests[tensors.start : tensors.stop] = digests
-        del self._missing[where]
-        announced = tuple(map(bytes.fromhex, digests))
-        self._sending.producer.announce(lease, tensors.start, announced)
+        with self._lock:
+            self._write(self._find(branch, layer), [key] if value is None else [key, value])
 
     def commit(self) -> Receipt:
         """The payload is whole. The block's end calls this.
@@ -78,26 +69,18 @@ class PutStream:
             SchemaError: a layer is missing; the transfer has failed.
             TransferFailed: the transfer was ended by a reader, or aborted.
         """
-        if self.receipt is not None:
+        with self._lock:
+            if self.receipt is None:
+                self.receipt = self._commit()
             return self.receipt
-        lease = self._open_lease()
-        if self._missing:
-            self.fail(f"{self._first_missing()} was never written")
-            raise SchemaError(
-                f"payload {self.manifest.request_id!r}: {self._first_missing()} and "
-                f"{len(self._missing) - 1} more were never written"
-            )
-        self._end()
-        with lease:
-            self.receipt = self._sending.publish(lease, self._digests)
-        return self.receipt
 
     def fail(self, reason: str) -> None:
         """End it: whoever reads it gets TransferFailed with this reason."""
-        lease = self._lease
-        if lease is not None:
-            self._end()
-            self._sending.producer.give_up(lease, reason)
+        with self._lock:  # a layer that is being written would land in another payload's memory
+            lease = self._lease
+            if lease is not None:
+                self._end()
+                self._sending.producer.give_up(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self
@@ -120,6 +103,31 @@ class PutStream:
             self._sending.producer.give_up(lease, "its producer forgot it", soon=True)
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not ended", ResourceWarning, stacklevel=2)
+
+    def _write(self, where: tuple[str, int], places: list[Place]) -> None:
+        lease, tensors = self._open_lease(), self._missing[where]
+        _faults.point("stream.layer")
+        started = time.perf_counter()
+        digests, copied = self._sending.land(lease, places, self.manifest.part(tensors))
+        spent = self.ledger.seconds.get("copy", 0.0)
+        self.ledger.seconds["copy"] = spent + time.perf_counter() - started
+        self.ledger.copies |= copied
+        self._digests[tensors.start : tensors.stop] = digests
+        del self._missing[where]
+        announced = tuple(map(bytes.fromhex, digests))
+        self._sending.producer.announce(lease, tensors.start, announced)
+
+    def _commit(self) -> Receipt:
+        lease = self._open_lease()
+        if self._missing:
+            self.fail(f"{self._first_missing()} was never written")
+            raise SchemaError(
+                f"payload {self.manifest.request_id!r}: {self._first_missing()} and "
+                f"{len(self._missing) - 1} more were never written"
+            )
+        self._end()
+        with lease:
+            return self._sending.publish(lease, self._digests)
 
     def _end(self) -> None:
         self._lease = None

@@ -58,15 +58,29 @@ class Received:
                 region = region_of(delivery)
                 manifest = manifest_of(delivery.key, region.view(), region.nbytes)
                 data = open_payload(manifest, region)
-            if verify == "full" and manifest.has_digests:
-                with ledger.phase("verify"):
-                    copier.verify(manifest, region)
+            ledger.nbytes = manifest.nbytes
+            ledger.digests = "crc32c" if manifest.has_digests else "off"
+            received = cls(data, delivery, manifest, ledger, copier)
+            if verify == "full":
+                received.verify()
         except BaseException as error:  # dropped in silence, it would count as read
             delivery.reject(str(error) or repr(error))
             raise
-        ledger.nbytes = manifest.nbytes
-        ledger.digests = "crc32c" if manifest.has_digests else "off"
-        return cls(data, delivery, manifest, ledger, copier)
+        return received
+
+    def verify(self) -> None:
+        """Check every byte against its digest, if there are digests.
+
+        Raises:
+            IntegrityError: these are not the bytes committed; the producer's receipt says so.
+        """
+        try:
+            if self.manifest.has_digests:
+                with self.ledger.phase("verify"):
+                    self._copier.verify(self.manifest, region_of(self._delivery))
+        except WireError as error:
+            self._delivery.reject(str(error))
+            raise
 
     def scatter(self, into: Payload | Sequence[Place]) -> None:
         """Copy everything out, each byte checked against its digest in the same pass.
@@ -87,6 +101,11 @@ class Received:
         """Let go of the payload; tensors that are kept elsewhere keep its memory."""
         self.data.close()
         self._delivery.drop()
+
+    def give_back(self) -> None:
+        """Let go of a payload that was not used: it goes to another reader."""
+        self.data.close()
+        self._delivery.give_back()
 
     def __enter__(self) -> Payload:
         return self.data

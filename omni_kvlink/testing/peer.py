@@ -99,7 +99,7 @@ class Peer:
     def stream_get(self, link: str, key: str, **how: Any) -> list[list[Any]]:
         """Wait for the beginning, and keep the stream for `layer` and `whole`."""
         stream = self._streams[key] = self._links[link].stream_get(key, **how)
-        return list(map(list, stream.keys()))
+        return list(map(list, stream.names()))
 
     def layer(self, key: str, layer: int, branch: str = "", timeout: float | None = None) -> str:
         """Wait for one layer of a stream; its bytes."""

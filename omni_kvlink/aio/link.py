@@ -10,9 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from .connectors.base import Receipt, Want
-from .errors import TransferTimeout
-from .link import KVLink, Payload, Received, Verify, check_verify
+from ..connectors.base import Delivery, Receipt, Want
+from ..errors import TransferTimeout
+from ..link import KVLink, Payload, Received, Verify, check_verify
+from ..wire import Manifest
+from .get_stream import AsyncReceivedStream
+from .put_stream import AsyncPutStream
 
 
 class AsyncKVLink:
@@ -41,15 +44,37 @@ class AsyncKVLink:
         """
         check_verify(verify)
         started = time.perf_counter()
-        asking = _Asking(self.link, request_id, timeout)
+        delivery = await self._delivered(_Asking(self.link, request_id, timeout), timeout)
+        received = self.link.open_delivery(delivery, started=started, verify="auto")
+        if verify == "full":
+            await _Verifying(received).done()
+        return received
+
+    async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
+        """`KVLink.stream_get`; cancelling the task withdraws the request.
+
+        Raises:
+            The errors of `KVLink.stream_get`.
+        """
+        started = time.perf_counter()
+        asking = _Asking(self.link, request_id, timeout, streamed=True)
+        delivery = await self._delivered(asking, timeout)
+        return AsyncReceivedStream(
+            self.link.open_stream(delivery, started=started, timeout=timeout)
+        )
+
+    def stream_put(self, plan: Payload | Manifest, **how: Any) -> AsyncPutStream:
+        """`KVLink.stream_put`, to be used with `async with`."""
+        return AsyncPutStream(partial(self.link.stream_put, plan, **how))
+
+    async def _delivered(self, asking: _Asking, timeout: float) -> Delivery:
         try:
             await self._answered(asking, timeout)
         except BaseException:
             asking.withdraw()
             raise
         # Answered, or out of time: `wait` returns or raises at once.
-        delivery = asking.take().wait(timeout=0.0)
-        return self.link.open_delivery(delivery, started=started, verify=verify)
+        return asking.take().wait(timeout=0.0)
 
     async def _answered(self, asking: _Asking, timeout: float) -> None:
         """Return when the answer is there or the time is over. Only a reconnection needs a thread.
@@ -106,8 +131,8 @@ class AsyncKVLink:
 class _Asking:
     """`begin_get`, to be called in a thread; what comes of it after `withdraw` is taken back."""
 
-    def __init__(self, link: KVLink, request_id: str, timeout: float):
-        self._begin = partial(link.begin_get, request_id)
+    def __init__(self, link: KVLink, request_id: str, timeout: float, *, streamed: bool = False):
+        self._begin = partial(link.begin_get, request_id, streamed=streamed)
         self._deadline = time.monotonic() + timeout
         self._withdrawn = False
         self._wants: deque[Want] = deque()
@@ -128,3 +153,33 @@ class _Asking:
         self._withdrawn = True
         with contextlib.suppress(IndexError):
             self._wants.pop().cancel()
+
+
+class _Verifying:
+    """`Received.verify`, in a thread; a payload that nobody waits for any more goes back unread."""
+
+    def __init__(self, received: Received):
+        self._received = received
+        self._began = self._ended = self._withdrawn = False
+
+    async def done(self) -> None:
+        try:
+            await asyncio.to_thread(self)
+        except asyncio.CancelledError:
+            self._withdrawn = True
+            if self._ended or not self._began:
+                self._received.give_back()
+            raise
+        except BaseException:
+            self._received.release()
+            raise
+
+    def __call__(self) -> None:
+        self._began = True
+        try:
+            if not self._withdrawn:
+                self._received.verify()
+        finally:
+            self._ended = True
+            if self._withdrawn:  # not before: its memory could be reused while it is hashed
+                self._received.give_back()
