@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
+import footprint
 import psutil
 import pytest
 import torch
@@ -129,3 +133,26 @@ def test_thousand_transfers_leave_nothing(ends: tuple[KVLink, KVLink]) -> None:
     until_freed(producer)
     until(lambda: process.num_fds() <= descriptors, "the descriptors are back")
     assert process.memory_info().rss - memory < 8 << 20
+
+
+def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
+    """210 MB whole, streamed, in place, copied out: 32 MiB and few faults more, on both sides."""
+    url = f"shm://footprint?directory={sockets}&quota={footprint.NBYTES + (32 << 20)}"
+    sides = {
+        side: subprocess.Popen(
+            [sys.executable, footprint.__file__, side, url], stdout=subprocess.PIPE
+        )
+        for side in ("produce", "consume")
+    }
+    try:
+        said = {side: process.communicate(timeout=60)[0] for side, process in sides.items()}
+    finally:
+        for process in sides.values():
+            process.kill()
+            process.communicate()
+    found = {side: json.loads(line) for side, line in said.items()}
+    for side, costs in found.items():
+        assert len(costs) == 5
+        for step, (nbytes, faults) in costs.items():
+            assert nbytes <= 32 << 20, f"{side} {step}: {nbytes} bytes more"
+            assert faults < footprint.NBYTES / 4096 / 20, f"{side} {step}: {faults} page faults"
