@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import selectors
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +21,9 @@ class HasFileno(Protocol):
 Handler = Callable[[int], None]
 
 
+_AT_EXIT = 0.5
+"""Seconds that a process which ends gives each loop for what was called, such as releases."""
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 _LONGEST = 86_400.0  # epoll counts milliseconds in an int; a longer sleep is two
 
 
@@ -58,6 +63,7 @@ class Loop:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _loops.add(self)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` soon, in the loop's thread."""
@@ -84,6 +90,13 @@ class Loop:
     def is_here(self) -> bool:
         """Whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
+
+    def drain(self, timeout: float) -> None:
+        """Return when all that was called so far has run, or the time is over."""
+        done = threading.Event()
+        self.call(done.set)
+        if self._thread.is_alive() and not self.is_here:
+            done.wait(timeout)
 
     def stop(self) -> None:
         """Run what was called so far, then end the thread."""
@@ -130,6 +143,16 @@ class Loop:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _LONGEST)
         for key, events in self._selector.select(timeout):
             key.data(events)
+
+
+def _drain_all() -> None:
+    """A daemon thread is stopped wherever it is; a view dropped a moment before counts as read."""
+    for loop in list(_loops):
+        if loop._pid == os.getpid():
+            loop.drain(_AT_EXIT)
+
+
+atexit.register(_drain_all)
 
 
 def readable_pidfd(pid: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from functools import partial
 from types import TracebackType
 
 from .. import _faults
@@ -13,6 +14,7 @@ from ..connectors.base import Receipt
 from ..errors import ClosedError, SchemaError
 from ..memory import Lease
 from ..places import Place
+from .landings import Landings
 from .received import Payload
 from .sending import Sending
 
@@ -38,6 +40,7 @@ class PutStream:
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
         self._lock = threading.RLock()
+        self._landings = Landings(partial(_landed, self._digests, sending, lease))
         try:
             sending.begin(lease)
         except BaseException:
@@ -49,6 +52,9 @@ class PutStream:
         self, layer: int, key: Place, value: Place | None = None, *, branch: str = ""
     ) -> None:
         """Copy one layer, and let its readers have it. Layers may come in any order.
+
+        A host tensor is free again when this returns. A device tensor is copied behind what its
+        stream holds now, while the engine computes on: it must stay as it is until `commit`.
 
         Args:
             key: `[tokens, kv_heads, head_dim]`; in layout "ND" the latent `[tokens, latent_dim]`.
@@ -106,16 +112,18 @@ class PutStream:
 
     def _write(self, where: tuple[str, int], places: list[Place]) -> None:
         lease, tensors = self._open_lease(), self._missing[where]
+        part, started = self.manifest.part(tensors), time.perf_counter()
         _faults.point("stream.layer")
-        started = time.perf_counter()
-        digests, copied = self._sending.land(lease, places, self.manifest.part(tensors))
+        if any(map(is_on_device, places)):
+            self._landings.add(tensors, self._sending.begin_land(lease, places, part))
+            self.ledger.copies = 1
+        else:
+            digests, copied = self._sending.land(lease, places, part)
+            self.ledger.copies |= copied
+            _landed(self._digests, self._sending, lease, tensors, digests)
         spent = self.ledger.seconds.get("copy", 0.0)
         self.ledger.seconds["copy"] = spent + time.perf_counter() - started
-        self.ledger.copies |= copied
-        self._digests[tensors.start : tensors.stop] = digests
         del self._missing[where]
-        announced = tuple(map(bytes.fromhex, digests))
-        self._sending.producer.announce(lease, tensors.start, announced)
 
     def _commit(self) -> Receipt:
         lease = self._open_lease()
@@ -125,11 +133,20 @@ class PutStream:
                 f"payload {self.manifest.request_id!r}: {self._first_missing()} and "
                 f"{len(self._missing) - 1} more were never written"
             )
+        self._join()
         self._end()
         with lease:
             return self._sending.publish(lease, self._digests)
 
+    def _join(self) -> None:
+        try:
+            self._landings.join()
+        except BaseException as error:
+            self.fail(f"a layer did not land: {error!r}")
+            raise
+
     def _end(self) -> None:
+        self._landings.close()
         self._lease = None
         if self._lent is not None:
             self._lent.close()
@@ -153,3 +170,16 @@ class PutStream:
     def _first_missing(self) -> str:
         branch, layer = next(iter(self._missing))
         return f"layer {layer} of branch {branch!r}"
+
+
+def is_on_device(place: Place) -> bool:
+    """Whether copying it can go on by itself."""
+    return place.device.type != "cpu"
+
+
+def _landed(
+    kept: list[str], sending: Sending, lease: Lease, tensors: range, digests: list[str]
+) -> None:
+    """Tensors are in the payload: note their digests, and let readers have them."""
+    kept[tensors.start : tensors.stop] = digests
+    sending.producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))

@@ -10,7 +10,7 @@ import torch
 from .. import _faults
 from ..branch import DTYPES
 from ..connectors.base import Producer, Receipt
-from ..copier import Copier
+from ..copier import Copier, Landing
 from ..errors import SchemaError
 from ..ledger import Ledger
 from ..memory import Lease
@@ -62,6 +62,10 @@ class Sending:
     def land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> tuple[list[str], bool]:
         """Bring tensors of the plan to their places; see `land`."""
         return land(self._copier, places, plan, lease)
+
+    def begin_land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> Landing:
+        """Begin to copy device tensors to their places."""
+        return self._copier.begin_gather(places, plan, lease.region)
 
     def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
         """Write the header, whose digests are known now, and commit."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -152,3 +154,16 @@ def test_pidfd() -> None:
     assert readable_pidfd(child) == -1
     loop.stop()
     os.close(fd)
+
+
+def test_what_was_called_runs_before_the_process_ends() -> None:
+    """A daemon thread would be stopped wherever it is: a view's last word would be lost."""
+    program = (
+        "import time\n"
+        "from omni_kvlink.connectors.loop import Loop\n"
+        "loop = Loop('t')\n"
+        "loop.call(lambda: time.sleep(0.2))\n"
+        "loop.call(lambda: print('said', flush=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("said\n", 0), done.stderr
