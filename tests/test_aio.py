@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from omni_kvlink import ClosedError, IntegrityError, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink, AsyncPutStream
+from omni_kvlink.aio.link import _Verifying
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.scatter_checks import FlippingCopier
@@ -535,5 +537,31 @@ def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
         with pytest.raises(TransferFailed, match="rejected"):
             await producer.wait(receipt, timeout=5)
         await freed(producer)
+
+    run(test)
+
+
+def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None:
+    """All threads are busy: the payload goes back at once, and is not hashed afterwards."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        receipt = await producer.put(THREE.make())
+        received = await consumer.get("s", timeout=5)
+        busy = threading.Event()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait, 10))
+        verifying = asyncio.ensure_future(_Verifying(received).done())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        verifying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await verifying
+        while producer.stats()["transfers"]["redelivered"] != 1:
+            await asyncio.sleep(0.002)
+        busy.set()
+        assert await blocked
+        (await consumer.get("s", timeout=5)).release()
+        await producer.wait(receipt, timeout=5)
+        assert "verify" not in received.ledger.seconds
 
     run(test)

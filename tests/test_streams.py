@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,12 @@ def test_a_stream_that_cannot_begin_leaves_nothing(
     def begin(*_: Any, **__: Any) -> None:
         raise TransferFailed("aborted meanwhile")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         patch.setattr(producer._end, "begin", begin)
         expect(TransferFailed, lambda: producer.stream_put(cache()))
-    gc.collect()  # a ResourceWarning would be an error here
+        gc.collect()
+    assert not told, "it warned of a stream that never was"
     until_freed(producer)
     producer.stream_put(cache()).fail("enough")
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,15 @@ GOOD = (b"1234", b"5678")
 ARENA = -(-(256 + PLAN.nbytes + len(HEADER)) // 4096) * 4096
 
 
+HANG_UP = "hang up"
+Step = Callable[[int], Message] | threading.Event | str
+"""A message for a want; something to wait for; or the end."""
+
+
 class Answer:
     """Offer a draft, say what else there is to say, and keep what the reader answers."""
 
-    def __init__(self, *said: Callable[[int], Message], draft: int = len(HEADER), **other: Any):
+    def __init__(self, *said: Step, draft: int = len(HEADER), **other: Any):
         self._said, self._draft = said, draft
         self._header = other.get("header", HEADER)
         self._arena = other.get("arena", ARENA)
@@ -57,11 +63,21 @@ class Answer:
         peer.say(Memory(0, self._arena), fd)
         os.close(fd)
         peer.say(Offer(want.want, epoch, Location(0, 0, PLAN.nbytes), self._draft))
-        for message in self._said:
-            peer.say(message(want.want))
-        with contextlib.suppress(OSError):
-            while True:
-                self.heard.append(peer.hear()[0])
+        with contextlib.suppress(ConnectionError):
+            self._say(peer, want.want)
+        for _ in range(2):  # what it did not read comes as a reset, before its last words
+            with contextlib.suppress(OSError):
+                while True:
+                    self.heard.append(peer.hear()[0])
+
+    def _say(self, peer: Raw, want: int) -> None:
+        for step in self._said:
+            if isinstance(step, threading.Event):
+                step.wait(5)
+            elif isinstance(step, str):
+                peer.sock.shutdown(socket.SHUT_RDWR)
+            else:
+                peer.say(step(want))
 
     @property
     def rejections(self) -> list[str]:
@@ -152,9 +168,11 @@ FATAL = {
 
 @pytest.mark.parametrize("what", FATAL)
 def test_what_no_producer_says_ends_the_connection(sockets: str, path: str, what: str) -> None:
-    answer = Answer(layer(0, *GOOD), *FATAL[what])
+    begun = threading.Event()
+    answer = Answer(begun, layer(0, *GOOD), *FATAL[what])
     with connected(path, sockets, answer) as reader:
         stream = reader.stream_get("k", timeout=5)
+        begun.set()
         expect(WireError, lambda: stream.wait(timeout=5), within=2.0, words=("commit",))
         stream.release()
 
@@ -195,15 +213,10 @@ def test_words_for_other_streams_change_nothing(
 
 
 def test_a_producer_that_hangs_up(sockets: str, path: str) -> None:
-    class HangUp(Answer):
-        def __call__(self, peer: Raw, want: Want) -> None:
-            self._said = (layer(0, *GOOD),)
-            peer.sock.settimeout(0.2)
-            super().__call__(peer, want)
-            peer.sock.shutdown(socket.SHUT_RDWR)
-
-    with connected(path, sockets, HangUp()) as reader:
+    read = threading.Event()
+    with connected(path, sockets, Answer(layer(0, *GOOD), read, HANG_UP)) as reader:
         stream = reader.stream_get("k", timeout=5)
         stream.wait_for_layer(0)
+        read.set()
         expect(PeerLostError, lambda: stream.wait_for_layer(1, timeout=5), within=1.0)
         stream.release()

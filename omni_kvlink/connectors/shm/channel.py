@@ -73,6 +73,7 @@ class Channel:
             ConnectionError: the peer is gone.
             WireError: it sent something that is no message.
         """
+        was_reset = False
         while self._sock is not None:
             try:
                 data, ancillary, flags, _ = self._sock.recvmsg(
@@ -80,6 +81,12 @@ class Channel:
                 )
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                # It closed and had not read all: that is reported before its last words.
+                if was_reset:
+                    raise
+                was_reset = True
+                continue
             fds = _descriptors(ancillary)
             try:
                 if not data:
