@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from omni_kvlink import KVLink, TransferFailed, TransferTimeout
+from omni_kvlink import KVLink, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import Landing, TorchCopier
 from omni_kvlink.link import PutStream, put_stream
 from omni_kvlink.memory import Region
@@ -110,3 +110,40 @@ def test_an_error_of_an_earlier_layer_stops_the_writer(
     assert out._landings._under_way[-1].exception(20) is not None
     expect(TransferFailed, lambda: out.write_layer(2, *places["kv", 2]))
     out.fail("ended")
+
+
+def test_a_forgotten_stream_waits_for_what_is_under_way(
+    ends: tuple[KVLink, KVLink], late: Late
+) -> None:
+    producer, _ = ends
+    forgetting = threading.Thread(target=_forget, args=(producer,))
+    forgetting.start()
+    forgetting.join(0.2)
+    assert producer.stats()["memory"]["blocks"] == 1
+    late.go.set()
+    forgetting.join(20)
+    until_freed(producer)
+
+
+def _forget(producer: KVLink) -> None:
+    out = producer.stream_put(RECIPE.make())
+    write(out)
+    with pytest.warns(ResourceWarning, match="not ended"):
+        del out
+
+
+def test_announcements_fit_into_messages(
+    ends: tuple[KVLink, KVLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large layer K and V are announced one by one; a larger tensor is refused at once."""
+    producer, consumer = ends
+    monkeypatch.setattr(put_stream, "MAX_DIGITS", 8)
+    with producer.stream_put(RECIPE.make()) as out:
+        write(out)
+        stream = consumer.stream_get("s", timeout=5)
+        assert [layer.index for layer in stream] == [0, 1, 2]
+    stream.release()
+    monkeypatch.setattr(put_stream, "MAX_DIGITS", 7)
+    with pytest.raises(SchemaError, match="cannot be streamed"):
+        producer.stream_put(Recipe("other", layers=3, tokens=10, dim=24).make())
+    until_freed(producer)

@@ -35,12 +35,16 @@ class Landings:
         for future in under_way:
             future.result()
 
-    def close(self) -> None:
-        """Nothing is written to the payload any more, however it ended."""
+    def settle(self) -> None:
+        """Nothing is written to the payload any more, however it ended. For finalizers too."""
         for future in self._under_way:
             with contextlib.suppress(Exception):  # who ends a stream has its own error
                 future.result()
         self._under_way = []
+
+    def close(self) -> None:
+        """Settle, and end the thread."""
+        self.settle()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

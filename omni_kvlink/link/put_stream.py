@@ -18,6 +18,9 @@ from .landings import Landings
 from .received import Payload
 from .sending import Sending
 
+MAX_DIGITS = 80_000
+"""Of one announcement, so that it fits into a message: 10,000 MiB."""
+
 
 class PutStream:
     """A payload that is sent while it is being made; a context manager.
@@ -39,6 +42,10 @@ class PutStream:
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
+        if any(len(digest) > MAX_DIGITS for digest in self._digests):
+            lease.release()
+            limit = MAX_DIGITS // 8
+            raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
         self._lock = threading.RLock()
         self._landings = Landings(partial(_landed, self._digests, sending, lease))
         try:
@@ -106,6 +113,7 @@ class PutStream:
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
         if lease is not None:
+            self._landings.settle()  # else a late copy would land in another payload
             self._sending.producer.give_up(lease, "its producer forgot it", soon=True)
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not ended", ResourceWarning, stacklevel=2)
@@ -182,4 +190,8 @@ def _landed(
 ) -> None:
     """Tensors are in the payload: note their digests, and let readers have them."""
     kept[tensors.start : tensors.stop] = digests
-    sending.producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))
+    if sum(map(len, digests)) <= MAX_DIGITS:
+        sending.producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))
+        return
+    for tensor, digest in zip(tensors, digests, strict=True):
+        sending.producer.announce(lease, tensor, (bytes.fromhex(digest),))
