@@ -8,7 +8,9 @@ INSTALL = "pip install 'omni-kvlink[ucx]'"
 def unavailable() -> str | None:
     """Why UCX cannot be used here, with the cure, or None if it can; imports ucxx, so ask late."""
     try:
-        import ucxx._lib.libucxx  # noqa: F401
+        from .worker import load
+
+        load()
     except ImportError as error:
         return f"ucxx does not load ({error}); {INSTALL}"
     except Exception as error:  # its C++ side reports a broken installation in many types

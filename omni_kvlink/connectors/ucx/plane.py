@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from .worker import Arrived, Worker
 
 Done = Callable[[BaseException | None], None]
 
-_PATIENCE = 2.0  # seconds that `close` gives UCX to let go of memory
+_GRACE = 0.5  # seconds that `close` gives peers to end what is on its way
+_PATIENCE = 1.0  # and then UCX, to cancel it
 
 
 class Endpoint:
@@ -82,6 +84,7 @@ class Plane:
     def __init__(self, settings: Settings | None = None):
         self.settings = settings or Settings()
         self._endpoints: set[Endpoint] = set()
+        self._ending: set[Endpoint] = set()  # lost or disconnected, and not yet closed
         self._waiting: dict[int, Request] = {}  # by tag: receives whose message has not come
         self._active: set[Request] = set()  # UCX has their memory
         self._discards: set[Any] = set()
@@ -110,7 +113,10 @@ class Plane:
         return endpoint
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """End it at once: its requests fail, and UCX lets go of their memory."""
+        """End it at once: its requests fail; memory that UCX has is quarantined.
+
+        Such memory is free when the peer has answered or is gone, or when the plane is closed.
+        """
         self._call(lambda: self._lose(endpoint, PeerLostError("disconnected here")))
 
     def send(self, endpoint: Endpoint, memory: object, tag: int, done: Done) -> Request:
@@ -156,7 +162,8 @@ class Plane:
     def close(self) -> None:
         """Fail what is on its way with ClosedError, let go of everything, end the thread.
 
-        Takes at most 2 s, which only a UCX that does not let go of memory can need.
+        Takes 0.5 s longer than nothing if a peer does not answer. ucxx 0.52 does not free its
+        worker if such a peer was being sent to: its descriptors stay until the process ends.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
@@ -244,7 +251,7 @@ class Plane:
         worker.progress()
         posted = self._match(worker)
         self._harvest(worker)
-        self._bury()
+        self._bury(worker)
         return now if posted or not worker.arm() else float("inf")
 
     def _match(self, worker: Worker) -> bool:
@@ -282,10 +289,21 @@ class Plane:
                 self._counts["finished"] += 1
                 request.finish(None)
 
-    def _bury(self) -> None:
+    def _bury(self, worker: Worker) -> None:
+        """Close the endpoints that are over and that UCX has no memory for.
+
+        Not earlier: UCX calls a receive whose endpoint is closed cancelled, and then writes what
+        the peer still sends to it.
+        """
         for endpoint in [endpoint for endpoint in self._endpoints if not endpoint.handle.alive]:
             self._counts["lost"] += 1
             self._lose(endpoint, PeerLostError("the UCX peer is gone"))
+        if self._ending:
+            busy = {request.endpoint for request in self._active}
+            for endpoint in self._ending - busy:
+                self._ending.remove(endpoint)
+                worker.disconnect(endpoint.handle)
+                endpoint.handle = None
 
     def _lose(self, endpoint: Endpoint, error: Exception) -> None:
         """End an endpoint and fail all its requests."""
@@ -293,8 +311,7 @@ class Plane:
             return
         endpoint.error = error
         self._endpoints.discard(endpoint)
-        self._must().disconnect(endpoint.handle)
-        endpoint.handle = None
+        self._ending.add(endpoint)
         for request in [*self._waiting.values(), *self._active]:
             if request.endpoint is endpoint:
                 self._fail(request, error)
@@ -308,6 +325,16 @@ class Plane:
             self._closed = True
         self._shut()
 
+    def _drain(self, worker: Worker, seconds: float) -> None:
+        """Wait until UCX has let go of everything, but not longer than this."""
+        until = time.monotonic() + seconds
+        while (self._active or self._discards) and (left := until - time.monotonic()) > 0:
+            worker.progress()
+            posted = self._match(worker)
+            self._harvest(worker)
+            if not posted and worker.arm():
+                select.select([worker.fd], [], [], left if self._active else 0)
+
     def _shut(self) -> None:
         """The last thing that the thread does with UCX."""
         worker, error = self._worker, ClosedError("the UCX plane was closed")
@@ -315,18 +342,21 @@ class Plane:
             return
         for request in [*self._waiting.values(), *self._active]:
             self._fail(request, error)
-        for endpoint in list(self._endpoints):
-            self._lose(endpoint, PeerLostError("the UCX plane was closed"))
-        until = time.monotonic() + _PATIENCE
-        while (self._active or self._discards) and time.monotonic() < until:
-            worker.progress()
-            self._match(worker)
-            self._harvest(worker)
+        self._drain(worker, _GRACE)
+        memory = [request.array for request in self._active]
+        for endpoint in [*self._endpoints, *self._ending]:
+            endpoint.error = endpoint.error or error
+            worker.disconnect(endpoint.handle)
+            endpoint.handle = None
+        self._drain(worker, _PATIENCE)
         self._loop.unwatch(worker.fd)
+        self._endpoints.clear()
+        self._ending.clear()
         self._discards.clear()
-        stuck, self._active = self._active, set()
-        for request in stuck:
+        for request in self._active:
             request.handle = None
-        self._worker = worker = None  # UCX itself ends before the memory that it may still have
-        for request in stuck:
+        self._worker = worker = None
+        memory.clear()  # now that UCX itself is gone: it writes also to what it called cancelled
+        for request in self._active:
             request.let_go()
+        self._active.clear()

@@ -36,6 +36,9 @@ class Settings:
         """As UCX takes them."""
         return {
             **KEEPALIVE,
+            # With it a peer writes where it likes, also after UCX has said that it is done.
+            "TCP_PUT_ENABLE": "n",
+            "RNDV_THRESH": "8K",  # what is longer waits at its sender until it is asked for
             "TCP_TX_SEG_SIZE": SEGMENT,
             "TCP_RX_SEG_SIZE": SEGMENT,
             "TLS": self.transports,

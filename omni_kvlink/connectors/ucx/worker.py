@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from ...errors import PeerLostError, UnavailableError
 from ...memory import Region
 from .settings import Settings
+
+
+def load() -> tuple[Any, Any]:
+    """ucxx's modules; the environment, which ucxx changes as it is imported, is put back.
+
+    A child process shall not inherit it, and UCX complains about it on the standard output.
+    """
+    before = set(os.environ)
+    from ucxx._lib import arr, libucxx
+
+    for name in set(os.environ) - before:
+        if name.startswith("UCX_"):
+            del os.environ[name]
+    return libucxx, arr.Array
 
 
 class Arrived(NamedTuple):
@@ -24,9 +39,8 @@ class Worker:
     """
 
     def __init__(self, settings: Settings):
-        from ucxx._lib import arr, libucxx
-
-        self._ucxx, self._array = libucxx, arr.Array
+        self._ucxx, self._array = load()
+        libucxx = self._ucxx
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
         try:
             self._context = libucxx.UCXContext(settings.options(), features)

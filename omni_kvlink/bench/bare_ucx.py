@@ -1,0 +1,251 @@
+"""What the plane adds to ucxx: the same bytes by both, and by one TCP connection, in turn.
+
+`python -m omni_kvlink.bench.bare_ucx` starts the sender in a process of its own and prints, for
+each way, milliseconds from the request to the last byte, and the ratio to a bare tag send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..connectors.ucx import unavailable
+from ..connectors.ucx.plane import Plane
+from ..connectors.ucx.settings import Settings
+from ..connectors.ucx.worker import load
+from .errors import BenchError
+from .stats import Summary
+
+TIMEOUT = 60.0
+CHUNK = 8 << 20
+
+
+class Way(ABC):
+    """One end of a way to move a buffer; both ends exchange their addresses as text."""
+
+    address = ""
+
+    @abstractmethod
+    def meet(self, address: str) -> None: ...
+
+    @abstractmethod
+    def send(self) -> None: ...
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Be ready for the bytes; they have not been asked for yet."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until all bytes are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Bare(Way):
+    """ucxx alone, asleep when it has nothing to do; `options` as UCX takes them.
+
+    Spinning, as ucxx does by itself, is slower where the cores are not idle.
+    """
+
+    def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str]):
+        self._ucxx, make = load()
+        features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
+        self._worker = self._ucxx.UCXWorker(self._ucxx.UCXContext(options, features), False, False)
+        self._worker.init_blocking_progress_mode()
+        self._array, self._tag = make(buffer), self._ucxx.UCXXTag(1)
+        self.address = bytes(self._worker.address.tobytes()).hex()
+
+    def meet(self, address: str) -> None:
+        there = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
+        self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+
+    def send(self) -> None:
+        self._request = self._endpoint.tag_send(self._array, self._tag)
+        self.wait()
+
+    def receive(self) -> None:
+        self._request = self._worker.tag_recv(self._array, self._tag)
+
+    def wait(self) -> None:
+        while True:
+            self._worker.progress()
+            if self._request.completed:
+                break
+            if self._worker.arm():
+                select.select([self._worker.epoll_file_descriptor], [], [])
+        self._request.check_error()
+
+    def close(self) -> None:
+        self._endpoint.close_blocking()
+
+
+class ByPlane(Way):
+    """Our plane, in pieces of `step` bytes."""
+
+    def __init__(self, buffer: np.ndarray[Any, Any], step: int):
+        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
+        self._plane = Plane()
+        self.address = self._plane.address.hex()
+
+    def meet(self, address: str) -> None:
+        self._peer = self._plane.connect(bytes.fromhex(address))
+
+    def send(self) -> None:
+        self._begin(self._plane.send)
+        self.wait()
+
+    def receive(self) -> None:
+        self._begin(self._plane.receive)
+
+    def _begin(self, verb: Any) -> None:
+        self._left, self._over = len(self._pieces), threading.Event()
+        self._errors: list[BaseException] = []
+        for tag, piece in enumerate(self._pieces):
+            verb(self._peer, piece, tag, self._done)
+
+    def _done(self, error: BaseException | None) -> None:
+        self._errors += [error] if error is not None else []
+        self._left -= 1
+        if not self._left:
+            self._over.set()
+
+    def wait(self) -> None:
+        if not self._over.wait(TIMEOUT) or self._errors:
+            raise BenchError(f"the plane did not deliver: {self._errors}")
+
+    def close(self) -> None:
+        self._plane.close()
+
+
+class Tcp(Way):
+    """One TCP connection with large buffers."""
+
+    def __init__(self, buffer: np.ndarray[Any, Any], is_sender: bool):
+        self._listener: socket.socket | None
+        self._buffer, self._listener = buffer.data, None
+        if not is_sender:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address = str(self._listener.getsockname()[1])
+
+    def meet(self, address: str) -> None:
+        if self._listener is None:
+            self._connection = socket.create_connection(("127.0.0.1", int(address)))
+        else:
+            self._connection, _ = self._listener.accept()
+            self._listener.close()
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self._connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+
+    def send(self) -> None:
+        self._connection.sendall(self._buffer)
+
+    def receive(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        at = 0
+        while at < len(self._buffer):
+            at += self._connection.recv_into(self._buffer[at:])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def make_ways(nbytes: int, *, is_sender: bool) -> dict[str, Way]:
+    """The first is what the others are divided by. All share one buffer."""
+    buffer = np.full(nbytes, int(is_sender), np.uint8)
+    plain = {"TLS": "tcp", "NET_DEVICES": "lo"}
+    return {
+        "bare tag send, our settings": Bare(buffer, Settings().options()),
+        "bare tag send, UCX's settings": Bare(buffer, plain),
+        "plane, one message": ByPlane(buffer, nbytes),
+        f"plane, messages of {CHUNK >> 20} MiB": ByPlane(buffer, CHUNK),
+        "one TCP connection": Tcp(buffer, is_sender),
+    }
+
+
+def serve(nbytes: int) -> None:
+    """The sender: its addresses, then one transfer for each number that it reads."""
+    ways = list(make_ways(nbytes, is_sender=True).values())
+    print(";".join(["ways", *(way.address for way in ways)]), flush=True)
+    for way, address in zip(ways, sys.stdin.readline().strip().split(";"), strict=True):
+        way.meet(address)
+    for line in sys.stdin:
+        ways[int(line)].send()
+    for way in ways:
+        way.close()
+
+
+@contextlib.contextmanager
+def sender(nbytes: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", __spec__.name, "--sender", "--nbytes", str(nbytes)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds by way, one transfer of each in turn; the first round is not counted."""
+    with sender(nbytes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ways = make_ways(nbytes, is_sender=False)
+        print(";".join(way.address for way in ways.values()), file=process.stdin)
+        line = next(line for line in process.stdout if line.startswith("ways;"))
+        for way, address in zip(ways.values(), line.strip().split(";")[1:], strict=True):
+            way.meet(address)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            for number, (name, way) in enumerate(ways.items()):
+                way.receive()
+                started = time.perf_counter()
+                print(number, file=process.stdin)
+                way.wait()
+                seconds[name].append(time.perf_counter() - started)
+        for way in ways.values():
+            way.close()
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nbytes", type=int, default=28 * 2 * 4096 * 4 * 128 * 2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sender", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    why_not = unavailable()
+    if why_not is not None:
+        raise SystemExit(why_not)
+    if options.sender:
+        serve(options.nbytes)
+        return
+    seconds = measure(options.nbytes, options.rounds)
+    bare = Summary.of(next(iter(seconds.values()))).p50
+    for name, values in seconds.items():
+        took = Summary.of([1e3 * value for value in values])
+        print(
+            f"{name:30} {took.p50:6.1f} [{took.min:.1f}..{took.p90:.1f}] ms, {1e-3 * took.p50 / bare:.2f} x bare"
+        )
+
+
+if __name__ == "__main__":
+    main()
