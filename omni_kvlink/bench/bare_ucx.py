@@ -242,9 +242,8 @@ def main() -> None:
     bare = Summary.of(next(iter(seconds.values()))).p50
     for name, values in seconds.items():
         took = Summary.of([1e3 * value for value in values])
-        print(
-            f"{name:30} {took.p50:6.1f} [{took.min:.1f}..{took.p90:.1f}] ms, {1e-3 * took.p50 / bare:.2f} x bare"
-        )
+        spread = f"{took.p50:6.1f} [{took.min:.1f}..{took.p90:.1f}] ms"
+        print(f"{name:30} {spread}, {1e-3 * took.p50 / bare:.2f} x bare")
 
 
 if __name__ == "__main__":

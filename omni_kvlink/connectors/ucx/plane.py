@@ -278,7 +278,8 @@ class Plane:
 
     def _harvest(self, worker: Worker) -> None:
         """Finish what UCX has completed."""
-        self._discards = {handle for handle in self._discards if not handle.completed}
+        if self._discards:
+            self._discards = {handle for handle in self._discards if not handle.completed}
         for request in [request for request in self._active if request.handle.completed]:
             self._active.discard(request)
             error = worker.error(request.handle)
