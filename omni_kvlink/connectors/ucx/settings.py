@@ -23,8 +23,9 @@ class Settings:
 
     Args:
         transports: UCX_TLS. Memory of a GPU wants "cuda_copy" in it, RDMA "rc".
-        devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these and asks nobody who
-            he is, so nothing but loopback unless somebody says which network is trusted.
+        devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these, asks nobody who he
+            is, and over TCP writes wherever in memory a peer tells it to: nothing but loopback,
+            unless somebody says which network is trusted as this process is.
         more: other UCX options, without UCX_; they win over what is set here.
     """
 
@@ -36,7 +37,7 @@ class Settings:
         """As UCX takes them."""
         return {
             **KEEPALIVE,
-            # With it a peer writes where it likes, also after UCX has said that it is done.
+            # No faster, and its bytes carry an address where the others carry a request.
             "TCP_PUT_ENABLE": "n",
             "RNDV_THRESH": "8K",  # what is longer waits at its sender until it is asked for
             "TCP_TX_SEG_SIZE": SEGMENT,
