@@ -20,6 +20,8 @@ POINTS = (
     "publish.after",
     "get.offered",
     "get.mapped",
+    "fetch.chunk",
+    "send.chunk",
 )
 
 

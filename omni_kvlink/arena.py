@@ -141,6 +141,11 @@ class ArenaPool:
                     continue
             return self._grow(size, nbytes)
 
+    def place(self, nbytes: int) -> Block | None:
+        """A block in an arena that is there already, if it fits; never slow."""
+        with self._lock:
+            return None if self._closed else self._place(-(-nbytes // GRAIN) * GRAIN)
+
     def free(self, block: Block) -> None:
         """Give a block back and wake who waits for room."""
         with self._lock:

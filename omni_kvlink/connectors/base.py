@@ -34,12 +34,19 @@ class Options:
         prefault: bytes to map and touch when serving starts, so that the first put is as fast as
             the later ones.
         directory: where the shared-memory sockets live; a private default.
+        keys: of an encrypted link, the file with this side's secret key.
+        peers: of an encrypted link, who the other side may be: for a producer the directory with
+            its readers' public keys, for a consumer the producer's public key file.
+        insecure: allow a link across machines without keys.
     """
 
     quota: int = 4 << 30
     mode: str = "pooled"
     prefault: int = 0
     directory: str = ""
+    keys: str = ""
+    peers: str = ""
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("pooled", "sealed"):
@@ -159,7 +166,13 @@ class Connector(ABC):
 
 
 class Producer(Connector):
-    """The end that payloads leave from."""
+    """The end that payloads leave from.
+
+    Attributes:
+        address: of the URL, where it is not the one asked for: the system chose the port.
+    """
+
+    address: str = ""
 
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:

@@ -37,11 +37,11 @@ class Session(ABC):
         """Whether the producer is gone."""
 
     @abstractmethod
-    def slot(self, location: Location, draft: int) -> Region:
-        """The slot that was offered, mapped: head, payload, and `draft` bytes behind it.
+    def want(self, key: str, *, streamed: bool) -> Want:
+        """Ask for a payload.
 
         Raises:
-            WireError: no such place; nothing a peer says is believed.
+            PeerLostError: the producer is gone.
         """
 
     @abstractmethod
@@ -55,11 +55,30 @@ class Session(ABC):
         Earlier, the producer would reuse memory under a reader that still looks at it.
         """
 
+    def fail(self, key: str, error: KVLinkError) -> None:
+        """Whoever waits here for this key raises the error."""
+        self.inbox.fail(key, error)
+
+
+class PooledSession(Session):
+    """A session with a producer whose memory is mapped here."""
+
+    @abstractmethod
+    def slot(self, location: Location, draft: int) -> Region:
+        """The slot that was offered, mapped: head, payload, and `draft` bytes behind it.
+
+        Raises:
+            WireError: no such place; nothing a peer says is believed.
+        """
+
+    def want(self, key: str, *, streamed: bool) -> Want:
+        return PooledWant(self, self.inbox.want(key, streamed=streamed))
+
 
 class PooledWant(Want):
     """A want at a producer whose payloads lie in memory that both sides map."""
 
-    def __init__(self, session: Session, wanted: Wanted):
+    def __init__(self, session: PooledSession, wanted: Wanted):
         self._session, self._wanted = session, wanted
         self.future = wanted.future
 
@@ -122,8 +141,7 @@ class SessionConsumer(Consumer):
         self._sessions = 1
 
     def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
-        session = self._live_session(timeout)
-        return PooledWant(session, session.inbox.want(key, streamed=streamed))
+        return self._live_session(timeout).want(key, streamed=streamed)
 
     def abort(self, key: str, reason: str) -> None:
         self._check_open()
@@ -131,7 +149,7 @@ class SessionConsumer(Consumer):
         if session is not None and not session.is_over:
             session.send(Abort(key, short(reason)))
             error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
-            session.inbox.fail(key, error)
+            session.fail(key, error)
 
     def health(self) -> dict[str, Any]:
         self._check_process()

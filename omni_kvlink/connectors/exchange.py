@@ -131,7 +131,7 @@ class Exchange:
         self._check_writing(transfer)
         if transfer.state is State.RESERVED:
             transfer.location, transfer.unclaimed = location, readers
-        transfer.expires, transfer.has_writer = expires, False
+        transfer.expires, transfer.has_writer, transfer.is_whole = expires, False, True
         transfer.state = State.LEASED if transfer.leases else State.COMMITTED
         self.counters["committed"] += 1
         for peer, want in transfer.leases:
@@ -217,6 +217,13 @@ class Exchange:
             self._end(transfer, State.FAILED, f"a reader rejected it: {reason}", "failed")
             self._bury(transfer.key, transfer.reason, "failed", now)
         self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
+
+    def leased(self, peer: Peer, want: int, epoch: int) -> Transfer | None:
+        """What a reader has on lease and may fetch, ended or not; unless a stream broke off."""
+        transfer = self._leased.get(epoch)
+        if transfer is None or (peer, want) not in transfer.leases:
+            return None
+        return transfer if transfer.is_whole or not transfer.state.is_final else None
 
     def leave(self, peer: Peer) -> None:
         """A peer asks for nothing more: its wants are void, what it holds it will release."""

@@ -30,8 +30,9 @@ NEVER_ANNOUNCED = "never announced by the producer"
 class Wanted:
     """One waiting `get`: its future ends with the producer's Offer, or the error to raise."""
 
-    def __init__(self, number: int, key: str):
-        self.number, self.key = number, key
+    def __init__(self, number: int, key: str, streamed: bool = False):
+        self.number, self.key, self.streamed = number, key, streamed
+        self.arrival: object = None  # of a connector that brings the bytes here first
         self.phase = NEVER_ANNOUNCED
         self.started = time.monotonic()
         self.progress: Progress | None = None
@@ -75,7 +76,7 @@ class Inbox:
             if self._over is not None:
                 raise type(self._over)(str(self._over))
             self._number += 1
-            wanted = self._open[self._number] = Wanted(self._number, key)
+            wanted = self._open[self._number] = Wanted(self._number, key, streamed)
         self._send(Want(wanted.number, key, streamed))
         return wanted
 
@@ -106,6 +107,11 @@ class Inbox:
                 self.release(wanted.number, wanted.future.result().epoch, "unread")
             raise
 
+    def find(self, number: int) -> Wanted | None:
+        """A want that is not answered yet."""
+        with self._lock:
+            return self._open.get(number)
+
     def release(self, want: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
         self._streams.pop(want, None)
         self._held.discard(want)
@@ -132,7 +138,7 @@ class Inbox:
         elif isinstance(message, Failed):
             wanted = self._take(message.want)
             if wanted is not None:
-                wanted.future.set_exception(_failure(wanted.key, message))
+                wanted.future.set_exception(failure(wanted.key, message))
             else:
                 self._end_stream(message.want, message)
         elif isinstance(message, (Layer, Committed)):
@@ -178,7 +184,7 @@ class Inbox:
     def _end_stream(self, number: int, message: Failed) -> None:
         wanted = self._streams.pop(number, None)
         if wanted is not None and wanted.progress is not None:
-            wanted.progress.end(_failure(wanted.key, message))
+            wanted.progress.end(failure(wanted.key, message))
 
     def _end_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for number in list(self._streams):  # of pairs, a finalizer could run in the midst
@@ -192,7 +198,8 @@ class Inbox:
             return self._open.pop(number, None)
 
 
-def _failure(key: str, message: Failed) -> KVLinkError:
+def failure(key: str, message: Failed) -> KVLinkError:
+    """What a `get` raises when the producer says this."""
     if message.ending == "closed":
         return PeerLostError(f"the producer closed the link while {key!r} was awaited")
     return TransferFailed(

@@ -9,7 +9,7 @@ from functools import partial
 from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from ..memory import Mapping, Region
 from .base import Backend, Options
-from .consumer import Session, SessionConsumer, closed_here
+from .consumer import PooledSession, Session, SessionConsumer, closed_here
 from .inbox import Inbox
 from .messages import Abort, Location, Message
 from .producer import SLOT, PooledProducer
@@ -70,7 +70,7 @@ class InprocProducer(PooledProducer):
         self._sessions.clear()
 
 
-class InprocSession(Session):
+class InprocSession(PooledSession):
     """A reader's place at a producer."""
 
     def __init__(self, url: str, producer: InprocProducer):

@@ -131,6 +131,26 @@ class Release(_Message, frozen=True, array_like=True, tag=True):
     reason: Text = ""
 
 
+class Fetch(_Message, frozen=True, array_like=True, tag=True):
+    """Consumer, where no memory is shared: you may send me these bytes of what you offered.
+
+    Bytes count from the payload's start; a draft's lie behind it.
+    """
+
+    want: Number
+    epoch: Number
+    start: Number
+    stop: Number
+
+
+class Chunk(_Message, frozen=True, array_like=True, tag=True):
+    """Producer: beside this message travel fetched bytes, from `start` on."""
+
+    want: Number
+    epoch: Number
+    start: Number
+
+
 class Abort(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: nobody waits for this key any more."""
 
@@ -151,6 +171,8 @@ Message: TypeAlias = (
     | Status
     | Failed
     | Release
+    | Fetch
+    | Chunk
     | Abort
 )
 

@@ -14,6 +14,8 @@ GROUP = "omni_kvlink.connectors"
 _ROWS: dict[str, tuple[str, str]] = {
     "inproc": ("omni_kvlink.connectors.inproc:BACKEND", ""),
     "shm": ("omni_kvlink.connectors.shm:BACKEND", ""),
+    "zmq+tcp": ("omni_kvlink.connectors.zmq:TCP", "pip install pyzmq"),
+    "zmq+ipc": ("omni_kvlink.connectors.zmq:IPC", "pip install pyzmq"),
 }
 
 

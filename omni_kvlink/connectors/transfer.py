@@ -41,6 +41,7 @@ class Transfer:
         self.layers: list[tuple[int, tuple[bytes, ...]]] = []
         self.expires = float("inf")
         self.unclaimed = 0
+        self.is_whole = False
         self.leases: set[Claim] = set()
         self.pins: set[Peer] = set()
         self.has_writer = True

@@ -60,7 +60,10 @@ class KVLink:
         """
         scheme, address, chosen = _parse(url, options)
         mover = _copier(copier)
-        return cls(url, backend(scheme).serve(address, chosen), copier=mover, digests=digests)
+        end = backend(scheme).serve(address, chosen)
+        return cls(
+            url.replace(address, end.address or address, 1), end, copier=mover, digests=digests
+        )
 
     @classmethod
     def connect(cls, url: str, *, timeout: float, copier: str = "auto", **options: Any) -> KVLink:
@@ -349,7 +352,8 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     address, _, query = rest.partition("?")
     fields = {field.name: field.type for field in dataclasses.fields(Options)}
     values: dict[str, Any] = {
-        name: int(text) if fields.get(name) == "int" else text for name, text in parse_qsl(query)
+        name: int(text) if fields.get(name) in ("int", "bool") else text
+        for name, text in parse_qsl(query)
     }
     values.update(options)
     unknown = sorted(set(values) - set(fields))

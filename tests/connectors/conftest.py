@@ -49,3 +49,11 @@ def battlefield() -> Iterator[str]:
 def _files() -> set[str]:
     """What lies in shared memory; an older way of sharing would leave something there."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture(scope="session")
+def zmq_started() -> None:
+    """pyzmq has one thread, for the process's whole life, from the first frame sent uncopied."""
+    import zmq.utils.garbage
+
+    zmq.utils.garbage.gc.start()

@@ -20,7 +20,7 @@ from ...errors import (
 )
 from ...memory import Mapping, Region, is_sealed
 from ..base import Options
-from ..consumer import Session, SessionConsumer, closed_here
+from ..consumer import PooledSession, Session, SessionConsumer, closed_here
 from ..inbox import Inbox
 from ..loop import READ, WRITE, Loop, readable_pidfd
 from ..messages import (
@@ -69,7 +69,7 @@ class ShmConsumer(SessionConsumer):
                     raise
 
 
-class ShmSession(Session):
+class ShmSession(PooledSession):
     """One connection, its mapped arenas, and the thread that listens."""
 
     def __init__(self, url: str, sock: socket.socket, deadline: float, stop: int):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import re
 import select
 import socket
-import stat
 import struct
 import time
 import weakref
 from collections.abc import Iterator
 
 from ...errors import BusyError, ClosedError, ConnectorError, TransferTimeout
+from ..private import check_private, locked
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
@@ -35,13 +34,7 @@ def socket_path(name: str, directory: str = "") -> str:
             f"shm://{name}: a name is 1 to 48 letters, digits, '.', '_' or '-', a letter first"
         )
     directory = directory or _default_directory()
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    found = os.lstat(directory)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise ConnectorError(
-            f"{directory} must be a directory of uid {os.geteuid()} that nobody else can write to; "
-            f"it is of uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
-        )
+    check_private(directory)
     path = os.path.join(directory, f"{name}.sock")
     if len(os.fsencode(path)) > 90:  # sun_path holds 107, the draft's suffix needs some
         raise ValueError(f"{path} is too long for a Unix socket; give a shorter directory=")
@@ -57,7 +50,7 @@ def listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     draft = f"{path}.{os.getpid()}"
     try:
-        with _locked(os.path.dirname(path)):
+        with locked(os.path.dirname(path)):
             if _is_alive(path):
                 raise BusyError(f"{path}: another producer serves this name")
             with contextlib.suppress(FileNotFoundError):
@@ -79,7 +72,7 @@ def unlink(path: str, listener: socket.socket) -> None:
     """Remove the socket file, unless a successor has put its own there."""
     listener.close()
     # Somebody may have cleared the whole directory away already.
-    with contextlib.suppress(FileNotFoundError), _locked(os.path.dirname(path)):
+    with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(path)):
         if not _is_alive(path):
             os.unlink(path)
 
@@ -155,17 +148,6 @@ def _is_alive(path: str) -> bool:
         except BlockingIOError:
             return True
     return True
-
-
-@contextlib.contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """One process at a time looks and then acts; held for a moment, never across a fork."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,21 @@
+"""`zmq+tcp://host:port`, `zmq+ipc:///path`: payloads in chunks over ZMQ, also to other machines."""
+
+from functools import partial
+
+from ..base import Backend, Options
+from .consumer import ZmqConsumer
+from .producer import ZmqProducer
+
+
+def _connect(transport: str, address: str, options: Options, timeout: float) -> ZmqConsumer:
+    consumer = ZmqConsumer(transport, address, options)
+    try:
+        consumer.connect(timeout)
+    except BaseException:
+        consumer.close()
+        raise
+    return consumer
+
+
+TCP = Backend(serve=partial(ZmqProducer, "tcp"), connect=partial(_connect, "tcp"))
+IPC = Backend(serve=partial(ZmqProducer, "ipc"), connect=partial(_connect, "ipc"))

@@ -1,0 +1,231 @@
+"""The connecting end: a DEALER to one life of a producer, and the memory that it fetches to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import zmq
+
+from ...errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    VersionError,
+    WireError,
+)
+from ..base import Options
+from ..consumer import Session, closed_here
+from ..fetch import CHUNK
+from ..loop import Loop
+from ..messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    Chunk,
+    Hello,
+    Message,
+    Refused,
+    agree,
+    decode,
+    encode,
+    own_hello,
+    unexpected,
+)
+from ..remote import RemoteConsumer, RemoteSession
+from ..store import Store
+from .endpoint import Endpoint
+from .security import check_exposure, protect_client
+from .sockets import Port, is_broken
+
+
+class ZmqConsumer(RemoteConsumer):
+    """The reading end of `zmq+tcp://host:port` and `zmq+ipc:///path`."""
+
+    def __init__(self, transport: str, address: str, options: Options):
+        self._endpoint = Endpoint(transport, address)
+        check_exposure(self._endpoint, options)
+        self._options = options
+        self._dialled: ZmqSession | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            super().__init__(self._endpoint.url, options)
+        except BaseException:
+            self._context.term()
+            raise
+
+    def _open(self, timeout: float) -> Session:
+        session = ZmqSession(self._endpoint, self._options, self._context, self._loop, self._store)
+        self._dialled = session
+        if self._closed:
+            raise closed_here(self._url)
+        self._loop.call(session.dial)
+        try:
+            session.ready.result(max(0.0, timeout))
+        except BaseException as error:
+            self._loop.call(session.hang_up)
+            if isinstance(error, FutureTimeout) and not isinstance(error, TransferTimeout):
+                raise session.unanswered(timeout) from None
+            raise
+        return session
+
+    def _interrupt(self) -> None:
+        if self._dialled is not None:
+            self._dialled.answer(closed_here(self._url))
+
+    def _shut(self) -> None:
+        if self._dialled is not None:
+            self._dialled.hang_up()
+        self._context.term()
+
+
+class ZmqSession(RemoteSession):
+    """One connection; it knocks until somebody serves, and ends when that one is gone.
+
+    Attributes:
+        ready: ends when hands were shaken, or with the error.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: Options,
+        context: zmq.Context[Any],
+        loop: Loop,
+        store: Store,
+    ):
+        super().__init__(endpoint.url, loop, store)
+        self._endpoint, self._options, self._context = endpoint, options, context
+        self.ready: Future[None] = Future()
+        self._port: Port | None = None
+        self._hello = own_hello()
+        self._greeted = self._was_there = self._is_gone = False
+        self._problem = ""
+
+    def answer(self, error: KVLinkError | None = None) -> None:
+        """End the waiting for a producer; what comes second changes nothing."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.ready.set_result(None)
+            else:
+                self.ready.set_exception(error)
+
+    def unanswered(self, waited: float) -> TransferTimeout:
+        if self._problem:
+            why = f"handshakes fail ({self._problem}): check keys= and peers= of both sides"
+        elif self._was_there:
+            why = "the producer does not answer"
+        else:
+            why = "nobody serves it; start the producer, or give a longer timeout"
+        phase = "shaking hands" if self._was_there else "connecting"
+        return TransferTimeout(f"{self._url} after {waited:g} s: {why}", waited=waited, phase=phase)
+
+    # In the loop's thread
+
+    def dial(self) -> None:
+        if self.ready.done() or self._over:
+            return
+        try:
+            self._port = Port(
+                self._context,
+                zmq.DEALER,
+                self._loop,
+                self._on_frames,
+                self._on_event,
+                self._on_quiet,
+                longest=max(CHUNK, MAX_MESSAGE),
+            )
+            protect_client(self._port.socket, self._options)
+            self._port.socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
+            self._port.socket.connect(self._endpoint.text)
+            self._port.watch()
+        except KVLinkError as error:
+            self.answer(error)
+        except zmq.ZMQError as error:
+            self.answer(ConnectorError(f"{self._url}: {error}"))
+
+    def hang_up(self) -> None:
+        self.end(closed_here(self._url))
+
+    def flush(self) -> None:
+        super().flush()
+        if self._port is not None:
+            self._port.drain()
+
+    def _carry(self, message: Message) -> None:
+        assert self._port is not None
+        try:
+            self._port.send([encode(message)])
+        except zmq.ZMQError:
+            self._outbox.clear()
+            self.end(PeerLostError(f"{self._url}: the producer takes no more messages"))
+
+    def _hang_up(self) -> None:
+        if self._port is not None:
+            self._port.close()
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._was_there = True
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._port is not None:
+            self._problem = ""
+            _ = self._port.socket.EVENTS  # makes ZMQ notice that it may send now
+            self._carry(self._hello)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.answer(
+                ConnectorError(
+                    f"{self._url} refused this side's key: its public key must lie in the "
+                    "producer's peers= directory"
+                )
+            )
+        elif is_broken(event):
+            self._problem = "of another kind, or with the wrong key"
+        elif event == zmq.EVENT_DISCONNECTED and self._greeted:
+            self._is_gone = True
+
+    def _on_quiet(self) -> None:
+        """Last words were heard."""
+        if self._is_gone:
+            self.end(PeerLostError(f"{self._url}: the producer is gone"))
+
+    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            message = decode(frames[0].bytes)
+            if not self._greeted:
+                self._shake_hands(message)
+            elif isinstance(message, Chunk) and len(frames) == 2:
+                self.on_chunk(message, frames[1].buffer)
+            elif isinstance(message, Refused):
+                raise PeerLostError(f"{self._url} ended the connection: {message.reason}")
+            elif isinstance(message, Chunk) or len(frames) != 1:
+                unexpected(message)
+            else:
+                self.on_message(message)
+        except KVLinkError as error:
+            self.answer(error)
+            self.end(error)
+
+    def _shake_hands(self, message: Message) -> None:
+        if isinstance(message, Refused) and agree(message.versions) is not None:
+            raise ConnectorError(f"{self._url} refused this process: {message.reason}")
+        if not isinstance(message, (Hello, Refused)):
+            raise WireError(f"{self._url} does not speak this protocol")
+        if agree(message.versions) is None:
+            raise VersionError(
+                f"{self._url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
+                f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
+            )
+        if isinstance(message, Hello) and message.nonce == self._hello.nonce:
+            self._redial()
+            return
+        self._greeted = True
+        self.answer()
+
+    def _redial(self) -> None:
+        """The kernel joined our knocking with itself: it chose the port knocked at as our own."""
+        assert self._port is not None
+        self._port.close()
+        self.dial()

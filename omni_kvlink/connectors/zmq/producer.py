@@ -1,0 +1,319 @@
+"""The serving end: payloads in memory of its own, sent from there without a copy, on demand."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import zmq
+
+from ... import _faults
+from ...arena import Block
+from ...errors import WireError
+from ...memory import Mapping
+from ..base import Options
+from ..fetch import CHUNK, WINDOW
+from ..messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    Chunk,
+    Fetch,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    agree,
+    decode,
+    encode,
+    own_hello,
+)
+from ..producer import SLOT, PooledProducer
+from ..transfer import Peer, Transfer
+from .endpoint import Endpoint
+from .security import Gate, check_exposure, protect_server
+from .sockets import Port, is_broken
+
+MAX_PEERS = 1024
+_MOST_AHEAD = 2 * WINDOW
+"""Bytes of one reader that may be on their way, and again that may wait for that."""
+_RETRY_SECONDS = 1.0
+
+
+class Reader:
+    """A greeted peer: its name on the socket, its connection, what it asked for and has not got."""
+
+    def __init__(self, identity: bytes, descriptor: int):
+        self.identity, self.descriptor = identity, descriptor
+        self.asked: deque[Fetch] = deque()
+        self.flying = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(fetch.stop - fetch.start for fetch in self.asked)
+
+
+class ZmqProducer(PooledProducer):
+    """A ROUTER that hands out payloads in chunks, as its readers ask for them.
+
+    ZMQ sends from the payload's own memory, later, and may hold it when the reader is gone: it is
+    reused only when every chunk of it was let go of (`_flying`, `_doomed`).
+    """
+
+    def __init__(self, transport: str, address: str, options: Options):
+        self._endpoint = Endpoint(transport, address)
+        check_exposure(self._endpoint, options)
+        self._hello = own_hello()
+        self._readers: dict[bytes, Reader] = {}
+        self._connected: dict[int, Reader | None] = {}
+        self._leaving: list[Reader] = []
+        self._unwelcome: dict[bytes, str] = {}
+        self._outbox: deque[tuple[Reader, Message]] = deque()
+        self._flying: Counter[Block] = Counter()
+        self._doomed: set[Block] = set()
+        self._counts: Counter[str] = Counter()
+        super().__init__(self._endpoint.url, options, Mapping.anonymous)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate: Gate | None = None
+        try:
+            self._open(options)
+        except BaseException:
+            self._context.destroy(0)
+            self._closed = True
+            self._loop.stop()
+            self._pool.close()
+            raise
+
+    def _open(self, options: Options) -> None:
+        if options.keys:
+            refused = partial(self._count, "key")
+            self._gate = Gate(self._context, options.peers, self._loop, refused)
+        self._port = Port(
+            self._context,
+            zmq.ROUTER,
+            self._loop,
+            self._on_frames,
+            self._on_event,
+            self._on_quiet,
+            longest=MAX_MESSAGE,
+        )
+        socket = self._port.socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
+        protect_server(socket, options)
+        self.address = self._endpoint.bind(socket)
+        if self._gate is not None:
+            self._loop.call(self._gate.watch)
+        self._loop.call(self._port.watch)
+
+    def health(self) -> dict[str, Any]:
+        return {
+            **super().health(),
+            "address": f"{self._endpoint.transport}://{self.address}",
+            "readers": len(self._readers),
+            "refused": dict(self._counts),
+        }
+
+    # Messages out
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        assert isinstance(peer, Reader)
+        self._outbox.append((peer, message))
+        self._loop.call(self._flush)
+
+    def _flush(self) -> None:
+        """Messages leave in the order they were made, whichever thread made them."""
+        if not self._outbox:
+            return
+        while self._outbox:
+            reader, message = self._outbox.popleft()
+            if self._readers.get(reader.identity) is reader:
+                self._say(reader, [encode(message)])
+        self._port.drain()
+
+    def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
+        try:
+            self._port.send([reader.identity, *frames], copy=copy)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self._count("too slow")
+                self._turn_out(reader, "too slow")
+            else:
+                self._leaving.append(reader)
+                self._loop.call(self._on_quiet)
+
+    # What readers say, in the loop's thread
+
+    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        reader = self._readers.get(identity)
+        try:
+            if len(frames) != 2:
+                raise WireError("a message has one part")
+            message = decode(frames[1].bytes)
+            if reader is None:
+                self._greet(identity, frames[1], message)
+            elif isinstance(message, Fetch):
+                self._on_fetch(reader, message)
+            else:
+                if isinstance(message, Release):
+                    self._forget_fetches(reader, message.want)
+                self._on_message(reader, message)
+        except WireError:
+            self._count("bad message")
+            if reader is not None:
+                self._turn_out(reader, "it sent what is no message of this protocol")
+
+    def _greet(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
+        if not isinstance(message, Hello):
+            raise WireError("the first message must be Hello")
+        refusal = ""
+        if agree(message.versions) is None:
+            self._count("other version")
+            refusal = "no common version"
+        elif len(self._readers) >= MAX_PEERS:
+            self._count("too many")
+            refusal = f"{MAX_PEERS} readers are connected already"
+        if refusal:
+            self._unwelcome[identity] = refusal
+            self._see_off()
+            return
+        # The end of whoever had this descriptor before must be known before it gets a new owner.
+        self._port.hear_events()
+        descriptor = int(frame.get(zmq.SRCFD))
+        if descriptor not in self._connected:
+            return  # it went already
+        reader = Reader(identity, descriptor)
+        self._connected[descriptor] = self._readers[identity] = reader
+        self._say(reader, [encode(self._hello)])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connected[value] = None
+        elif event == zmq.EVENT_DISCONNECTED:
+            reader = self._connected.pop(value, None)
+            if reader is not None:
+                self._leaving.append(reader)
+        elif is_broken(event):
+            self._count("handshake")
+
+    def _on_quiet(self) -> None:
+        """Last words were heard: who is gone, is gone."""
+        while self._leaving:
+            self._drop(self._leaving.pop())
+        self._flush()
+
+    def _drop(self, reader: Reader) -> None:
+        if self._readers.get(reader.identity) is reader:
+            del self._readers[reader.identity]
+            reader.asked.clear()
+            self._on_lost(reader)
+
+    def _turn_out(self, reader: Reader, why: str) -> None:
+        """ROUTER cannot end a connection: the reader is told to, as soon as it takes a message."""
+        self._drop(reader)
+        self._unwelcome[reader.identity] = why
+        self._see_off()
+
+    def _see_off(self) -> None:
+        for identity, why in list(self._unwelcome.items()):
+            try:
+                self._port.send([identity, encode(Refused(why, PROTOCOL))])
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                pass  # it went by itself
+            del self._unwelcome[identity]
+
+    def _tick(self, now: float) -> float:
+        due = super()._tick(now)
+        if self._unwelcome:
+            self._see_off()
+            self._port.drain()
+        return min(due, now + _RETRY_SECONDS) if self._unwelcome else due
+
+    # Bytes out, in the loop's thread
+
+    def _on_fetch(self, reader: Reader, fetch: Fetch) -> None:
+        nbytes = fetch.stop - fetch.start
+        if nbytes <= 0 or nbytes + reader.waiting > _MOST_AHEAD:
+            raise WireError("a reader asks for no more than it takes")
+        reader.asked.append(fetch)
+        self._pour(reader)
+
+    def _forget_fetches(self, reader: Reader, want: int) -> None:
+        reader.asked = deque(fetch for fetch in reader.asked if fetch.want != want)
+
+    def _pour(self, reader: Reader) -> None:
+        """Send what was asked for, unless too much of it waits on its way already."""
+        while reader.asked and reader.flying < _MOST_AHEAD:
+            fetch = reader.asked.popleft()
+            with self._lock:
+                transfer = self._exchange.leased(reader, fetch.want, fetch.epoch)
+            if transfer is None:
+                self._exchange.counters["stale"] += 1
+                continue
+            location = transfer.location
+            assert location is not None
+            if fetch.stop > location.nbytes + transfer.draft:
+                self._count("bad message")
+                self._turn_out(reader, "it asked for bytes beyond the payload")
+                return
+            for start in range(fetch.start, fetch.stop, CHUNK):
+                stop = min(fetch.stop, start + CHUNK)
+                self._send_chunk(reader, fetch, transfer, start, stop)
+
+    def _send_chunk(
+        self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
+    ) -> None:
+        _faults.point("send.chunk")
+        block, nbytes = transfer.block, stop - start
+        assert isinstance(block, Block)
+        piece = self._pool.region(block).slice(SLOT + start, nbytes)
+        with self._lock:
+            self._flying[block] += nbytes
+        reader.flying += nbytes
+        landed = partial(self._landed, reader, block, nbytes)
+        weakref.finalize(piece.span, self._loop.call, landed).atexit = False
+        header = encode(Chunk(fetch.want, fetch.epoch, start))
+        self._say(reader, [header, piece.view()], copy=False)
+
+    def _landed(self, reader: Reader, block: Block, nbytes: int) -> None:
+        """ZMQ let go of a chunk: sent, or dropped with its connection."""
+        reader.flying -= nbytes
+        with self._lock:
+            self._flying[block] -= nbytes
+            if not self._flying[block]:
+                del self._flying[block]
+                if block in self._doomed:
+                    self._doomed.discard(block)
+                    self._pool.free(block)
+        if reader.asked:
+            self._pour(reader)
+            self._port.drain()
+
+    def _free(self, transfer: Transfer) -> None:
+        """Nobody has it any more, but ZMQ may."""
+        block = transfer.block
+        if isinstance(block, Block) and self._flying[block]:
+            transfer.block = None
+            self._doomed.add(block)
+        else:
+            super()._free(transfer)
+
+    # The end
+
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def _disconnect(self) -> None:
+        if self._context.closed:
+            return
+        self._flush()
+        self._port.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._readers.clear()
+        self._endpoint.leave(self._context)

@@ -1,0 +1,195 @@
+"""A ZMQ socket and its monitor in a loop, and the options that every one of ours has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import zmq
+
+from ..loop import READ, Loop
+
+Buffer: TypeAlias = "bytes | memoryview"
+MOST_MESSAGES = 4096
+"""Messages that may wait for a peer; one that lets more pile up is given up."""
+LINGER_MS = 100
+"""How long last words may take when a link closes."""
+HEARTBEAT_MS, GIVEN_UP_MS = 1000, 4000
+"""A peer that answers no heartbeat for so long is given up: frozen, or behind a cut wire."""
+HANDSHAKE_MS = 5000
+RECONNECT_MS = 30
+"""How often a consumer knocks while nobody serves."""
+_TURNS = 64
+_BROKEN = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
+_EVENTS = _OPENED | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_ports: weakref.WeakSet[Port] = weakref.WeakSet()
+
+
+class Port:
+    """A socket and its monitor; every method is the loop's, once it is watched.
+
+    ZMQ's descriptor is edge-triggered: it becomes readable when something happens, not while
+    something is there, and any call on the socket, a send too, may swallow that. So the socket is
+    read until it is empty after every wake-up and after every round of sends.
+
+    Args:
+        on_message: takes the frames of one message.
+        on_event: takes an event of the monitor and its value, a descriptor in most cases.
+        on_quiet: told whenever everything was read.
+
+    Attributes:
+        descriptors: of the connections, and of the listener.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        kind: int,
+        loop: Loop,
+        on_message: Callable[[Sequence[zmq.Frame]], None],
+        on_event: Callable[[int, int], None],
+        on_quiet: Callable[[], None] = lambda: None,
+        *,
+        longest: int,
+    ):
+        self.socket = socket = context.socket(kind)
+        _set_options(socket, longest)
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self._loop = loop
+        self._on_message, self._on_event, self._on_quiet = on_message, on_event, on_quiet
+        self._draining = self._closed = False
+        self.descriptors: set[int] = set()
+        self._read_monitor = _Reader(self._monitor)
+        _ports.add(self)
+
+    def watch(self) -> None:
+        self._loop.watch(self.socket.FD, READ, self.drain)
+        self._loop.watch(self._monitor.FD, READ, self.drain)
+        self.drain()
+
+    def send(self, frames: Sequence[Buffer], *, copy: bool = True) -> None:
+        """Send now; `drain` must follow before the loop sleeps.
+
+        Raises:
+            zmq.ZMQError: EAGAIN when too much waits, EHOSTUNREACH when the peer is gone.
+        """
+        if not self._closed:
+            self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
+
+    def drain(self, events: int = 0) -> None:
+        """Hear everything that is there; the rest later, if it does not end."""
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            for _ in range(_TURNS):
+                if self._closed:
+                    return
+                self.hear_events()
+                frames = self._receive()
+                if frames is not None:
+                    self._on_message(frames)
+                    continue
+                self._on_quiet()
+                if self._closed or not self.socket.EVENTS & zmq.POLLIN:
+                    return
+            self._loop.call(self.drain)
+        finally:
+            self._draining = False
+
+    def hear_events(self) -> None:
+        """What the monitor knows up to now."""
+        for event, value in self._read_monitor:
+            if event & _OPENED:
+                self.descriptors.add(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.descriptors.discard(value)
+            self._on_event(event, value)
+
+    def close(self) -> None:
+        """Last words go out while the context ends."""
+        if self._closed:
+            return
+        self._closed = True
+        for socket in (self.socket, self._monitor):
+            self._loop.unwatch(socket.FD)
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(LINGER_MS)
+        ignore = _ignore
+        self._on_message, self._on_event, self._on_quiet = ignore, ignore, ignore  # no cycle
+
+    def _receive(self) -> list[zmq.Frame] | None:
+        try:
+            frames: list[zmq.Frame] = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            return frames
+        except zmq.Again:
+            return None
+
+
+class _Reader:
+    """The events that are there, each once."""
+
+    def __init__(self, monitor: zmq.Socket[bytes]):
+        self._monitor = monitor
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        if self._monitor.closed:
+            raise StopIteration
+        try:
+            said = self._monitor.recv_multipart(zmq.DONTWAIT)[0]
+        except zmq.Again:
+            raise StopIteration from None
+        event, value = struct.unpack("=Hi", said)
+        return event, value
+
+
+def is_broken(event: int) -> bool:
+    """Whether an event says that a handshake failed."""
+    return bool(event & _BROKEN)
+
+
+def _ignore(*arguments: object) -> None:
+    pass
+
+
+def _set_options(socket: zmq.Socket[bytes], longest: int) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, MOST_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MOST_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, longest)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, GIVEN_UP_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+
+
+def _hide_in_child() -> None:
+    """A forked child must not keep connections open that its parent's death would end.
+
+    The numbers stay taken: the library in the child believes that it has them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for port in list(_ports):
+        for fd in port.descriptors:
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_hide_in_child)

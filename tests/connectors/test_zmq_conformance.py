@@ -1,0 +1,31 @@
+"""Every behaviour of the conformance kit, over TCP and over Unix sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from zmq_places import fresh_url
+
+from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing.conformance import Check, run_check
+from omni_kvlink.testing.rig import ProcessPeer, Rig
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPeer]:
+    peer = ProcessPeer()
+    yield peer
+    peer.end()
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def rig(request: pytest.FixtureRequest, process: ProcessPeer, sockets: str) -> Rig:
+    return Rig(lambda: fresh_url(request.param, sockets), {}, process)
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+def test_connector(check: Check, rig: Rig) -> None:
+    run_check(check, rig)

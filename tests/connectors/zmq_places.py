@@ -1,0 +1,29 @@
+"""Addresses for ZMQ links that nobody else uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+_numbers = itertools.count()
+_ports = itertools.count(20_000 + os.getpid() * 37 % 10_000)
+
+
+def free_port() -> int:
+    """One that nobody serves now. Below 32768: the system gives those to nobody who connects."""
+    while True:
+        port = 20_000 + next(_ports) % 12_000
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def fresh_url(transport: str, directory: str) -> str:
+    if transport == "tcp":
+        return f"zmq+tcp://127.0.0.1:{free_port()}"
+    return f"zmq+ipc://{directory}/{next(_numbers)}.sock"
