@@ -34,6 +34,7 @@ class Arrival:
         store: whose memory it is brought to.
         release: tells the producer, and brings the memory back; callable anywhere, never blocks.
         fetching: told when it is known what to ask for.
+        gift: the whole payload, if it came with the offer.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Arrival:
         fetching: Callable[[Arrival], None],
         *,
         streamed: bool,
+        gift: bytes = b"",
     ):
         self.key, self.offer, self.streamed = key, offer, streamed
         self.fetch: Fetch[Label] = Fetch(offer.location.nbytes + offer.draft)
@@ -52,6 +54,7 @@ class Arrival:
         self.there: Future[None] = Future()
         self.there.set_running_or_notify_cancel()
         self._store, self._release, self._fetching = store, release, fetching
+        self._gift = gift
         self._block: Block | None = None
         self._sink: memoryview | None = None
         self._header = b""
@@ -101,7 +104,12 @@ class Arrival:
             self.fetch.want(0, min(nbytes, 8 + MAX_HEADER + ALIGN), _HEAD)
         else:
             self.fetch.want(0, nbytes, _WHOLE)
-        self._fetching(self)
+        if self._gift:
+            self.fetch.ask(len(self._gift))  # as if: it came already
+            gift, self._gift = self._gift, b""
+            self.take(Chunk(self.offer.want, self.offer.epoch, 0), memoryview(gift))
+        else:
+            self._fetching(self)
 
     def turned_away(self, error: KVLinkError) -> None:
         if self.fail(error):

@@ -18,6 +18,8 @@ CHUNK = 1 << 20
 beyond 1 MiB what was received falls out of the processor's cache before it is put in its place."""
 WINDOW = 8 << 20
 """Bytes one reader has asked for that have not come: what may wait for a slow one."""
+EAGER = 16 << 10
+"""A payload of no more bytes travels beside its offer: asking for it would take twice as long."""
 
 Label = TypeVar("Label")
 

@@ -146,14 +146,17 @@ class RemoteSession(Session):
         self._fail_arrivals(error)
         self._fetching.clear()
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: Message, beside: bytes = b"") -> None:
         """What the producer said.
+
+        Args:
+            beside: a small payload that came with its offer.
 
         Raises:
             WireError: it may not say that.
         """
         if isinstance(message, Offer):
-            self._admit(message)
+            self._admit(message, beside)
         elif isinstance(message, (Layer, Committed)):
             if message.want in self._arrivals:
                 self._arrivals[message.want].hear(message)
@@ -173,7 +176,9 @@ class RemoteSession(Session):
         if arrival is not None:
             arrival.take(chunk, payload)
 
-    def _admit(self, offer: Offer) -> None:
+    def _admit(self, offer: Offer, beside: bytes) -> None:
+        if beside and (offer.draft or len(beside) != offer.location.nbytes):
+            raise WireError(f"{self._url} sent another payload than it offered")
         if offer.want in self._arrivals:
             raise WireError(f"{self._url} offered the same twice")
         wanted = self.inbox.find(offer.want)
@@ -181,7 +186,13 @@ class RemoteSession(Session):
             return  # the inbox gives it back
         release = partial(self.inbox.release, offer.want, offer.epoch)
         wanted.arrival = arrival = Arrival(
-            wanted.key, offer, self._store, release, self._fetch, streamed=wanted.streamed
+            wanted.key,
+            offer,
+            self._store,
+            release,
+            self._fetch,
+            streamed=wanted.streamed,
+            gift=beside,
         )
         self._arrivals[offer.want] = arrival
         _faults.point("get.offered")

@@ -15,7 +15,7 @@ from ...arena import Block
 from ...errors import WireError
 from ...memory import Mapping
 from ..base import Options
-from ..fetch import CHUNK, WINDOW
+from ..fetch import CHUNK, EAGER, WINDOW
 from ..messages import (
     MAX_MESSAGE,
     PROTOCOL,
@@ -23,6 +23,7 @@ from ..messages import (
     Fetch,
     Hello,
     Message,
+    Offer,
     Refused,
     Release,
     agree,
@@ -130,8 +131,20 @@ class ZmqProducer(PooledProducer):
         while self._outbox:
             reader, message = self._outbox.popleft()
             if self._readers.get(reader.identity) is reader:
-                self._say(reader, [encode(message)])
+                beside = self._beside(reader, message)
+                self._say(reader, [encode(message), *beside])
         self._port.drain()
+
+    def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
+        """A small payload travels with its offer."""
+        if not isinstance(message, Offer) or message.draft or message.location.nbytes > EAGER:
+            return []
+        with self._lock:
+            transfer = self._exchange.leased(reader, message.want, message.epoch)
+        if transfer is None:
+            return []
+        payload = self._pool.region(_block(transfer)).slice(SLOT, message.location.nbytes)
+        return [bytes(payload.view())]
 
     def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
         try:
@@ -269,8 +282,7 @@ class ZmqProducer(PooledProducer):
         self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
     ) -> None:
         _faults.point("send.chunk")
-        block, nbytes = transfer.block, stop - start
-        assert isinstance(block, Block)
+        block, nbytes = _block(transfer), stop - start
         piece = self._pool.region(block).slice(SLOT + start, nbytes)
         with self._lock:
             self._flying[block] += nbytes
@@ -317,3 +329,8 @@ class ZmqProducer(PooledProducer):
             self._gate.close()
         self._readers.clear()
         self._endpoint.leave(self._context)
+
+
+def _block(transfer: Transfer) -> Block:
+    assert isinstance(transfer.block, Block)  # while anybody has it on lease
+    return transfer.block
