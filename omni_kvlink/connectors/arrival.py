@@ -10,7 +10,7 @@ from typing import TypeAlias
 from .. import _faults
 from ..arena import Block
 from ..errors import KVLinkError, WireError
-from ..header import ALIGN, MAX_HEADER
+from ..header import ALIGN, MAX_HEADER, MAX_TENSORS
 from ..wire import Manifest
 from .base import Delivery
 from .fetch import Fetch
@@ -134,6 +134,8 @@ class Arrival:
         """The producer of a stream has written more."""
         if self._manifest is None:
             self._early.append(message)
+            if len(self._early) > MAX_TENSORS:
+                raise WireError(f"more layers of {self.key!r} were announced than any payload has")
         elif isinstance(message, Committed):
             self.fetch.want(0, self.offer.location.nbytes, _WHOLE)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import _faults
 from ..errors import KVLinkError, PeerLostError, TransferTimeout, WireError
+from ..header import MAX_HEADER
 from .arrival import Arrival
 from .base import Delivery, Options, Want
 from .consumer import Session, SessionConsumer, closed_here
@@ -129,8 +130,7 @@ class RemoteSession(Session):
             self._say(Unwant(wanted.number))
         for arrival in [*self._arrivals.values()]:
             if arrival.fail(error):
-                offer = arrival.offer
-                self._release(Release(offer.want, offer.epoch, "unread"))
+                arrival.give_back()
 
     def end(self, error: KVLinkError) -> None:
         """The connection is over. What is here stays; the rest will not come."""
@@ -180,7 +180,9 @@ class RemoteSession(Session):
         if beside and (offer.draft or len(beside) != offer.location.nbytes):
             raise WireError(f"{self._url} sent another payload than it offered")
         if offer.want in self._arrivals:
-            raise WireError(f"{self._url} offered the same twice")
+            return  # said twice: it is in use
+        if offer.draft > 8 + MAX_HEADER:
+            raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
         wanted = self.inbox.find(offer.want)
         if wanted is None:
             return  # the inbox gives it back
@@ -225,8 +227,7 @@ class RemoteSession(Session):
     def _drop_failed(self, arrival: Arrival, error: KVLinkError) -> None:
         """One that nobody has yet goes back; one that is read stays with its reader."""
         if arrival.fail(error):
-            offer = arrival.offer
-            self._release(Release(offer.want, offer.epoch, "unread"))
+            arrival.give_back()
         elif arrival in self._fetching:
             self._fetching.remove(arrival)
 
@@ -281,7 +282,7 @@ class RemoteConsumer(SessionConsumer):
         super().close()
         if not is_first:
             return
-        self._loop.call(self._leave)
+        self._loop.call(partial(self._loop.call, self._leave))  # after what the session gives back
         if not self._loop.is_here:  # else a forgotten link, collected in this very thread
             self._left.wait()
             if self._finished:

@@ -54,6 +54,10 @@ def _files() -> set[str]:
 @pytest.fixture(scope="session")
 def zmq_started() -> None:
     """pyzmq has one thread, for the process's whole life, from the first frame sent uncopied."""
-    import zmq.utils.garbage
+    import zmq
 
-    zmq.utils.garbage.gc.start()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        one.bind("inproc://first")
+        two.connect("inproc://first")
+        one.send(memoryview(bytearray(1 << 20)), copy=False)
+        two.recv()
