@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .. import _faults
 from ..arena import Block
-from ..errors import KVLinkError, WireError
+from ..errors import ClosedError, KVLinkError, PeerLostError, WireError
 from ..header import ALIGN, MAX_HEADER, MAX_TENSORS
 from ..wire import Manifest
 from .base import Delivery
@@ -153,6 +153,8 @@ class Arrival:
             self.progress.end(error)
         if not self._decide():
             return False
+        if isinstance(error, (PeerLostError, ClosedError)):
+            error = type(error)(f"{error}; {self.key!r} was awaited: {self.phase}")
         self.there.set_exception(error)
         return True
 

@@ -19,17 +19,18 @@ Start = Callable[..., ProcessPeer]
 class Field:
     """A name in the battlefield: links of this process and of victims."""
 
-    def __init__(self, directory: str, mode: str = "pooled"):
+    def __init__(self, directory: str, mode: str = "pooled", url: str = "shm://field"):
+        self.url = url
         self.options = {"directory": directory, "mode": mode, "quota": 4 << 20}
         self.here = ThreadPeer()
         self.links: list[KVLink] = []
 
     def serve(self) -> KVLink:
-        self.links.append(KVLink.serve("shm://field", **self.options))
+        self.links.append(KVLink.serve(self.url, **self.options))
         return self.links[-1]
 
     def serve_at(self, victim: ProcessPeer) -> Remote:
-        victim.do("serve", link="p", url="shm://field", **self.options)
+        victim.do("serve", link="p", url=self.url, **self.options)
         return Remote(victim, "p")
 
     def connect(self) -> Remote:
@@ -37,7 +38,7 @@ class Field:
         return self.connect_at(self.here, f"r{time.monotonic_ns()}")
 
     def connect_at(self, peer: Handle, name: str = "r") -> Remote:
-        peer.do("connect", link=name, url="shm://field", timeout=PATIENCE, **self.options)
+        peer.do("connect", link=name, url=self.url, timeout=PATIENCE, **self.options)
         return Remote(peer, name)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from zmq_places import fresh_url
 
+from omni_kvlink.connectors.zmq import producer as zmq_producer
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.rig import ProcessPeer, Rig
@@ -21,9 +22,18 @@ def process() -> Iterator[ProcessPeer]:
     peer.end()
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def rig(request: pytest.FixtureRequest, process: ProcessPeer, sockets: str) -> Rig:
-    return Rig(lambda: fresh_url(request.param, sockets), {}, process)
+@pytest.fixture(params=["tcp", "ipc", "tcp-bits"])
+def rig(
+    request: pytest.FixtureRequest,
+    process: ProcessPeer,
+    sockets: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Rig:
+    transport, _, in_bits = request.param.partition("-")
+    if in_bits:  # so that the small payloads of the checks come in many pieces, too
+        monkeypatch.setattr(zmq_producer, "EAGER", 0)
+        monkeypatch.setattr(zmq_producer, "CHUNK", 1000)
+    return Rig(lambda: fresh_url(transport, sockets), {}, process)
 
 
 @pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])

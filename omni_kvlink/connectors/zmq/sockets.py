@@ -25,6 +25,8 @@ HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
 """How often a consumer knocks while nobody serves."""
 _TURNS = 64
+_SEALING = 256
+"""Bytes by which encryption makes a frame longer, and more."""
 _BROKEN = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -170,7 +172,7 @@ def _set_options(socket: zmq.Socket[bytes], longest: int) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, MOST_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MOST_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, longest)
+    socket.setsockopt(zmq.MAXMSGSIZE, longest + _SEALING)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, GIVEN_UP_MS)
