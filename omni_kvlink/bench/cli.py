@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_copy(commands.add_parser("copy", help=limits.__doc__, description=limits.__doc__))
     _add_verify(commands.add_parser("verify", help=verify.__doc__, description=verify.__doc__))
+    _add_keygen(commands.add_parser("keygen", help=_keygen.__doc__, description=_keygen.__doc__))
     return parser
 
 
@@ -132,6 +133,25 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_link(parser)
     parser.add_argument("--quick", action="store_true", help="a sixth of the cases, small ones")
     parser.add_argument("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def _add_keygen(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_keygen)
+    parser.add_argument("directory", help="where to write them")
+    parser.add_argument("name", help="of the two files: NAME.secret and NAME.public")
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    """Make the two key files of one side of an encrypted zmq+tcp:// link."""
+    from ..connectors.zmq.keys import generate
+
+    try:
+        secret, public = generate(arguments.directory, arguments.name)
+    except (ValueError, OSError) as error:
+        print(f"kvlink-bench: {error}", file=sys.stderr)
+        return 2
+    print(f"{secret}: stays here; keys= of this side\n{public}: for the other side's peers=")
+    return 0
 
 
 def _copy(arguments: argparse.Namespace) -> int:

@@ -18,11 +18,13 @@ from .pair import Pair, open_pair
 from .payloads import BLOCK, Shape, Sources, make_bundle, make_sample
 from .peer import Message, faults
 from .plain import PlainCopy
+from .raw_tcp import Sender
 from .stats import Summary
 from .threads import torch_threads
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
+OVER_SOCKETS = ("zmq+tcp", "zmq+ipc")
 BESIDE = ("put", "release", "plain_copy", "pipe_wake")
 
 
@@ -62,6 +64,7 @@ class Round:
     pipe_wake: float
     producer_faults: int
     reader_faults: int
+    raw_tcp: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +86,12 @@ class Result:
     @property
     def ratio_by_round(self) -> Summary:
         return Summary.of([round.total / round.plain_copy for round in self.rounds])
+
+    @property
+    def raw_tcp_ratio(self) -> float | None:
+        """The same over one raw TCP connection; of links that go over a network."""
+        raw = self.milliseconds("raw_tcp").p50
+        return self.milliseconds("total").p50 / raw if raw else None
 
     @property
     def beyond_copy(self) -> Summary:
@@ -113,6 +122,8 @@ class Result:
             "plain_copy": self.plain,
             "ratio": round(self.ratio, 4),
             "ratio_by_round": self.ratio_by_round.to_dict(),
+            "raw_tcp_ms": self.milliseconds("raw_tcp").to_dict() if self.raw_tcp_ratio else None,
+            "raw_tcp_ratio": self.raw_tcp_ratio and round(self.raw_tcp_ratio, 4),
             "beyond_copy_ms": self.beyond_copy.to_dict(),
             "gigabytes_per_second": round(self.rate / 1e9, 3),
             "minor_faults": {
@@ -147,18 +158,24 @@ def _measure(setup: Setup, step: Callable[[], None]) -> Result:
         mode=setup.mode,
         quota=quota,
     ) as pair:
+        raw = Sender(pair.peer, setup.shape.nbytes) if setup.connector in OVER_SOCKETS else None
         rounds = list[Round]()
         for _ in range(setup.warmup + setup.rounds):
-            one, receipt = _round(pair, data, setup.verify, plain)
+            one, receipt = _round(pair, data, setup.verify, plain, raw)
             rounds.append(one)
             step()
         idle = _idle(pair, setup.idle) if setup.idle else None
+        if raw is not None:
+            raw.close()
     cold = rounds[0] if setup.warmup else None
     return Result(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
 
 
-def _round(pair: Pair, data: Payload, verify: str, plain: PlainCopy) -> tuple[Round, Receipt]:
+def _round(
+    pair: Pair, data: Payload, verify: str, plain: PlainCopy, raw: Sender | None
+) -> tuple[Round, Receipt]:
     plain_copy, pipe_wake = plain.seconds(), _pipe_wake(pair)
+    raw_tcp = 0.0 if raw is None else raw.seconds()
     pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=verify)
     pair.await_reader()
     before = faults(own_thread=pair.own_thread)
@@ -179,6 +196,7 @@ def _round(pair: Pair, data: Payload, verify: str, plain: PlainCopy) -> tuple[Ro
             pipe_wake=pipe_wake,
             producer_faults=faults(own_thread=pair.own_thread) - before,
             reader_faults=reader["faults"],
+            raw_tcp=raw_tcp,
         ),
         receipt,
     )
@@ -234,6 +252,8 @@ def bars(result: Result) -> list[dict[str, Any]]:
         if setup.paged:
             limit = (f"{label}, paged", result.ratio, 1.6)
         found.append(limit)
+    if result.raw_tcp_ratio and shape.nbytes >= 100 << 20 and setup.digests:
+        found.append(("total / one raw TCP connection", result.raw_tcp_ratio, 1.4))
     if result.idle:
         found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
     return [

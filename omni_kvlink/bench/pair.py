@@ -9,6 +9,7 @@ import queue
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -180,7 +181,7 @@ def open_pair(
     """
     if not url and connector not in schemes():
         raise UnavailableError(f"no connector {connector!r}; there are {', '.join(schemes())}")
-    url = url or f"{connector}://bench-{os.getpid()}-{os.urandom(3).hex()}"
+    url = url or f"{connector}://{_address(connector)}"
     own_thread = url.partition("://")[0] in SAME_PROCESS
     try:
         link = KVLink.serve(url, **serving)
@@ -188,9 +189,18 @@ def open_pair(
         raise BenchError(str(error)) from None
     with link, contextlib.closing(ThreadPeer() if own_thread else ProcessPeer()) as peer:
         try:
-            peer.ask(do="open", url=url, timeout=20.0, threads=threads, wait=60.0)
+            peer.ask(do="open", url=link.url, timeout=20.0, threads=threads, wait=60.0)
             yield Pair(link, peer, own_thread=own_thread)
             peer.ask(do="close")
         except BaseException:
             link.close()  # wakes a reader that waits, so that it can end
             raise
+
+
+def _address(connector: str) -> str:
+    """One that nobody else serves."""
+    name = f"bench-{os.getpid()}-{os.urandom(3).hex()}"
+    return {
+        "zmq+tcp": "127.0.0.1:0",
+        "zmq+ipc": f"{tempfile.gettempdir()}/kvlink-{os.geteuid()}/{name}.sock",
+    }.get(connector, name)

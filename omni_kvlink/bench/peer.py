@@ -20,6 +20,7 @@ from ..memory import PAGE
 from ..places import dense
 from ..schema import KVCacheTransferData
 from .payloads import bytes_of, found_in, torch_dtype
+from .raw_tcp import Receiver
 
 Message: TypeAlias = dict[str, Any]
 
@@ -36,6 +37,7 @@ class Reader:
     def __init__(self, *, own_thread: bool):
         self._own_thread = own_thread
         self._link: KVLink | None = None
+        self._raw: Receiver | None = None
         self._made: list[list[torch.Tensor]] = []
 
     def answer(self, command: Message) -> Message:
@@ -115,7 +117,18 @@ class Reader:
         want.cancel()
         return {"cpu": used}
 
+    def do_raw_open(self, *, port: int, nbytes: int) -> Message:
+        """Prepare to take so many bytes from a raw TCP connection, again and again."""
+        self._raw = Receiver(port, nbytes)
+        return {"opened": port}
+
+    def do_raw_receive(self) -> Message:
+        assert self._raw is not None
+        return {"received": self._raw.receive()}
+
     def do_close(self) -> Message:
+        if self._raw is not None:
+            self._raw.close()
         if self._link is not None:
             self._link.close()
         return {"closed": True}

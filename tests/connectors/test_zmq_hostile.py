@@ -44,6 +44,7 @@ class Liar:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self.url = f"zmq+tcp://127.0.0.1:{free_port()}"
         self._socket.bind(self.url.removeprefix("zmq+"))
         self._hello, self._peer = hello, b""

@@ -11,10 +11,11 @@ import zmq
 from zmq_places import fresh_url
 from zmq_strangers import Raw, dialled, greeted
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.fetch import CHUNK, WINDOW
 from omni_kvlink.connectors.messages import (
     Chunk,
+    Failed,
     Fetch,
     Hello,
     Location,
@@ -170,6 +171,37 @@ def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None
             assert not one.socket.poll(0)
 
 
+def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None) -> None:
+    """Whatever became of it meanwhile."""
+    with greeted(producer.url) as peer:
+        offer = leased(producer, peer)
+        producer.fail("big", "changed my mind")
+        peer.say(Fetch(1, offer.epoch, 5, 30))
+        chunk, payload = peer.hear()
+        assert chunk == Chunk(1, offer.epoch, 5)
+        assert len(payload) == 25
+
+
+def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: None) -> None:
+    with greeted(producer.url) as peer:
+        plan = Recipe("s").make()
+        with pytest.raises(TransferFailed), producer.stream_put(plan):
+            peer.say(Want(1, "s", True))
+            offer, _ = peer.hear()
+            assert isinstance(offer, Offer)
+            nbytes = offer.location.nbytes
+            peer.say(Fetch(1, offer.epoch, nbytes, nbytes + offer.draft))
+            chunk, header = peer.hear()
+            assert isinstance(chunk, Chunk)
+            assert len(header) == offer.draft
+            producer.fail("s", "no more")
+            failed, _ = peer.hear()
+            assert isinstance(failed, Failed)
+            peer.say(Fetch(1, offer.epoch, 0, 10))
+            until(lambda: producer.stats()["transfers"]["stale"] == 1, "it was refused")
+            raise TransferFailed("the writer gives up")
+
+
 @pytest.mark.parametrize("beyond", [1, CHUNK])
 def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int) -> None:
     with greeted(producer.url) as peer:
@@ -184,10 +216,12 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
     """What waits for it is bounded, others go on, and memory that ZMQ holds is not reused."""
     with greeted(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
         offer = leased(producer, peer)
-        for start in range(0, 2 * WINDOW, CHUNK):
+        for start in range(0, 3 * WINDOW, CHUNK):
             peer.say(Fetch(1, offer.epoch, start, start + CHUNK))
         flying = producer._end._flying  # type: ignore[attr-defined]
-        until(lambda: sum(flying.values()) > WINDOW, "it is on its way")
+        (slow,) = producer._end._readers.values()  # type: ignore[attr-defined]
+        until(lambda: slow.waiting > 0, "the rest waits")
+        assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
             for number in range(3):
                 producer.put(sized(f"k{number}", 3 << 20, seed=number).make())
