@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq_places import free_port
 
-from omni_kvlink import ConnectorError, KVLink, KVLinkError, VersionError, WireError
+from omni_kvlink import ConnectorError, KVLink, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.connectors.fetch import CHUNK
 from omni_kvlink.connectors.messages import (
     Chunk,
@@ -223,6 +223,32 @@ def test_offers_of_what_fits_nowhere(liar: Liar, reader: KVLink) -> None:
     liar.say(Offer(1, 7, Location(0, 0, 2**53)))
     assert "quota" in str(ended.exception(5))
     assert reader.stats()["connected"]
+
+
+def test_being_turned_out_says_why(liar: Liar, reader: KVLink) -> None:
+    ended = get(reader)
+    liar.hear_until(Want)
+    liar.say(Refused("too slow", (1, 1)))
+    error = ended.exception(5)
+    assert isinstance(error, PeerLostError)
+    assert "too slow" in str(error)
+
+
+def test_a_connection_with_itself_is_none() -> None:
+    """A reader that knocks at a port of the kernel's choice can meet its own knocking."""
+    liar = Liar(own_hello())
+
+    def echo_then_greet() -> None:
+        liar.say(liar.hear())
+        liar.greet()
+
+    thread = threading.Thread(target=echo_then_greet)
+    thread.start()
+    try:
+        KVLink.connect(liar.url, timeout=5).close()
+    finally:
+        thread.join()
+        liar.close()
 
 
 @pytest.mark.parametrize(
