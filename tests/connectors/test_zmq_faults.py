@@ -26,18 +26,14 @@ BIG = sized("k", 3 << 20)
 """Too large to travel with its offer: it comes in chunks."""
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def either(request: pytest.FixtureRequest, battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=fresh_url(request.param, battlefield))
-    yield field
-    field.close()
-
-
 @pytest.fixture
-def field(battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=fresh_url("tcp", battlefield))
+def field(request: pytest.FixtureRequest, battlefield: str) -> Iterator[Field]:
+    field = Field(battlefield, url=fresh_url(getattr(request, "param", "tcp"), battlefield))
     yield field
     field.close()
+
+
+BOTH = pytest.mark.parametrize("field", ["tcp", "ipc"], indirect=True)
 
 
 @pytest.fixture
@@ -50,11 +46,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 # The producer dies
 
 
-@pytest.mark.parametrize("point", ["put.copied", "publish.before", "publish.after", "send.chunk"])
-def test_producer_killed(either: Field, start: Start, point: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "point"),
+    [
+        ("tcp", "put.copied"),
+        ("tcp", "publish.after"),
+        ("tcp", "send.chunk"),
+        ("ipc", "send.chunk"),
+    ],
+    indirect=["field"],
+)
+def test_producer_killed(field: Field, start: Start, point: str) -> None:
     """The payload arrives whole, or the reader learns at once that it will not."""
     victim = start({point: "kill"})
-    producer, reader = either.serve_at(victim), either.connect()
+    producer, reader = field.serve_at(victim), field.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     ended = timed(waiting)
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
@@ -90,10 +95,11 @@ def test_what_was_received_outlives_its_producer(field: Field, start: Start) -> 
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
 
 
-def test_producer_returns_at_its_address(either: Field, start: Start) -> None:
+@BOTH
+def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
     """Killed and started again: the reader that waits gets the next payload in under 2 s."""
     victim, heir = start(), start()
-    producer, reader = either.serve_at(victim), either.connect()
+    producer, reader = field.serve_at(victim), field.connect()
     producer.do("put", recipe=BIG.to_dict())
     reader.do("get", key="k", timeout=5)
     producer.do("put", recipe=Recipe("lost").to_dict())
@@ -102,7 +108,7 @@ def test_producer_returns_at_its_address(either: Field, start: Start) -> None:
     until(lambda: not reader.do("stats")["connected"], "the reader noticed")
     waiting = reader.ask("get", key="new", timeout=PATIENCE)
     moment = time.monotonic()
-    again = either.serve_at(heir)
+    again = field.serve_at(heir)
     again.do("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
     assert waiting.result(PATIENCE) == fingerprint(sized("new", 1 << 20, seed=9).make())
     assert time.monotonic() - moment < 2
@@ -134,10 +140,10 @@ def test_writer_killed_between_layers(field: Field, start: Start) -> None:
 # A reader dies
 
 
-def test_reader_killed_while_waiting(either: Field, start: Start) -> None:
+def test_reader_killed_while_waiting(field: Field, start: Start) -> None:
     victim = start()
-    producer = either.serve()
-    dying = either.connect_at(victim)
+    producer = field.serve()
+    dying = field.connect_at(victim)
     dying.ask("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
     kill(victim)
@@ -145,12 +151,22 @@ def test_reader_killed_while_waiting(either: Field, start: Start) -> None:
     assert producer.stats()["transfers"]["waiting"] == 0
 
 
-@pytest.mark.parametrize("how", ["hold", "get.offered", "fetch.chunk", "get.mapped"])
-def test_reader_killed_while_leased(either: Field, start: Start, how: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "how"),
+    [
+        ("tcp", "hold"),
+        ("tcp", "get.offered"),
+        ("tcp", "fetch.chunk"),
+        ("tcp", "get.mapped"),
+        ("ipc", "fetch.chunk"),
+    ],
+    indirect=["field"],
+)
+def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> None:
     """What a dead reader had, or was fetching, is there for the next one."""
     victim = start({how: "kill"} if "." in how else None)
-    producer = either.serve()
-    dying, reader = either.connect_at(victim), either.connect()
+    producer = field.serve()
+    dying, reader = field.connect_at(victim), field.connect()
     receipt = producer.put(BIG.make())
     taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
     if "." in how:
@@ -228,10 +244,11 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
 # Forked
 
 
-def test_fork_of_a_producer(either: Field, start: Start) -> None:
+@BOTH
+def test_fork_of_a_producer(field: Field, start: Start) -> None:
     """The child may use nothing, and does not hide its parent's death."""
     victim = start()
-    producer, reader = either.serve_at(victim), either.connect()
+    producer, reader = field.serve_at(victim), field.connect()
     answers = producer.do("fork", linger=1.5)
     del answers["pid"]
     assert answers.pop("close") == ""
@@ -243,7 +260,7 @@ def test_fork_of_a_producer(either: Field, start: Start) -> None:
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
-    again = either.serve()  # the address is free, though the child is still there
+    again = field.serve()  # the address is free, though the child is still there
     receipt = again.put(BIG.make())
     assert reader.do("get", key="k", timeout=2) == fingerprint(BIG.make())
     receipt.wait(timeout=5)
