@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from aio_bed import run as run
 
 from omni_kvlink import KVLink
 

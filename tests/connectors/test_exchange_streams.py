@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_exchange import HERE, Bench
+from exchange_bed import HERE, Bench
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.messages import Committed, Failed, Layer, Offer, Status
