@@ -21,6 +21,9 @@ DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
 NO_DIGEST = -1
+AUTO, STREAM = 0, 2  # enum kvl_stores
+LARGE = 8 << 20
+"""Bytes from which on the library itself stores past the cache."""
 LIBRARY = "_kvlink.so"
 EXCUSE = "_kvlink.missing"
 """Written by the build in the library's stead: why there is none."""

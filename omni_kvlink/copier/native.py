@@ -94,15 +94,17 @@ class NativeCopier(Copier):
         call.verify()
 
     def _calls(self, manifest: Manifest, region: Region) -> _Call:
-        return _Call(manifest.header_nbytes, region, self.threads)
+        return _Call(manifest, region, self.threads)
 
 
 class _Call:
     """One call of the library, in the manifest's words."""
 
-    def __init__(self, data: int, region: Region, threads: int):
-        self._batch = _native.Batch(region.address, region.nbytes, threads=threads)
-        self._data = data
+    def __init__(self, manifest: Manifest, region: Region, threads: int):
+        # A layer of a large payload pushes the others out of the cache, as the whole would.
+        stores = _native.STREAM if manifest.nbytes > _native.LARGE else _native.AUTO
+        self._batch = _native.Batch(region.address, region.nbytes, threads=threads, stores=stores)
+        self._data = manifest.header_nbytes
         self._specs: list[TensorSpec] = []
 
     def add(self, spec: TensorSpec, view: _native.ViewWords = ()) -> None:
