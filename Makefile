@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format nightly asan tsan clean
+.PHONY: demo test test-ucx lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -20,6 +20,11 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Not in `test`: ucxx and its libraries are 250 MB.
+test-ucx: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors -k ucx $(ARGS)
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
