@@ -124,6 +124,8 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_stream)
     _add_link(parser)
     _add_shape(parser, tuple(PRESETS))
+    what = f"out of blocks of {BLOCK} tokens in random order, and into such"
+    parser.add_argument("--paged", action="store_true", help=what)
     parser.add_argument("--rounds", type=_positive, default=20)
     parser.add_argument("--warmup", type=_count, default=3, help="rounds not counted (default: 3)")
 
@@ -194,6 +196,7 @@ def _stream(arguments: argparse.Namespace) -> int:
         connector=arguments.url.partition("://")[0] or arguments.connector,
         shape=_shape(arguments),
         url=arguments.url,
+        paged=arguments.paged,
         rounds=arguments.rounds,
         warmup=arguments.warmup,
         copier=arguments.copier,

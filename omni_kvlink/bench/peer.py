@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from ..bundle import KVCacheBundle
 from ..link import KVLink, Payload
 from ..memory import PAGE
-from ..places import dense
+from ..places import Place, dense
 from ..schema import KVCacheTransferData
-from .payloads import bytes_of, found_in, torch_dtype
+from .payloads import Shape, Sources, bytes_of, found_in, make_sample
 from .raw_tcp import Receiver
 
 Message: TypeAlias = dict[str, Any]
@@ -38,7 +39,7 @@ class Reader:
         self._own_thread = own_thread
         self._link: KVLink | None = None
         self._raw: Receiver | None = None
-        self._made: list[list[torch.Tensor]] = []
+        self._made: list[list[Place]] = []
 
     def answer(self, command: Message) -> Message:
         """Do one command; an error becomes an answer."""
@@ -82,9 +83,9 @@ class Reader:
             "faults": touched,
         }
 
-    def do_copy_out(self, *, key: str, timeout: float, at: int = 0, **sizes: Any) -> Message:
+    def do_copy_out(self, *, key: str, timeout: float, at: int = 0, **where: Any) -> Message:
         """Wait for a payload and copy it into tensors that were used before, not before `at`."""
-        targets = self._targets(**sizes)
+        targets = self._targets(**where)
         received = self._opened().get(key, timeout=timeout)
         while time.monotonic_ns() < at:
             pass
@@ -93,9 +94,9 @@ class Reader:
         received.release()
         return {"last": last}
 
-    def do_copy_layers_out(self, *, key: str, timeout: float, **sizes: Any) -> Message:
+    def do_copy_layers_out(self, *, key: str, timeout: float, **where: Any) -> Message:
         """The same, layer by layer as they come."""
-        targets, first, last = self._targets(**sizes), 0, 0
+        targets, first, last = self._targets(**where), 0, 0
         with self._opened().stream_get(key, timeout=timeout) as stream:
             for layer in stream:
                 layer.scatter(*targets[layer.index])
@@ -133,15 +134,14 @@ class Reader:
             self._link.close()
         return {"closed": True}
 
-    def _targets(
-        self, *, layers: int, parts: int, row: list[int], dtype: str
-    ) -> list[list[torch.Tensor]]:
-        """K and V of each layer, made once, every page touched."""
+    def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[Place]]:
+        """K and V of each layer, or the pages for them; made once, every page touched."""
         if not self._made:
-            kind = torch_dtype(dtype)
-            self._made = [
-                [torch.zeros(row, dtype=kind) for _ in range(parts)] for _ in range(layers)
-            ]
+            rng = np.random.default_rng(1)
+            sources: Sources = "paged" if paged else "contiguous"
+            cache = make_sample("targets", Shape(**shape), rng, sources=sources).cache
+            places, parts = cache.tensors(), len(cache.layer_blocks)
+            self._made = [places[at : at + parts] for at in range(0, len(places), parts)]
         return self._made
 
     def _opened(self) -> KVLink:

@@ -14,7 +14,7 @@ from ..memory import Mapping, Region
 from ..places import dense
 from ..schema import KVCacheTransferData
 from .pair import Pair, open_pair
-from .payloads import Sample, Shape, bytes_of, make_sample, torch_dtype
+from .payloads import Sample, Shape, Sources, bytes_of, make_sample, torch_dtype
 from .plain import PlainCopy
 from .report import table, wrapped
 from .stats import Summary
@@ -39,6 +39,7 @@ class Setup:
     connector: str
     shape: Shape
     url: str = ""
+    paged: bool = False
     rounds: int = 20
     warmup: int = 3
     copier: str = "auto"
@@ -114,7 +115,11 @@ class Result:
             lines.append(wrapped("bar", text))
         head = [
             wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
-            wrapped("link", f"{self.setup.connector}, copier {self.copier}"),
+            wrapped(
+                "link",
+                f"{self.setup.connector}, copier {self.copier}, both sides "
+                f"{'paged: random blocks' if self.setup.paged else 'dense'}",
+            ),
         ]
         columns = ["ms", "p50", "min", "max", "what"]
         return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
@@ -127,7 +132,8 @@ class Result:
 
 def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
     """Run all rounds, the ways in turn; `step` is called after each round."""
-    sample = make_sample(KEY, setup.shape, np.random.default_rng(0))
+    sources: Sources = "paged" if setup.paged else "contiguous"
+    sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources=sources)
     plain = PlainCopy(setup.shape.nbytes)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
@@ -145,9 +151,8 @@ def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
 
 def _ask(pair: Pair, sample: Sample, verb: str, **more: Any) -> None:
     """Let the reader wait for the payload, its targets warm, and fall asleep."""
-    shape = sample.shape
-    sizes = {"layers": shape.layers, "row": [shape.tokens, *shape.row], "dtype": shape.dtype}
-    pair.peer.tell(do=verb, key=KEY, timeout=60.0, parts=len(shape.parts), **sizes, **more)
+    shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
+    pair.peer.tell(do=verb, key=KEY, timeout=60.0, shape=shape, paged=paged, **more)
     pair.await_reader()
 
 
