@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ from typing import Any
 from PIL import Image
 
 from omni_kvlink import KVCacheBundle
+from omni_kvlink.connectors.zmq.keys import generate
 from omni_kvlink.models.bagel import DenoiseParams
 
 STAGES = Path(__file__).with_name("bagel_two_stage.py")
@@ -41,46 +45,78 @@ class Request:
 def run_stages(args: argparse.Namespace, requests: list[Request]) -> dict[str, int]:
     """Both stages at once, their words in one stream; returns those that failed."""
     told, telling = os.pipe()
-    stages = {stage: start_stage(args, stage, requests, telling) for stage in ("ar", "dit")}
+    stages = {stage: start_stage(args, stage, telling) for stage in ("ar", "dit")}
     os.close(telling)
+    ends = link_ends(args)
+    order(stages["ar"], ends["ar"], requests)
     for stage, other in (("ar", "dit"), ("dit", "ar")):
         threading.Thread(target=end_together, args=(stages[stage], stages[other])).start()
     with os.fdopen(told) as events:
         for line in events:
-            show(json.loads(line))
+            event = json.loads(line)
+            if event["event"] == "serving":  # only now is it known at which port
+                order(stages["dit"], {**ends["dit"], "url": event["url"]}, requests)
+            show(event)
     return {name: stage.returncode for name, stage in stages.items() if stage.wait() != 0}
 
 
 def end_together(stage: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
     """If one stage fails, the other may say what it saw of that, and is ended."""
     if stage.wait() != 0:
+        assert other.stdin
         try:
-            other.wait(timeout=5)
+            other.wait(timeout=5 if other.stdin.closed else 0)  # without orders it saw nothing
         except subprocess.TimeoutExpired:
             other.terminate()
 
 
-def start_stage(
-    args: argparse.Namespace, stage: str, requests: list[Request], output: int
-) -> subprocess.Popen[str]:
+def start_stage(args: argparse.Namespace, stage: str, output: int) -> subprocess.Popen[str]:
     options = {
-        "--connector": args.connector,
         "--checkpoint": args.checkpoint,
         "--dtype": args.dtype,
         "--out": args.out,
-        "--scratch": args.scratch,
         "--timeout": str(args.timeout),
         "--capacity": str(args.capacity),
     }
-    command = [sys.executable, str(STAGES), "--stage", stage]
+    command = shlex.split({"ar": args.prefix_ar, "dit": args.prefix_dit}[stage])
+    command += [sys.executable, str(STAGES), "--stage", stage]
     command += [word for option in options.items() for word in option]
     command += ["--in-place"] * args.in_place + ["--stream"] * args.stream
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
-    assert process.stdin
-    for request in requests:
-        process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
-    process.stdin.close()
-    return process
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
+
+
+def link_ends(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """What the AR stage serves with, and the DiT stage connects with."""
+    ends = {"ar": {"url": args.connector}, "dit": {}}
+    if args.keys:
+        keys = Path(args.keys)
+        if not keys.is_dir() or not any(keys.iterdir()):
+            make_keys(keys)
+        ends["ar"].update(keys=str(keys / "ar.secret"), peers=str(keys / "guests"))
+        ends["dit"].update(keys=str(keys / "dit.secret"), peers=str(keys / "ar.public"))
+    return ends
+
+
+def make_keys(directory: Path) -> None:
+    """As `kvlink-bench keygen` does; whose key lies in `guests`, the AR stage lets in."""
+    generate(str(directory), "ar")
+    _, public = generate(str(directory), "dit")
+    (directory / "guests").mkdir()
+    shutil.copy(public, directory / "guests")
+
+
+def order(stage: subprocess.Popen[str], end: dict[str, str], requests: list[Request]) -> None:
+    """Tell a stage its end of the link, and all that it shall do."""
+    assert stage.stdin
+    with contextlib.suppress(BrokenPipeError), stage.stdin:  # its status says why it is gone
+        for line in (end, *map(dataclasses.asdict, requests)):
+            stage.stdin.write(json.dumps(line) + "\n")
+
+
+def orders() -> tuple[dict[str, str], list[Request]]:
+    """In a stage: what `order` wrote."""
+    end, *requests = map(json.loads, sys.stdin)
+    return end, [Request(**request) for request in requests]
 
 
 def show(event: dict[str, Any]) -> None:
@@ -89,6 +125,9 @@ def show(event: dict[str, Any]) -> None:
         if sys.stdout.isatty():
             bar = "█" * (30 * event["done"] // event["total"])
             print(f"\r  denoising {bar:<30} {event['done']}/{event['total']}", end="")
+        return
+    if kind == "serving":
+        print(f"AR   serves {event['url']}\n")
         return
     ledger = event["ledger"]
     phases = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ledger["seconds"].items())

@@ -7,13 +7,13 @@ with a run in a single process; the exit status says whether all of it is equal.
     python examples/bagel_two_stage.py --checkpoint DIR     # published weights
     python examples/bagel_two_stage.py --in-place           # prefill in the link's memory: 0 copies
     python examples/bagel_two_stage.py --stream             # sent and received layer by layer
+    python examples/bagel_two_stage.py --connector zmq+tcp://127.0.0.1:0 --keys keys  # encrypted
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bagel_director import Request, bundle_path, image_path, run_stages, tell, verdict
+from bagel_director import Request, bundle_path, image_path, orders, run_stages, tell, verdict
 from PIL import Image
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Receipt, SchemaError
@@ -45,10 +45,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The two stages. Each is a process of its own.
 
 
-def run_ar(args: argparse.Namespace, requests: list[Request]) -> None:
+def run_ar(args: argparse.Namespace) -> None:
     """Read prompts, and hand their caches on."""
     pipeline = load(args, "ar")
-    with KVLink.serve(args.connector) as link:
+    end, requests = orders()
+    with KVLink.serve(**end) as link:
+        tell("serving", url=link.url)
         receipts, refused = [], []
         for request in requests:
             try:
@@ -119,10 +121,11 @@ def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
     return out.receipt
 
 
-def run_dit(args: argparse.Namespace, requests: list[Request]) -> None:
+def run_dit(args: argparse.Namespace) -> None:
     """Receive caches, and paint; the cache is used where it lies, nothing is copied out."""
     pipeline = load(args, "dit")
-    with KVLink.connect(args.connector, timeout=args.timeout) as link:
+    end, requests = orders()  # not before the AR stage serves
+    with KVLink.connect(**end, timeout=args.timeout) as link:
         for request in requests:
             if args.stream:
                 received = link.stream_get(request.request_id, timeout=args.timeout)
@@ -197,8 +200,7 @@ def main() -> int:
     # Two stages share the cores; and the same number everywhere, for the same sums.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     if args.stage:
-        requests = [Request(**json.loads(line)) for line in sys.stdin]
-        {"ar": run_ar, "dit": run_dit}[args.stage](args, requests)
+        {"ar": run_ar, "dit": run_dit}[args.stage](args)
         return 0
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -251,6 +253,11 @@ def parse_arguments() -> argparse.Namespace:
         "--checkpoint", default="", help="a BAGEL checkpoint; tiny and random if none"
     )
     parser.add_argument("--connector", default="shm://bagel-demo", help="the link's URL")
+    parser.add_argument(
+        "--keys", default="", help="encrypt; keys are made in this directory if empty"
+    )
+    parser.add_argument("--prefix-ar", default="", help="command to start the AR stage by")
+    parser.add_argument("--prefix-dit", default="", help="... as in 'ip netns exec NAME'")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--steps", default=24, type=int, help="denoising timesteps")
     parser.add_argument("--out", default="out", help="where the images and caches go")
@@ -264,7 +271,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--stream", action="store_true", help="send and receive layer by layer")
     parser.add_argument("--stage", default="", choices=["", "ar", "dit"], help=argparse.SUPPRESS)
-    parser.add_argument("--scratch", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
