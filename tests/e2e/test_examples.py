@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "bagel_two_stage.py"
+TWO_HOSTS = ROOT / "examples" / "two_hosts.sh"
 
 
 def run(script: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -73,6 +75,56 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
     for name in ("text-to-image", "image-edit"):
         low, high = Image.open(tmp_path / f"{name}.png").convert("L").getextrema()
         assert low < high, f"{name} is one flat colour"
+
+
+def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path) -> None:
+    link = ["--connector", "zmq+tcp://127.0.0.1:0", "--keys", str(tmp_path / "keys")]
+    done = run_demo(tmp_path, *link, "--in-place", "--stream", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"serves zmq\+tcp://127.0.0.1:[1-9]", done.stdout)
+    assert done.stdout.count("bit-exact") == 4
+    assert (tmp_path / "keys" / "guests" / "dit.public").exists()
+
+
+def two_hosts(out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(TWO_HOSTS), "zmq+tcp://10.77.0.1:0", "--steps", "2", "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "TMPDIR": str(out)},
+    )
+
+
+def left_behind(script: subprocess.Popen[str], out: Path) -> list[Path]:
+    return [*Path("/run/netns").glob(f"*-{script.pid}"), *out.glob("tmp*")]
+
+
+def test_two_hosts(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as script:
+        said, errors = script.communicate(timeout=60)
+    if script.returncode == 77:
+        pytest.skip(errors)
+    assert script.returncode == 0, said + errors
+    assert said.count("bit-exact") == 4
+    sent = re.search(r"AR host sent (\d+) bytes", said)
+    assert sent
+    assert int(sent[1]) > 19_392 + 146_368, "not all of it went over the cable"
+    assert left_behind(script, tmp_path) == []
+
+
+def test_two_hosts_interrupted(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as script:
+        deadline = time.monotonic() + 20
+        while script.poll() is None and len(left_behind(script, tmp_path)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        script.terminate()
+        _, errors = script.communicate(timeout=20)
+    if script.returncode == 77:
+        pytest.skip(errors)
+    assert script.returncode == 143, errors
+    assert left_behind(script, tmp_path) == []
 
 
 def test_the_demo_says_when_its_capacity_is_too_small(tmp_path: Path) -> None:
