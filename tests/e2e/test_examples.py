@@ -79,7 +79,7 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
 
 def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path) -> None:
     link = ["--connector", "zmq+tcp://127.0.0.1:0", "--keys", str(tmp_path / "keys")]
-    done = run_demo(tmp_path, *link, "--in-place", "--stream", "--steps", "2")
+    done = run_demo(tmp_path, *link, "--in-place", "--stream", "--timeout", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"serves zmq\+tcp://127.0.0.1:[1-9]", done.stdout)
     assert done.stdout.count("bit-exact") == 4
@@ -88,7 +88,16 @@ def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path) -> None:
 
 def two_hosts(out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(TWO_HOSTS), "zmq+tcp://10.77.0.1:0", "--steps", "2", "--out", str(out)],
+        [
+            str(TWO_HOSTS),
+            "zmq+tcp://10.77.0.1:0",
+            "--steps",
+            "2",
+            "--timeout",
+            "20",
+            "--out",
+            str(out),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
