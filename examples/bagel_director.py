@@ -162,7 +162,7 @@ def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) ->
     expected = Image.open(Path(args.scratch) / f"{request.request_id}.png")
     same_image = painted.size == expected.size and painted.tobytes() == expected.tobytes()
     print(f"{request.request_id}: {image_path(args, request)}")
-    print(f"  K/V   {'bit-exact' if not difference else 'DIFFERENT: ' + difference}")
+    print(f"  K/V   {'bit-exact' if not difference else 'DIFFERENT: ' + difference[:200]}")
     print(f"  image {'bit-exact' if same_image else 'DIFFERENT'}")
     return same_image and not difference
 
