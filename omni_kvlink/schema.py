@@ -237,10 +237,11 @@ class KVCacheTransferData:
 
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
-        for name in ("request_id", "block_ids", "metadata"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+        fields = [f"metadata.{field.name}" for field in dataclasses.fields(KVMetadata)]
+        for name in ("request_id", "block_ids", *fields):
+            mine, theirs = (operator.attrgetter(name)(cache) for cache in (self, other))
             if mine != theirs:
-                return f"{name}: {mine!r} here, {theirs!r} there"
+                return f"{name}: {mine!r:.100} here, {theirs!r:.100} there"
         parts = PARTS[self.metadata.layout]
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         for index, (mine, theirs) in enumerate(pairs):

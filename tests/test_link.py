@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from omni_kvlink import (
     ClosedError,
@@ -20,6 +21,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.places import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect
 
@@ -265,3 +267,36 @@ def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVLink, KVLink]) -> None
         os._exit(len(told))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm"])
+@pytest.mark.parametrize("given", ["keys", "peers"])
+def test_keys_where_nothing_is_encrypted(sockets: str, scheme: str, given: str) -> None:
+    """Who asks for encryption must not believe that there is some."""
+    options: dict[str, Any] = {given: "somewhere", "directory": sockets}
+    with pytest.raises(ValueError, match="not encrypted"):
+        KVLink.serve(f"{scheme}://keys", **options)
+    with pytest.raises(ValueError, match="not encrypted"):
+        KVLink.connect(f"{scheme}://keys", timeout=5, **options)
+
+
+def test_nobody_serves_port_0() -> None:
+    with pytest.raises(ValueError, match="port 0"):
+        KVLink.connect("zmq+tcp://127.0.0.1:0", timeout=30)
+
+
+def test_copies_are_counted_on_each_side() -> None:
+    """Over a network the bytes are copied once on arrival; scattering is a copy more."""
+    data = Recipe("counted").make()
+    targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
+    with (
+        KVLink.serve("zmq+tcp://127.0.0.1:0") as producer,
+        KVLink.connect(producer.url, timeout=10) as consumer,
+    ):
+        receipt = producer.put(data)
+        received = consumer.get("counted", timeout=10)
+        assert (receipt.ledger.copies, received.ledger.copies) == (1, 1)
+        received.scatter(targets)
+        assert received.ledger.copies == 2
+        received.release()
+        receipt.wait(timeout=10)

@@ -326,3 +326,10 @@ def test_first_tokens_are_views() -> None:
     short = data.first_tokens(2, about)
     assert short.tensors()[0].data_ptr() == data.tensors()[0].data_ptr()
     assert short.metadata.ropes == (9,)
+
+
+def test_a_difference_is_named_and_short() -> None:
+    long = {"salt": "x" * 10_000}
+    found = build(extra=long).difference(build(extra={"salt": "y"}))
+    assert found.startswith("metadata.extra: ")
+    assert len(found) < 300

@@ -89,7 +89,7 @@ class Arrival:
         region = self._store.region(self._block).slice(0, self.offer.location.nbytes)
         region.readonly = True
         header, progress = self._header, self.progress
-        return Delivery(self.key, region, self._release, draft=header, progress=progress)
+        return Delivery(self.key, region, self._release, draft=header, progress=progress, copies=1)
 
     # In the loop's thread
 

@@ -55,6 +55,18 @@ class Options:
             raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
 
 
+def refuse_keys(url: str, options: Options) -> None:
+    """For connectors that encrypt nothing: who asks for it must hear that.
+
+    Raises:
+        ValueError: keys were given.
+    """
+    if options.keys or options.peers:
+        raise ValueError(
+            f"{url} never leaves this machine, and is not encrypted: leave keys= and peers= out"
+        )
+
+
 class Receipt:
     """What became of a payload that was put."""
 
@@ -110,6 +122,7 @@ class Delivery:
         release: tells the producer; called once, from any thread, must not block or lock.
         draft: of a payload that is still being written, its header without digests.
         progress: how far that one is; None if it is whole.
+        copies: times its bytes were copied in this process on their way.
     """
 
     def __init__(
@@ -120,8 +133,9 @@ class Delivery:
         *,
         draft: bytes = b"",
         progress: Progress | None = None,
+        copies: int = 0,
     ):
-        self.key = key
+        self.key, self.copies = key, copies
         self.region: Region | None = region
         self.draft, self.progress = draft, progress
         self._release = release

@@ -8,7 +8,7 @@ from functools import partial
 
 from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from ..memory import Mapping, Region
-from .base import Backend, Options
+from .base import Backend, Options, refuse_keys
 from .consumer import PooledSession, Session, SessionConsumer, closed_here
 from .inbox import Inbox
 from .messages import Abort, Location, Message
@@ -23,6 +23,7 @@ class InprocProducer(PooledProducer):
     """Payloads in memory of this process; readers of the same process get views of it."""
 
     def __init__(self, name: str, options: Options):
+        refuse_keys(f"inproc://{name}", options)
         self._sessions: set[InprocSession] = set()
         super().__init__(name, options, Mapping.anonymous)
         with _changed:
@@ -131,6 +132,7 @@ class InprocConsumer(SessionConsumer):
 
 
 def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:
+    refuse_keys(f"inproc://{name}", options)
     consumer = InprocConsumer(name)
     consumer.connect(timeout)
     return consumer

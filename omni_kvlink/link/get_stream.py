@@ -88,7 +88,7 @@ class ReceivedStream:
         except BaseException as error:
             delivery.reject(str(error) or repr(error))
             raise
-        self.ledger.nbytes = self.manifest.nbytes
+        self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
         self._layers: dict[Key, tuple[Branch, range]] = {
             (branch.name, layer): (branch, tensors)

@@ -58,7 +58,7 @@ class Received:
                 region = region_of(delivery)
                 manifest = manifest_of(delivery.key, region.view(), region.nbytes)
                 data = open_payload(manifest, region)
-            ledger.nbytes = manifest.nbytes
+            ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             received = cls(data, delivery, manifest, ledger, copier)
             if verify == "full":
@@ -134,7 +134,7 @@ def scatter(
     except WireError as error:
         delivery.reject(str(error))
         raise
-    ledger.copies = 1
+    ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started

@@ -19,7 +19,7 @@ from ...errors import (
     WireError,
 )
 from ...memory import Mapping, Region, is_sealed
-from ..base import Options
+from ..base import Options, refuse_keys
 from ..consumer import PooledSession, Session, SessionConsumer, closed_here
 from ..inbox import Inbox
 from ..loop import READ, WRITE, Loop, readable_pidfd
@@ -47,6 +47,7 @@ class ShmConsumer(SessionConsumer):
 
     def __init__(self, name: str, options: Options):
         super().__init__(f"shm://{name}")
+        refuse_keys(self._url, options)
         self._path = socket_path(name, options.directory)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 

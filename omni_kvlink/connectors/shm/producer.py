@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import WireError
 from ...memory import Mapping
-from ..base import Options
+from ..base import Options, refuse_keys
 from ..loop import READ, WRITE, readable_pidfd
 from ..messages import (
     PROTOCOL,
@@ -51,6 +51,7 @@ class ShmProducer(PooledProducer):
     """Payloads in memory files that readers map; the files have no names, so none can be left."""
 
     def __init__(self, name: str, options: Options):
+        refuse_keys(f"shm://{name}", options)
         self._path = socket_path(name, options.directory)
         self._readers: set[Reader] = set()
         self._ghosts: set[Reader] = set()

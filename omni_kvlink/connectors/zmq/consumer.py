@@ -51,6 +51,8 @@ class ZmqConsumer(RemoteConsumer):
 
     def __init__(self, transport: str, address: str, options: Options):
         self._endpoint = Endpoint(transport, address)
+        if address.endswith(":0"):
+            raise ValueError(f"{self._endpoint.url}: nobody serves port 0; producer.url names it")
         check_exposure(self._endpoint, options)
         self._options = options
         self._dialled: ZmqSession | None = None
