@@ -140,7 +140,9 @@ class Reader:
             rng = np.random.default_rng(1)
             sources: Sources = "paged" if paged else "contiguous"
             cache = make_sample("targets", Shape(**shape), rng, sources=sources).cache
-            places, parts = cache.tensors(), len(cache.layer_blocks)
+            # A tensor of torch's begins on a cache line, as an engine's do; numpy's do not.
+            places = [p if paged else torch.zeros_like(dense(p)) for p in cache.tensors()]
+            parts = len(cache.layer_blocks)
             self._made = [places[at : at + parts] for at in range(0, len(places), parts)]
         return self._made
 
