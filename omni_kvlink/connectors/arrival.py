@@ -11,9 +11,10 @@ from .. import _faults
 from ..arena import Block
 from ..errors import ClosedError, KVLinkError, PeerLostError, WireError
 from ..header import ALIGN, MAX_HEADER, MAX_TENSORS
+from ..memory import Region
 from ..wire import Manifest
 from .base import Delivery
-from .fetch import Fetch
+from .fetch import CHUNK, Fetch
 from .messages import Chunk, Committed, Layer, Offer, Outcome, short
 from .progress import Progress
 from .store import Store
@@ -35,6 +36,7 @@ class Arrival:
         release: tells the producer, and brings the memory back; callable anywhere, never blocks.
         fetching: told when it is known what to ask for.
         gift: the whole payload, if it came with the offer.
+        chunk: the most to ask for at a time.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Arrival:
         *,
         streamed: bool,
         gift: bytes = b"",
+        chunk: int = CHUNK,
     ):
         self.key, self.offer, self.streamed = key, offer, streamed
-        self.fetch: Fetch[Label] = Fetch(offer.location.nbytes + offer.draft)
+        self.fetch: Fetch[Label] = Fetch(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if streamed else None
         self.there: Future[None] = Future()
         self.there.set_running_or_notify_cancel()
@@ -126,8 +129,21 @@ class Arrival:
         nbytes = payload.nbytes
         self.fetch.check(chunk.start, nbytes)
         self._sink[chunk.start : chunk.start + nbytes] = payload
+        self.landed(chunk.start, nbytes)
+
+    def lend(self, start: int, stop: int) -> Region:
+        """Memory for bytes that are written there by somebody else, who then says `landed`."""
+        assert self._block is not None
+        return self._store.lend(self._block, start, stop - start)
+
+    def landed(self, start: int, nbytes: int) -> None:
+        """Bytes of it are in their place.
+
+        Raises:
+            WireError: the producer announced what there is not.
+        """
         _faults.point("fetch.chunk")
-        self.fetch.came(chunk.start, nbytes)
+        self.fetch.came(start, nbytes)
         self._go_on()
 
     def hear(self, message: Layer | Committed) -> None:

@@ -38,6 +38,9 @@ class Options:
         peers: of an encrypted link, who the other side may be: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
         insecure: allow a link across machines without keys.
+        ucx_tls: what UCX may send with, as in UCX_TLS: "rc,tcp".
+        ucx_devices: what of this machine's network UCX may use, as in UCX_NET_DEVICES: "eth0".
+            Loopback alone if empty; to be named where the link goes to other machines.
     """
 
     quota: int = 4 << 30
@@ -47,6 +50,8 @@ class Options:
     keys: str = ""
     peers: str = ""
     insecure: bool = False
+    ucx_tls: str = "tcp"
+    ucx_devices: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in ("pooled", "sealed"):

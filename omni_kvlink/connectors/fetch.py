@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import WireError
 
@@ -22,6 +22,13 @@ EAGER = 16 << 10
 """A payload of no more bytes travels beside its offer: asking for it would take twice as long."""
 
 Label = TypeVar("Label")
+
+
+class Pace(NamedTuple):
+    """Bytes that a reader asks for at a time, and that may be asked for and not have come."""
+
+    chunk: int
+    window: int
 
 
 class Spans:
@@ -69,14 +76,15 @@ class Fetch(Generic[Label]):
 
     Args:
         nbytes: of the payload, and of a draft behind it.
+        chunk: the most to ask for at a time.
 
     Attributes:
         unanswered: bytes asked for that have not come.
         nbytes_come: bytes that have.
     """
 
-    def __init__(self, nbytes: int):
-        self.nbytes = nbytes
+    def __init__(self, nbytes: int, chunk: int = CHUNK):
+        self.nbytes, self._chunk = nbytes, chunk
         self.unanswered = self.nbytes_come = 0
         self._planned, self._asked, self._come = Spans(), Spans(), Spans()
         self._queue: deque[tuple[int, int]] = deque()
@@ -103,7 +111,7 @@ class Fetch(Generic[Label]):
         if not self._queue:
             return None
         start, stop = self._queue[0]
-        cut = min(stop, start + CHUNK)
+        cut = min(stop, start + self._chunk)
         if cut - start > room:
             return None
         if cut == stop:

@@ -70,6 +70,11 @@ class Loop:
         self._calls.append(function)
         self._poke()
 
+    def catch_up(self) -> None:
+        """Run what was called so far; in the loop's thread only."""
+        while self._calls:
+            self._calls.popleft()()
+
     def remind(self, when: float) -> None:
         """Make sure `tick` runs at `when`."""
         if when < self._sleeps_until:
@@ -119,8 +124,7 @@ class Loop:
     def _run(self) -> None:
         try:
             while self._running:
-                while self._calls:
-                    self._calls.popleft()()
+                self.catch_up()
                 now = time.monotonic()
                 self._sleeps_until = float("inf")  # a `remind` during the tick must poke
                 self._sleeps_until = self._tick(now)

@@ -16,6 +16,8 @@ MAX_MESSAGE = 64 << 10
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
 Ending = Literal["failed", "aborted", "expired", "closed"]
 
@@ -151,6 +153,16 @@ class Chunk(_Message, frozen=True, array_like=True, tag=True):
     start: Number
 
 
+class Meet(_Message, frozen=True, array_like=True, tag=True):
+    """Both sides, where bytes travel another way: where this one is reached.
+
+    Consumer: with the secret that names each message of this connection.
+    """
+
+    address: Address
+    secret: Secret = b""
+
+
 class Abort(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: nobody waits for this key any more."""
 
@@ -173,6 +185,7 @@ Message: TypeAlias = (
     | Release
     | Fetch
     | Chunk
+    | Meet
     | Abort
 )
 

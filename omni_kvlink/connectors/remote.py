@@ -18,7 +18,7 @@ from ..header import MAX_HEADER
 from .arrival import Arrival
 from .base import Delivery, Options, Want
 from .consumer import Session, SessionConsumer, closed_here
-from .fetch import WINDOW
+from .fetch import CHUNK, WINDOW, Pace
 from .inbox import Inbox, Wanted, failure
 from .loop import Loop
 from .messages import Abort, Chunk, Committed, Failed, Fetch, Layer, Message, Offer, Release, Unwant
@@ -102,6 +102,15 @@ class RemoteSession(Session):
     @abstractmethod
     def _hang_up(self) -> None:
         """Close the connection; in the loop, once."""
+
+    @property
+    def pace(self) -> Pace:
+        """How it asks for bytes."""
+        return Pace(CHUNK, WINDOW)
+
+    def _ask(self, arrival: Arrival, start: int, stop: int) -> None:
+        """Have these bytes sent; in the loop."""
+        self._say(Fetch(arrival.offer.want, arrival.offer.epoch, start, stop))
 
     # For any thread
 
@@ -195,6 +204,7 @@ class RemoteSession(Session):
             self._fetch,
             streamed=wanted.streamed,
             gift=beside,
+            chunk=self.pace.chunk,
         )
         self._arrivals[offer.want] = arrival
         _faults.point("get.offered")
@@ -204,7 +214,7 @@ class RemoteSession(Session):
         """Ask for as much as the window allows, in turns: a small payload overtakes a large one."""
         if arrival not in self._fetching and arrival.fetch.is_hungry:
             self._fetching.append(arrival)
-        room = WINDOW - sum(one.fetch.unanswered for one in self._fetching)
+        room = self.pace.window - sum(one.fetch.unanswered for one in self._fetching)
         idle = 0
         while idle < len(self._fetching):
             one = self._fetching[0]
@@ -214,7 +224,7 @@ class RemoteSession(Session):
             else:
                 idle = 0
                 room -= span[1] - span[0]
-                self._say(Fetch(one.offer.want, one.offer.epoch, *span))
+                self._ask(one, *span)
             self._fetching.rotate(-1)
         for one in [one for one in self._fetching if not one.fetch.is_hungry]:
             self._fetching.remove(one)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -39,6 +41,8 @@ class Store:
         self._waiting: dict[Guest, int] = {}
         self._refused: set[Guest] = set()
         self._growing: Guest | None = None
+        self._lent: Counter[Block] = Counter()
+        self._parked: set[Block] = set()
         self.blocks = 0
 
     def take(self, nbytes: int, guest: Guest) -> None:
@@ -52,13 +56,22 @@ class Store:
         self._refused.discard(guest)
 
     def give(self, block: Block) -> None:
-        """A block comes back: perhaps somebody waits for it."""
+        """A block comes back; it is parked while somebody may still write to it."""
         self.blocks -= 1
-        self._pool.free(block)
-        self._refused.clear()
-        self._serve()
+        if self._lent[block]:
+            self._parked.add(block)
+        else:
+            self._free(block)
         if not self.blocks:
             self._emptied()
+
+    def lend(self, block: Block, start: int, nbytes: int) -> Region:
+        """A piece of a block for who writes to it by himself; the last view of it ends that."""
+        piece = self.region(block).slice(start, nbytes)
+        self._lent[block] += 1
+        back = partial(self._loop.call, partial(self._returned, block))
+        weakref.finalize(piece.span, back).atexit = False
+        return piece
 
     def region(self, block: Block) -> Region:
         return self._pool.region(block)
@@ -69,6 +82,20 @@ class Store:
     def close(self) -> None:
         self._waiting.clear()
         self._pool.close()
+
+    def _returned(self, block: Block) -> None:
+        self._lent[block] -= 1
+        if not self._lent[block]:
+            del self._lent[block]
+            if block in self._parked:
+                self._parked.discard(block)
+                self._free(block)
+
+    def _free(self, block: Block) -> None:
+        """Perhaps somebody waits for it."""
+        self._pool.free(block)
+        self._refused.clear()
+        self._serve()
 
     def _serve(self) -> None:
         """Whoever fits goes first: a large payload that waits for room holds up no small one."""
@@ -112,7 +139,7 @@ class Store:
     def _refuse(self, guest: Guest, error: KVLinkError) -> None:
         """Wait for a block to come back, if one can, and if that would do."""
         is_room = isinstance(error, CapacityError) and self._waiting[guest] <= self._pool.quota
-        if is_room and self.blocks:
+        if is_room and (self.blocks or self._parked):
             self._refused.add(guest)
         else:
             del self._waiting[guest]

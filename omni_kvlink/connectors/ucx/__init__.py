@@ -1,6 +1,10 @@
-"""UCX for a payload's bytes; the control messages go another way."""
+"""`ucx://host:port`: control over ZMQ, a payload's bytes by UCX."""
 
 from __future__ import annotations
+
+from ..base import Backend, Options
+from .consumer import UcxConsumer
+from .producer import UcxProducer
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
 
@@ -16,3 +20,16 @@ def unavailable() -> str | None:
     except Exception as error:  # its C++ side reports a broken installation in many types
         return f"ucxx is broken ({type(error).__name__}: {error}); {INSTALL}"
     return None
+
+
+def _connect(address: str, options: Options, timeout: float) -> UcxConsumer:
+    consumer = UcxConsumer(address, options)
+    try:
+        consumer.connect(timeout)
+    except BaseException:
+        consumer.close()
+        raise
+    return consumer
+
+
+BACKEND = Backend(serve=UcxProducer, connect=_connect, unavailable=unavailable)

@@ -144,6 +144,11 @@ class Plane:
         """Wait no longer: `done(TimeoutError)`, unless it was called before."""
         self._call(lambda: self._abandon(request))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the plane's own thread."""
+        return self._loop.is_here
+
     def stats(self) -> dict[str, Any]:
         """What UCX uses, and counts of requests, messages and quarantined bytes, as JSON values."""
         active = list(self._active)
@@ -245,10 +250,13 @@ class Plane:
 
     def _tick(self, now: float) -> float:
         """Everything that can be done now; then sleep, unless UCX has more."""
+        if self._worker is None:
+            return float("inf")
+        self._worker.progress()
+        self._loop.catch_up()  # a receive, whose message may be among what just came
         worker = self._worker
         if worker is None:
             return float("inf")
-        worker.progress()
         posted = self._match(worker)
         self._harvest(worker)
         self._bury(worker)

@@ -49,10 +49,10 @@ _LARGEST_LESSON = 31 << 20
 class ZmqConsumer(RemoteConsumer):
     """The reading end of `zmq+tcp://host:port` and `zmq+ipc:///path`."""
 
-    def __init__(self, transport: str, address: str, options: Options):
-        self._endpoint = Endpoint(transport, address)
-        if address.endswith(":0"):
-            raise ValueError(f"{self._endpoint.url}: nobody serves port 0; producer.url names it")
+    def __init__(self, endpoint: Endpoint, options: Options):
+        self._endpoint = endpoint
+        if endpoint.transport == "tcp" and endpoint.address.endswith(":0"):
+            raise ValueError(f"{endpoint.url}: nobody serves port 0; the producer's url names it")
         check_exposure(self._endpoint, options)
         self._options = options
         self._dialled: ZmqSession | None = None
@@ -65,8 +65,7 @@ class ZmqConsumer(RemoteConsumer):
             raise
 
     def _open(self, timeout: float) -> Session:
-        session = ZmqSession(self._endpoint, self._options, self._context, self._loop, self._store)
-        self._dialled = session
+        session = self._dialled = self._make_session()
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.dial)
@@ -78,6 +77,9 @@ class ZmqConsumer(RemoteConsumer):
                 raise session.unanswered(timeout) from None
             raise
         return session
+
+    def _make_session(self) -> ZmqSession:
+        return ZmqSession(self._endpoint, self._options, self._context, self._loop, self._store)
 
     def _interrupt(self) -> None:
         if self._dialled is not None:
@@ -231,6 +233,10 @@ class ZmqSession(RemoteSession):
             self._redial()
             return
         self._greeted = True
+        self._welcomed()
+
+    def _welcomed(self) -> None:
+        """Hands were shaken."""
         self.answer()
 
     def _redial(self) -> None:

@@ -23,23 +23,25 @@ class Endpoint:
     Attributes:
         transport: "tcp" or "ipc".
         address: `host:port`, port 0 for any; or an absolute path.
+        scheme: of the link's URL, if it is not ZMQ's own.
     """
 
     transport: str
     address: str
+    scheme: str = ""
 
     def __post_init__(self) -> None:
         if self.transport == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
                 raise ValueError(
-                    f"zmq+ipc://{self.address}: wanted an absolute path of at most 100 bytes, "
+                    f"{self.url}: wanted an absolute path of at most 100 bytes, "
                     "as in zmq+ipc:///run/user/1000/kvlink/bagel.sock"
                 )
             return
         host, _, port = self.address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError(
-                f"zmq+tcp://{self.address}: wanted host:port, as in zmq+tcp://127.0.0.1:7000"
+                f"{self.url}: wanted host:port, as in {self.url.partition(':')[0]}://127.0.0.1:7000"
             )
 
     @property
@@ -48,7 +50,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        return f"zmq+{self.text}"
+        return f"{self.scheme or 'zmq+' + self.transport}://{self.address}"
 
     @property
     def is_local(self) -> bool:

@@ -13,7 +13,7 @@ import zmq
 from ... import _faults
 from ...arena import Block
 from ...errors import WireError
-from ...memory import Mapping
+from ...memory import Mapping, Region
 from ..base import Options
 from ..fetch import CHUNK, EAGER, WINDOW
 from ..messages import (
@@ -38,8 +38,6 @@ from .security import Gate, check_exposure, protect_server
 from .sockets import Port, is_broken
 
 MAX_PEERS = 1024
-_MOST_AHEAD = 2 * WINDOW
-"""Bytes of one reader that may be on their way, and again that may wait for that."""
 _RETRY_SECONDS = 1.0
 
 
@@ -63,8 +61,11 @@ class ZmqProducer(PooledProducer):
     reused only when every chunk of it was let go of (`_flying`, `_doomed`).
     """
 
-    def __init__(self, transport: str, address: str, options: Options):
-        self._endpoint = Endpoint(transport, address)
+    most_ahead = 2 * WINDOW
+    """Bytes of one reader that may be on their way, and again that may wait for that."""
+
+    def __init__(self, endpoint: Endpoint, options: Options):
+        self._endpoint = endpoint
         check_exposure(self._endpoint, options)
         self._hello = own_hello()
         self._readers: dict[bytes, Reader] = {}
@@ -168,16 +169,20 @@ class ZmqProducer(PooledProducer):
             message = decode(frames[1].bytes)
             if reader is None:
                 self._greet(identity, frames[1], message)
-            elif isinstance(message, Fetch):
-                self._on_fetch(reader, message)
             else:
-                if isinstance(message, Release):
-                    self._forget_fetches(reader, message.want)
-                self._on_message(reader, message)
+                self._hear(reader, message)
         except WireError:
             self._count("bad message")
             if reader is not None:
                 self._turn_out(reader, "it sent what is no message of this protocol")
+
+    def _hear(self, reader: Reader, message: Message) -> None:
+        if isinstance(message, Fetch):
+            self._on_fetch(reader, message)
+            return
+        if isinstance(message, Release):
+            self._forget_fetches(reader, message.want)
+        self._on_message(reader, message)
 
     def _greet(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
@@ -251,7 +256,7 @@ class ZmqProducer(PooledProducer):
 
     def _on_fetch(self, reader: Reader, fetch: Fetch) -> None:
         nbytes = fetch.stop - fetch.start
-        if nbytes <= 0 or nbytes + reader.waiting > _MOST_AHEAD:
+        if nbytes <= 0 or nbytes + reader.waiting > self.most_ahead:
             raise WireError("a reader asks for no more than it takes")
         reader.asked.append(fetch)
         self._pour(reader)
@@ -261,7 +266,7 @@ class ZmqProducer(PooledProducer):
 
     def _pour(self, reader: Reader) -> None:
         """Send what was asked for, unless too much of it waits on its way already."""
-        while reader.asked and reader.flying < _MOST_AHEAD:
+        while reader.asked and reader.flying < self.most_ahead:
             fetch = reader.asked.popleft()
             with self._lock:
                 transfer = self._exchange.leased(reader, fetch.want, fetch.epoch)
@@ -274,13 +279,16 @@ class ZmqProducer(PooledProducer):
                 self._count("bad message")
                 self._turn_out(reader, "it asked for bytes beyond the payload")
                 return
-            for start in range(fetch.start, fetch.stop, CHUNK):
-                stop = min(fetch.stop, start + CHUNK)
-                self._send_chunk(reader, fetch, transfer, start, stop)
+            self._answer(reader, fetch, transfer)
 
-    def _send_chunk(
-        self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
-    ) -> None:
+    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+        for start in range(fetch.start, fetch.stop, CHUNK):
+            piece = self._take_off(reader, transfer, start, min(fetch.stop, start + CHUNK))
+            header = encode(Chunk(fetch.want, fetch.epoch, start))
+            self._say(reader, [header, piece.view()], copy=False)
+
+    def _take_off(self, reader: Reader, transfer: Transfer, start: int, stop: int) -> Region:
+        """A piece of a payload to send from; its memory stays until the last view is gone."""
         _faults.point("send.chunk")
         block, nbytes = _block(transfer), stop - start
         piece = self._pool.region(block).slice(SLOT + start, nbytes)
@@ -289,11 +297,10 @@ class ZmqProducer(PooledProducer):
         reader.flying += nbytes
         landed = partial(self._landed, reader, block, nbytes)
         weakref.finalize(piece.span, self._loop.call, landed).atexit = False
-        header = encode(Chunk(fetch.want, fetch.epoch, start))
-        self._say(reader, [header, piece.view()], copy=False)
+        return piece
 
     def _landed(self, reader: Reader, block: Block, nbytes: int) -> None:
-        """ZMQ let go of a chunk: sent, or dropped with its connection."""
+        """A piece was let go of: sent, or dropped with its connection."""
         reader.flying -= nbytes
         with self._lock:
             self._flying[block] -= nbytes
@@ -327,6 +334,8 @@ class ZmqProducer(PooledProducer):
         self._port.close()
         if self._gate is not None:
             self._gate.close()
+        for reader in self._readers.values():
+            reader.asked.clear()  # what lands later asks for no more
         self._readers.clear()
         self._endpoint.leave(self._context)
 

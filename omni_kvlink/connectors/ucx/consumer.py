@@ -1,0 +1,135 @@
+"""The connecting end: as over ZMQ, but UCX writes what was asked for to its place."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import Any
+
+from ...errors import ClosedError, KVLinkError, PeerLostError, WireError
+from ..arrival import Arrival
+from ..base import Options
+from ..fetch import Pace
+from ..messages import Chunk, Meet, Message, Release, unexpected
+from ..zmq.consumer import ZmqConsumer, ZmqSession
+from .exposure import PACE, endpoint_of, settings_of
+from .plane import Endpoint, Plane, Request
+from .tags import Tags
+
+
+class UcxConsumer(ZmqConsumer):
+    """The reading end of `ucx://host:port`; one plane, whatever becomes of its sessions."""
+
+    def __init__(self, address: str, options: Options):
+        self._plane: Plane | None = None
+        super().__init__(endpoint_of(address), options)
+        try:
+            self._plane = Plane(settings_of(self._endpoint, options))
+        except BaseException:
+            self.close()
+            raise
+
+    def health(self) -> dict[str, Any]:
+        return {**super().health(), "ucx": self._must().stats()}
+
+    def close(self) -> None:
+        if self._plane is not None and self._plane.is_here:  # a forgotten link, collected there
+            threading.Thread(target=super().close, name="kvlink-close", daemon=True).start()
+        else:
+            super().close()
+
+    def _make_session(self) -> UcxSession:
+        return UcxSession(
+            self._must(), self._endpoint, self._options, self._context, self._loop, self._store
+        )
+
+    def _shut(self) -> None:
+        super()._shut()
+        if self._plane is not None:
+            self._plane.close()
+
+    def _must(self) -> Plane:
+        assert self._plane is not None
+        return self._plane
+
+
+class UcxSession(ZmqSession):
+    """One connection: ZMQ's, and beside it one of UCX."""
+
+    def __init__(self, plane: Plane, *base: Any):
+        super().__init__(*base)
+        self._plane, self._tags = plane, Tags.new()
+        self._peer: Endpoint | None = None
+        self._requests: dict[int, dict[int, Request]] = {}
+
+    @property
+    def pace(self) -> Pace:
+        return PACE
+
+    # In the loop's thread
+
+    def on_message(self, message: Message, beside: bytes = b"") -> None:
+        if isinstance(message, Meet):
+            self._meet(message)
+        elif self._peer is None:
+            raise WireError(f"{self._url} does not say where UCX reaches it")
+        else:
+            super().on_message(message, beside)
+
+    def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
+        unexpected(chunk)
+
+    def _welcomed(self) -> None:
+        self._carry(Meet(self._plane.address, self._tags.secret))
+
+    def _meet(self, meet: Meet) -> None:
+        if self._peer is not None:
+            raise WireError(f"{self._url} said twice where it is")
+        self._peer = self._plane.connect(meet.address)
+        self.answer()
+
+    def _ask(self, arrival: Arrival, start: int, stop: int) -> None:
+        """Receive first: UCX throws away what nobody waits for."""
+        assert self._peer is not None
+        want, region = arrival.offer.want, arrival.lend(start, stop)
+        tag = self._tags.of(want, arrival.offer.epoch, start, stop)
+        came = partial(self._came, want, start, stop - start)
+        try:
+            request = self._plane.receive(
+                self._peer, region, tag, lambda error: self._loop.call(partial(came, error))
+            )
+        except ClosedError as error:
+            self._loop.call(partial(self.end, PeerLostError(f"{self._url}: {error}")))
+            return
+        self._requests.setdefault(want, {})[start] = request
+        super()._ask(arrival, start, stop)
+
+    def _came(self, want: int, start: int, nbytes: int, error: BaseException | None) -> None:
+        """UCX is done with a piece; of a payload that was let go of, nobody cares."""
+        self._requests.get(want, {}).pop(start, None)
+        arrival = self._arrivals.get(want)
+        if arrival is None or self._over:
+            return
+        try:
+            if error is None:
+                arrival.landed(start, nbytes)
+            elif isinstance(error, WireError):
+                raise error
+            elif not isinstance(error, TimeoutError):
+                raise PeerLostError(f"{self._url}: {error}")
+        except KVLinkError as problem:
+            self.end(problem)
+
+    def _release(self, message: Message) -> None:
+        super()._release(message)
+        assert isinstance(message, Release)
+        for request in self._requests.pop(message.want, {}).values():
+            with contextlib.suppress(ClosedError):
+                self._plane.abandon(request)
+
+    def _hang_up(self) -> None:
+        super()._hang_up()
+        if self._peer is not None:
+            with contextlib.suppress(ClosedError):
+                self._plane.disconnect(self._peer)

@@ -1,0 +1,40 @@
+"""What UCX may open for a link: nothing to other machines, unless the link itself goes there."""
+
+from __future__ import annotations
+
+from ...errors import ConnectorError
+from ..base import Options
+from ..fetch import Pace
+from ..zmq.endpoint import Endpoint
+from .settings import Settings
+
+LOOPBACK = "lo"
+PACE = Pace(64 << 20, 128 << 20)
+"""One message is fastest; with two on their way nothing waits between them, a small payload waits
+for no more than these, and what a frozen peer keeps from being reused is no more either."""
+
+
+def endpoint_of(address: str) -> Endpoint:
+    """Where control goes."""
+    return Endpoint("tcp", address, "ucx")
+
+
+def settings_of(endpoint: Endpoint, options: Options) -> Settings:
+    """Keys and `insecure` were checked: they are what lets control out of this machine.
+
+    Raises:
+        ConnectorError: it would be open to others than the link is, or reach nobody.
+    """
+    devices = options.ucx_devices
+    if endpoint.is_local and devices not in ("", LOOPBACK):
+        raise ConnectorError(
+            f"{endpoint.url} is for this machine alone, ucx_devices={devices!r} is not: UCX asks "
+            "nobody who he is; serve an address of the network that you trust"
+        )
+    if not endpoint.is_local and not devices:
+        raise ConnectorError(
+            f"{endpoint.url} goes to other machines: name the device by which UCX reaches them, "
+            "as in ucx_devices=eth0 (`ucx_info -d` lists them); UCX neither encrypts nor asks who "
+            "somebody is, so that network must be trusted"
+        )
+    return Settings(options.ucx_tls, devices or LOOPBACK)

@@ -1,0 +1,105 @@
+"""The serving end: as over ZMQ, but bytes leave by UCX, one message for each range asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...errors import ClosedError, PeerLostError, WireError
+from ..base import Options
+from ..messages import Fetch, Meet, Message, encode
+from ..transfer import Transfer
+from ..zmq.producer import Reader, ZmqProducer
+from .exposure import PACE, endpoint_of, settings_of
+from .plane import Endpoint, Plane
+from .tags import Tags
+
+
+class Met(NamedTuple):
+    """How a reader is reached by UCX, and what its messages are called."""
+
+    endpoint: Endpoint
+    tags: Tags
+
+
+class UcxProducer(ZmqProducer):
+    """The serving end of `ucx://host:port`."""
+
+    most_ahead = 2 * PACE.window
+
+    def __init__(self, address: str, options: Options):
+        self._met: dict[Reader, Met] = {}
+        super().__init__(endpoint_of(address), options)
+
+    def _open(self, options: Options) -> None:
+        self._plane = Plane(settings_of(self._endpoint, options))
+        try:
+            super()._open(options)
+        except BaseException:
+            self._plane.close()
+            raise
+
+    def health(self) -> dict[str, Any]:
+        return {**super().health(), "ucx": self._plane.stats()}
+
+    def close(self) -> None:
+        if self._plane.is_here:  # a forgotten link, collected in the thread that closing waits for
+            threading.Thread(target=super().close, name="kvlink-close", daemon=True).start()
+        else:
+            super().close()
+
+    # In the loop's thread
+
+    def _hear(self, reader: Reader, message: Message) -> None:
+        if isinstance(message, Meet):
+            self._meet(reader, message)
+        elif reader in self._met:
+            super()._hear(reader, message)
+        else:
+            self._count("bad message")
+            self._turn_out(reader, "this link is ucx://, and it did not say where UCX reaches it")
+
+    def _meet(self, reader: Reader, meet: Meet) -> None:
+        if reader in self._met:
+            raise WireError("a reader says once where it is")
+        try:
+            tags = Tags(meet.secret)
+            self._met[reader] = Met(self._plane.connect(meet.address), tags)
+        except ClosedError as error:
+            self._turn_out(reader, str(error))
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        else:
+            self._say(reader, [encode(Meet(self._plane.address))])
+
+    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+        met = self._met[reader]
+        tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
+        piece = self._take_off(reader, transfer, fetch.start, fetch.stop)
+        with contextlib.suppress(ClosedError):  # this link ends
+            self._plane.send(met.endpoint, piece, tag, partial(self._sent, reader))
+
+    def _sent(self, reader: Reader, error: BaseException | None) -> None:
+        """In UCX's thread; the memory comes back by the end of its piece, not by this."""
+        if isinstance(error, PeerLostError):
+            self._loop.call(partial(self._cut_off, reader, str(error)))
+
+    def _cut_off(self, reader: Reader, why: str) -> None:
+        """Control may still stand: the reader would wait in vain."""
+        if reader in self._met:
+            self._turn_out(reader, f"UCX does not reach it: {why}")
+
+    def _drop(self, reader: Reader) -> None:
+        super()._drop(reader)
+        met = self._met.pop(reader, None)
+        if met is not None:
+            with contextlib.suppress(ClosedError):
+                self._plane.disconnect(met.endpoint)
+
+    def _disconnect(self) -> None:
+        """Last words first: a reader that UCX lost already would not wait for them."""
+        super()._disconnect()
+        self._plane.close()
+        self._met.clear()
