@@ -9,13 +9,18 @@ from ...errors import PeerLostError, UnavailableError
 from ...memory import Region
 from .settings import Settings
 
+_QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
+
 
 def load() -> tuple[Any, Any]:
     """ucxx's modules; the environment, which ucxx changes as it is imported, is put back.
 
     A child process shall not inherit it, and UCX complains about it on the standard output.
+    What else it says there, such as that a peer is gone, our errors say better.
     """
     before = set(os.environ)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     from ucxx._lib import arr, libucxx
 
     for name in set(os.environ) - before:
