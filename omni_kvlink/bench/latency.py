@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,14 +18,34 @@ from .pair import Pair, open_pair
 from .payloads import BLOCK, Shape, Sources, make_bundle, make_sample
 from .peer import Message, faults
 from .plain import PlainCopy
-from .raw_tcp import Sender
+from .raw_tcp import Sender, Told
 from .stats import Summary
 from .threads import torch_threads
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
-OVER_SOCKETS = ("zmq+tcp", "zmq+ipc")
 BESIDE = ("put", "release", "plain_copy", "pipe_wake")
+
+
+class Yardstick(NamedTuple):
+    """What moves as many bytes and does nothing else, and how much longer a link may take."""
+
+    name: str
+    text: str
+    limit: float
+
+
+RAW_TCP = Yardstick("raw_tcp", "one raw TCP connection", 1.4)
+BARE_UCX = Yardstick("bare_ucx", "one bare ucxx tag send", 1.15)
+YARDSTICKS = {"zmq+tcp": RAW_TCP, "zmq+ipc": RAW_TCP, "ucx": BARE_UCX}
+
+
+class Bare(Protocol):
+    """The sending end of a yardstick."""
+
+    def seconds(self) -> float: ...
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +84,7 @@ class Round:
     pipe_wake: float
     producer_faults: int
     reader_faults: int
-    raw_tcp: float = 0.0
+    bare: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +108,14 @@ class Result:
         return Summary.of([round.total / round.plain_copy for round in self.rounds])
 
     @property
-    def raw_tcp_ratio(self) -> float | None:
-        """The same over one raw TCP connection; of links that go over a network."""
-        raw = self.milliseconds("raw_tcp").p50
-        return self.milliseconds("total").p50 / raw if raw else None
+    def yardstick(self) -> Yardstick | None:
+        """Of links that go over a network."""
+        return YARDSTICKS.get(self.setup.connector)
+
+    @property
+    def bare_ratio(self) -> float:
+        """Median of the whole trip over that of the yardstick."""
+        return self.milliseconds("total").p50 / self.milliseconds("bare").p50
 
     @property
     def beyond_copy(self) -> Summary:
@@ -122,8 +146,8 @@ class Result:
             "plain_copy": self.plain,
             "ratio": round(self.ratio, 4),
             "ratio_by_round": self.ratio_by_round.to_dict(),
-            "raw_tcp_ms": self.milliseconds("raw_tcp").to_dict() if self.raw_tcp_ratio else None,
-            "raw_tcp_ratio": self.raw_tcp_ratio and round(self.raw_tcp_ratio, 4),
+            **self._beside(RAW_TCP),
+            **self._beside(BARE_UCX),
             "beyond_copy_ms": self.beyond_copy.to_dict(),
             "gigabytes_per_second": round(self.rate / 1e9, 3),
             "minor_faults": {
@@ -131,6 +155,13 @@ class Result:
                 for side in ("producer", "reader")
             },
             "idle_cpu_percent": self.idle,
+        }
+
+    def _beside(self, yardstick: Yardstick) -> dict[str, Any]:
+        is_it = self.yardstick is yardstick
+        return {
+            f"{yardstick.name}_ms": self.milliseconds("bare").to_dict() if is_it else None,
+            f"{yardstick.name}_ratio": round(self.bare_ratio, 4) if is_it else None,
         }
 
 
@@ -158,24 +189,35 @@ def _measure(setup: Setup, step: Callable[[], None]) -> Result:
         mode=setup.mode,
         quota=quota,
     ) as pair:
-        raw = Sender(pair.peer, setup.shape.nbytes) if setup.connector in OVER_SOCKETS else None
+        bare = _bare(setup.connector, pair.peer, setup.shape.nbytes)
         rounds = list[Round]()
         for _ in range(setup.warmup + setup.rounds):
-            one, receipt = _round(pair, data, setup.verify, plain, raw)
+            one, receipt = _round(pair, data, setup.verify, plain, bare)
             rounds.append(one)
             step()
         idle = _idle(pair, setup.idle) if setup.idle else None
-        if raw is not None:
-            raw.close()
+        if bare is not None:
+            bare.close()
     cold = rounds[0] if setup.warmup else None
     return Result(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
 
 
+def _bare(connector: str, peer: Told, nbytes: int) -> Bare | None:
+    """The yardstick's sending end, for links that have one."""
+    if connector not in YARDSTICKS:
+        return None
+    if YARDSTICKS[connector] is RAW_TCP:
+        return Sender(peer, nbytes)
+    from .raw_ucx import Sender as UcxSender
+
+    return UcxSender(peer, nbytes)
+
+
 def _round(
-    pair: Pair, data: Payload, verify: str, plain: PlainCopy, raw: Sender | None
+    pair: Pair, data: Payload, verify: str, plain: PlainCopy, bare: Bare | None
 ) -> tuple[Round, Receipt]:
     plain_copy, pipe_wake = plain.seconds(), _pipe_wake(pair)
-    raw_tcp = 0.0 if raw is None else raw.seconds()
+    bare_seconds = 0.0 if bare is None else bare.seconds()
     pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=verify)
     pair.await_reader()
     before = faults(own_thread=pair.own_thread)
@@ -196,7 +238,7 @@ def _round(
             pipe_wake=pipe_wake,
             producer_faults=faults(own_thread=pair.own_thread) - before,
             reader_faults=reader["faults"],
-            raw_tcp=raw_tcp,
+            bare=bare_seconds,
         ),
         receipt,
     )
@@ -252,8 +294,9 @@ def bars(result: Result) -> list[dict[str, Any]]:
         if setup.paged:
             limit = (f"{label}, paged", result.ratio, 1.6)
         found.append(limit)
-    if result.raw_tcp_ratio and shape.nbytes >= 100 << 20 and setup.digests:
-        found.append(("total / one raw TCP connection", result.raw_tcp_ratio, 1.4))
+    yardstick = result.yardstick
+    if yardstick and shape.nbytes >= 100 << 20 and setup.digests:
+        found.append((f"total / {yardstick.text}", result.bare_ratio, yardstick.limit))
     if result.idle:
         found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
     return [

@@ -202,5 +202,6 @@ def _address(connector: str) -> str:
     name = f"bench-{os.getpid()}-{os.urandom(3).hex()}"
     return {
         "zmq+tcp": "127.0.0.1:0",
+        "ucx": "127.0.0.1:0",
         "zmq+ipc": f"{tempfile.gettempdir()}/kvlink-{os.geteuid()}/{name}.sock",
     }.get(connector, name)

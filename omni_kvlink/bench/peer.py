@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from .raw_tcp import Receiver
 Message: TypeAlias = dict[str, Any]
 
 
+class Raw(Protocol):
+    """The receiving end of a yardstick."""
+
+    def receive(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 def faults(*, own_thread: bool) -> int:
     """Minor page faults so far, of the process or of this thread alone."""
     who = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
@@ -38,7 +46,7 @@ class Reader:
     def __init__(self, *, own_thread: bool):
         self._own_thread = own_thread
         self._link: KVLink | None = None
-        self._raw: Receiver | None = None
+        self._raw: Raw | None = None
         self._made: list[list[Place]] = []
 
     def answer(self, command: Message) -> Message:
@@ -122,6 +130,13 @@ class Reader:
         """Prepare to take so many bytes from a raw TCP connection, again and again."""
         self._raw = Receiver(port, nbytes)
         return {"opened": port}
+
+    def do_raw_ucx_open(self, *, address: str, nbytes: int) -> Message:
+        """The same by ucxx."""
+        from .raw_ucx import Receiver as UcxReceiver
+
+        self._raw = receiver = UcxReceiver(address, nbytes)
+        return {"address": receiver.address}
 
     def do_raw_receive(self) -> Message:
         assert self._raw is not None

@@ -56,12 +56,15 @@ def _row(name: str, summary: Summary) -> list[str]:
     return [name.replace("_", " "), *(f"{value:.3f}" for value in values), _MEANING[name]]
 
 
-def _raw_tcp_lines(result: Result) -> list[str]:
-    if result.raw_tcp_ratio is None:
+def _bare_lines(result: Result) -> list[str]:
+    yardstick = result.yardstick
+    if yardstick is None:
         return []
-    raw = result.milliseconds("raw_tcp")
-    text = f"total = {result.raw_tcp_ratio:.2f} × one raw TCP connection, which took {raw.p50:.3f}"
-    return [wrapped("raw tcp", f"{text} ms ({raw.min:.3f} to {raw.max:.3f})")]
+    bare = result.milliseconds("bare")
+    text = f"total = {result.bare_ratio:.2f} × {yardstick.text}, which took {bare.p50:.3f}"
+    return [
+        wrapped(yardstick.name.replace("_", " "), f"{text} ms ({bare.min:.3f} to {bare.max:.3f})")
+    ]
 
 
 def _lines(result: Result) -> list[str]:
@@ -75,7 +78,7 @@ def _lines(result: Result) -> list[str]:
             f"total = {result.ratio:.2f} × a plain copy (round by round {by_round.min:.2f} to "
             f"{by_round.max:.2f}), copy alone {copy:.2f} ×; plain copy: {result.plain}",
         ),
-        *_raw_tcp_lines(result),
+        *_bare_lines(result),
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
         wrapped(
             "beyond",

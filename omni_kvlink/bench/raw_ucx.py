@@ -1,0 +1,51 @@
+"""The yardstick of `ucx://`: as many bytes by one bare ucxx tag send, set up as the plane is."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..connectors.ucx.settings import Settings
+from .bare_ucx import Bare
+from .raw_tcp import Told
+
+_PATIENCE = 60.0
+
+
+class Sender:
+    """Sends from a warm buffer to a `Receiver` in the reader's process."""
+
+    def __init__(self, peer: Told, nbytes: int):
+        self._peer = peer
+        self._bare = Bare(np.ones(nbytes, np.uint8), Settings().options())
+        peer.tell(do="raw_ucx_open", address=self._bare.address, nbytes=nbytes)
+        self._bare.meet(peer.answer(timeout=_PATIENCE)["address"])
+
+    def seconds(self) -> float:
+        """From the sending to the last byte's arrival."""
+        self._peer.tell(do="raw_receive")
+        started = time.monotonic_ns()
+        self._bare.send()
+        return 1e-9 * (int(self._peer.answer(timeout=_PATIENCE)["received"]) - started)
+
+    def close(self) -> None:
+        self._bare.close()
+
+
+class Receiver:
+    """Receives to a warm buffer."""
+
+    def __init__(self, address: str, nbytes: int):
+        self._bare = Bare(np.zeros(nbytes, np.uint8) + np.uint8(1), Settings().options())
+        self._bare.meet(address)
+        self.address = self._bare.address
+
+    def receive(self) -> int:
+        """Take everything; the moment of the last byte, in monotonic nanoseconds."""
+        self._bare.receive()
+        self._bare.wait()
+        return time.monotonic_ns()
+
+    def close(self) -> None:
+        self._bare.close()
