@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -12,14 +13,23 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.fetch import Pace
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
 from omni_kvlink.connectors.zmq import producer as zmq_producer
-from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing import (
+    CONNECTOR_CHECKS,
+    delivery_checks,
+    stream_checks,
+    stream_ending_checks,
+)
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import Handle, ProcessPeer, Rig, ThreadPeer
+from omni_kvlink.testing.rig import ProcessPeer, Rig, ThreadPeer
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+
+def fresh_url() -> str:
+    return f"ucx://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +39,31 @@ def process() -> Iterator[ProcessPeer]:
     peer.end()
 
 
-@pytest.fixture(params=["processes", "bits"])
-def rig(
-    request: pytest.FixtureRequest, process: ProcessPeer, monkeypatch: pytest.MonkeyPatch
-) -> Rig:
-    handle: Handle = process
-    if request.param == "bits":  # so that also small payloads go by UCX, and in many pieces
-        handle = ThreadPeer()
-        monkeypatch.setattr(zmq_producer, "EAGER", 0)
-        monkeypatch.setattr(ucx_consumer, "PACE", Pace(1000, 8000))
-    return Rig(lambda: f"ucx://127.0.0.1:{free_port()}", {}, handle)
+@pytest.fixture
+def rig(process: ProcessPeer) -> Rig:
+    return Rig(fresh_url, {}, process)
+
+
+@pytest.fixture
+def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Also small payloads go by UCX, and in many pieces."""
+    monkeypatch.setattr(zmq_producer, "EAGER", 0)
+    monkeypatch.setattr(ucx_consumer, "PACE", Pace(1000, 8000))
+    return Rig(fresh_url, {}, ThreadPeer())
 
 
 @pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
 def test_connector(check: Check, rig: Rig) -> None:
     run_check(check, rig)
+
+
+IN_BITS = [
+    check
+    for check in CONNECTOR_CHECKS
+    if inspect.getmodule(check) in (delivery_checks, stream_checks, stream_ending_checks)
+]
+
+
+@pytest.mark.parametrize("check", IN_BITS, ids=lambda check: check.__name__[6:])
+def test_in_bits(check: Check, rig_of_bits: Rig) -> None:
+    run_check(check, rig_of_bits)

@@ -1,4 +1,4 @@
-"""`ucx://` between real processes, killed and frozen: a payload, or a typed error, and no torn byte."""
+"""`ucx://` between real processes, killed and frozen: exact bytes, or a typed error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from battle import Field, Start, kill, timed
@@ -18,7 +20,16 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.zmq import sockets as zmq_sockets
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, Remote, expect, until, until_freed
+from omni_kvlink.testing.rig import (
+    PATIENCE,
+    SLACK,
+    PeerGone,
+    ProcessPeer,
+    Remote,
+    expect,
+    until,
+    until_freed,
+)
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
@@ -28,7 +39,8 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 NOTICED = 1.0
 """Seconds from a kill to every survivor's answer; on loopback it takes milliseconds."""
 BIG = sized("k", 3 << 20)
-HUGE = sized("k", 200 << 20)
+HUGE_NBYTES = 96 << 20
+HUGE = sized("k", HUGE_NBYTES)
 """Takes so long that its sender can be stopped amid it."""
 
 
@@ -49,7 +61,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 # The producer dies
 
 
-@pytest.mark.parametrize("point", ["publish.before", "publish.after", "send.chunk"])
+@pytest.mark.parametrize("point", ["publish.after", "send.chunk"])
 def test_producer_killed(field: Field, start: Start, point: str) -> None:
     """The payload arrives whole, or the reader learns at once that it will not."""
     victim = start({point: "kill"})
@@ -111,20 +123,16 @@ def test_writer_killed_between_layers(field: Field, start: Start) -> None:
 # A reader dies
 
 
-@pytest.mark.parametrize("how", ["hold", "get.offered", "fetch.chunk", "get.mapped"])
-def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> None:
+@pytest.mark.parametrize("point", ["fetch.chunk", "get.mapped"])
+def test_reader_killed_while_leased(field: Field, start: Start, point: str) -> None:
     """What a dead reader had, or was fetching, is there for the next one."""
-    victim = start({how: "kill"} if "." in how else None)
+    victim = start({point: "kill"})
     producer = field.serve()
     dying, reader = field.connect_at(victim), field.connect()
     receipt = producer.put(BIG.make())
-    taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
-    if "." in how:
-        victim.process.wait(PATIENCE)
-        moment = time.monotonic()
-    else:
-        taken.result(PATIENCE)
-        moment = kill(victim)
+    dying.ask("get", key="k", timeout=PATIENCE)
+    victim.process.wait(PATIENCE)
+    moment = time.monotonic()
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     assert waiting.result(PATIENCE) == fingerprint(BIG.make())
     assert time.monotonic() - moment < NOTICED
@@ -136,11 +144,29 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
 # Frozen
 
 
-def stopped_amid(reader: Remote, victim_pid: int) -> float:
-    """Stop the producer when it has sent a part; the moment."""
-    until(lambda: reader.do("stats")["ucx"]["active"] == 1, "its bytes are coming")
-    os.kill(victim_pid, signal.SIGSTOP)
-    return time.monotonic()
+def stop_amid(victim: ProcessPeer, producer: Remote, reader: Remote, timeout: float) -> Future[Any]:
+    """A `get` whose producer was stopped when it had sent a part."""
+    for _ in range(20):
+        producer.do("put", recipe=HUGE.to_dict())
+        waiting = reader.ask("get", key="k", timeout=timeout)
+        until(lambda w=waiting: w.done() or active(reader), "its bytes are coming")
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)  # what is in the sockets comes all the same
+        if active(reader):
+            return waiting
+        os.kill(victim.process.pid, signal.SIGCONT)
+        assert waiting.result(PATIENCE) == fingerprint(HUGE.make())
+        until(lambda: producer.do("stats")["transfers"]["live"] == 0, "it was read")
+    raise AssertionError("the producer could not be stopped in time")
+
+
+def held(stats: dict[str, Any]) -> int:
+    """Pieces that UCX has the memory of."""
+    return int(stats["ucx"]["active"] + stats["ucx"]["quarantined"])
+
+
+def active(reader: Remote) -> int:
+    return held(reader.do("stats"))
 
 
 def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
@@ -148,14 +174,12 @@ def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
     field.options["quota"] = 256 << 20
     victim = start()
     producer, reader = field.serve_at(victim), field.connect()
-    producer.do("put", recipe=HUGE.to_dict())
-    waiting = reader.ask("get", key="k", timeout=1.5)
-    stopped_amid(reader, victim.process.pid)
+    waiting = stop_amid(victim, producer, reader, timeout=3.0)
     expect(TransferTimeout, lambda: waiting.result(PATIENCE), words=("bytes have come",))
     until(lambda: reader.do("stats")["ucx"]["quarantined"] == 1, "it is in quarantine")
     stats = reader.do("stats")
-    assert stats["memory"]["used"] >= 200 << 20
-    assert stats["ucx"]["quarantined_nbytes"] >= 200 << 20
+    assert stats["memory"]["used"] >= HUGE_NBYTES
+    assert stats["ucx"]["quarantined_nbytes"] >= HUGE_NBYTES
     os.kill(victim.process.pid, signal.SIGCONT)
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
     assert reader.do("stats")["ucx"]["quarantined"] == 0
@@ -166,9 +190,8 @@ def test_a_link_closes_while_its_producer_is_frozen(field: Field, start: Start) 
     field.options["quota"] = 256 << 20
     victim = start()
     producer, reader = field.serve_at(victim), field.connect()
-    producer.do("put", recipe=HUGE.to_dict())
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    moment = stopped_amid(reader, victim.process.pid)
+    waiting = stop_amid(victim, producer, reader, timeout=PATIENCE)
+    moment = time.monotonic()
     reader.do("close")
     assert time.monotonic() - moment < 4
     assert waiting.exception(PATIENCE) is not None
@@ -190,38 +213,33 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
-def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
-    """What it has is given to another, and stays what it is where it was."""
-    victim = start()
-    producer = field.serve()
-    frozen, reader = field.connect_at(victim), field.connect()
-    receipt = producer.put(BIG.make())
-    frozen.do("hold", key="k", timeout=5)
-    before = victim.do("look", key="k")
-    os.kill(victim.process.pid, signal.SIGSTOP)
-    assert reader.do("get", key="k", timeout=5) == fingerprint(BIG.make())
-    receipt.wait(timeout=5)
-    until_freed(producer)
-    os.kill(victim.process.pid, signal.SIGCONT)
-    assert victim.do("look", key="k") == before
+def freeze_amid(victim: ProcessPeer, producer: KVLink, frozen: Remote) -> None:
+    """Stop a reader that has a part of what is sent to it."""
+    for _ in range(20):
+        producer.put(HUGE.make())
+        waiting = frozen.ask("get", key="k", timeout=PATIENCE)
+        until(lambda w=waiting: w.done() or held(producer.stats()), "bytes leave")
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)  # less than it takes to be given up
+        if held(producer.stats()):
+            return
+        os.kill(victim.process.pid, signal.SIGCONT)
+        waiting.result(PATIENCE)
+        until(lambda: not producer.stats()["transfers"]["live"], "it was read")
+    raise AssertionError("the reader could not be stopped in time")
 
 
-def test_a_reader_is_frozen_amid_its_bytes(
-    impatient: None, field: Field, start: Start
-) -> None:
+def test_a_reader_is_frozen_amid_its_bytes(impatient: None, field: Field, start: Start) -> None:
     """Another reader has them; the memory they left from is not reused before UCX let go of it."""
     field.options["quota"] = 256 << 20
     victim = start()
     producer = field.serve()
     frozen, reader = field.connect_at(victim), field.connect()
-    producer.put(HUGE.make())
-    frozen.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.stats()["ucx"]["active"] == 1, "bytes are leaving")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    freeze_amid(victim, producer, frozen)
     assert reader.do("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
-    until(lambda: producer.stats()["transfers"]["released"] == 1, "it was read")
+    until(lambda: not producer.stats()["transfers"]["live"], "it was read")
     assert producer.stats()["ucx"]["quarantined"] == 1
-    assert producer.stats()["memory"]["used"] >= 200 << 20
+    assert producer.stats()["memory"]["used"] >= HUGE_NBYTES
     kill(victim)
     until_freed(producer)
 

@@ -238,6 +238,32 @@ def test_a_receive_that_was_abandoned_early_is_gone(pair: Pair) -> None:
     assert not any(memory)
 
 
+def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
+    """Its message may come in the same turn, and is not thrown away."""
+    pair.warm()
+    plane, memory, outcome = pair.plane, bytearray(70_000), Outcome()
+    worker = plane._must()
+    progress, asked = worker.progress, list[int]()
+
+    def busy() -> None:
+        progress()
+        if not asked:
+            plane.receive(pair.peer, memory, 14, outcome)
+            asked.append(pair.victim.ask("send", to=pair.me, nbytes=len(memory), tag=14))
+            deadline = time.monotonic() + PATIENCE
+            while not worker._worker.tag_probe(*worker._any, False).matched:
+                assert time.monotonic() < deadline
+                progress()
+
+    worker.progress = busy  # type: ignore[method-assign]
+    plane._call(lambda: None)
+    assert outcome.wait() is None
+    assert pair.victim.answer(asked[0]) is None
+    assert memory == pattern(len(memory), 1)
+    assert pair.stat("stale") == 0
+    worker.progress = progress  # type: ignore[method-assign]
+
+
 def test_a_tag_is_waited_for_once(pair: Pair) -> None:
     first, second = Outcome(), Outcome()
     for outcome in (first, second):

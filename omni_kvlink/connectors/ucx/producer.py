@@ -78,8 +78,10 @@ class UcxProducer(ZmqProducer):
         met = self._met[reader]
         tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
         piece = self._take_off(reader, transfer, fetch.start, fetch.stop)
-        with contextlib.suppress(ClosedError):  # this link ends
+        try:
             self._plane.send(met.endpoint, piece, tag, partial(self._sent, reader))
+        except ClosedError as error:
+            self._cut_off(reader, str(error))
 
     def _sent(self, reader: Reader, error: BaseException | None) -> None:
         """In UCX's thread; the memory comes back by the end of its piece, not by this."""
