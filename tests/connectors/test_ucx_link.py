@@ -109,7 +109,7 @@ def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
 
 
 def test_transports_that_ucx_has_not() -> None:
-    with pytest.raises(UnavailableError, match="nothing to work with.*nosuch"):
+    with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
 
 
