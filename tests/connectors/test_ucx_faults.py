@@ -174,9 +174,9 @@ def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
     field.options["quota"] = 256 << 20
     victim = start()
     producer, reader = field.serve_at(victim), field.connect()
-    waiting = stop_amid(victim, producer, reader, timeout=3.0)
+    waiting = stop_amid(victim, producer, reader, timeout=2.0)
     expect(TransferTimeout, lambda: waiting.result(PATIENCE), words=("bytes have come",))
-    until(lambda: reader.do("stats")["ucx"]["quarantined"] == 1, "it is in quarantine")
+    until(lambda: reader.do("stats")["ucx"]["quarantined"] == 1, "quarantine", 1.5)
     stats = reader.do("stats")
     assert stats["memory"]["used"] >= HUGE_NBYTES
     assert stats["ucx"]["quarantined_nbytes"] >= HUGE_NBYTES
@@ -207,6 +207,7 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
     expect(PeerLostError, lambda: waiting.result(5), words=("'k'",))
+    until(lambda: not reader.do("stats")["ucx"]["endpoints"], "UCX is told", 2)
     again = reader.ask("get", key="k", timeout=PATIENCE)
     os.kill(victim.process.pid, signal.SIGCONT)
     producer.do("put", recipe=BIG.to_dict())

@@ -15,7 +15,15 @@ import pytest
 from zmq_places import free_port
 from zmq_strangers import Raw, dialled
 
-from omni_kvlink import ConnectorError, KVLink, PeerLostError, UnavailableError, WireError
+from omni_kvlink import (
+    ClosedError,
+    ConnectorError,
+    KVLink,
+    PeerLostError,
+    TransferTimeout,
+    UnavailableError,
+    WireError,
+)
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.messages import Fetch, Meet, Message, Refused, Want, encode, own_hello
 from omni_kvlink.connectors.ucx.plane import Plane
@@ -231,3 +239,56 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
         until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
         producer.abort("k", "over")
     until_freed(producer)
+
+
+def test_a_message_that_never_comes_keeps_no_memory(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UcxProducer, "_answer", lambda *arguments: None)
+    with connect(producer.url) as reader:
+        producer.put(BIG.make())
+        with pytest.raises(TransferTimeout, match="0 of"):
+            reader.get("k", timeout=0.3)
+        until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free", 2)
+        assert reader.stats()["ucx"]["waiting"] == 0
+
+
+def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
+    end: Any = producer._end
+    with connect(producer.url) as reader:
+        deliver(producer, reader)
+        want = reader.begin_get("never", timeout=5)
+        [one] = end._met
+        end._sent(one, PeerLostError("it was cut"))
+        with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
+            want.wait(timeout=5)
+        deliver(producer, reader)
+
+
+def test_a_producer_whose_ucx_is_closed_says_so(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(*arguments: Any) -> None:
+        raise ClosedError("it is closed")
+
+    with connect(producer.url) as reader:
+        end: Any = producer._end
+        monkeypatch.setattr(end._plane, "send", send)
+        producer.put(BIG.make())
+        with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
+            reader.get("k", timeout=5)
+
+
+def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(endpoint: Any, memory: Any, tag: int, done: Any) -> Any:
+        done(PeerLostError("it was cut"))
+
+    with connect(producer.url) as reader:
+        end: Any = reader._end
+        monkeypatch.setattr(end._plane, "receive", receive)
+        monkeypatch.setattr(end._plane, "abandon", lambda request: None)
+        producer.put(BIG.make())
+        with pytest.raises(PeerLostError, match="it was cut"):
+            reader.get("k", timeout=5)
