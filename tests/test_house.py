@@ -268,6 +268,20 @@ def home(target: str, modules: Mapping[str, Path]) -> str:
     return target
 
 
+OUTDOORS = [
+    path
+    for room in ("tests", "examples", "benchmarks", "csrc")
+    for path in sorted((HOUSE.parent / room).rglob("*.*"))
+    if path.suffix in (".py", ".sh", ".cpp", ".cu", ".h")
+]
+
+
+@pytest.mark.skipif(not OUTDOORS, reason="installed without the sources")
+def test_no_file_is_long() -> None:
+    long = {path.name: len(path.read_text().splitlines()) for path in OUTDOORS}
+    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+
+
 def test_no_file_imports_itself_in_a_circle() -> None:
     """Imports at the top of a file, within the package, form no ring."""
     modules = {module_name(path): path for path in FILES}

@@ -96,7 +96,7 @@ def test_health_says_what_ucx_is(producer: KVLink) -> None:
 def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
     for end in (KVLink.serve, connect):
         with pytest.raises(ConnectorError, match="for this machine alone"):
-            end("ucx://127.0.0.1:0?ucx_devices=eth0")
+            end("ucx://127.0.0.1:7009?ucx_devices=eth0")
     with KVLink.serve("ucx://127.0.0.1:0?ucx_devices=lo&ucx_tls=tcp"):
         pass
 
