@@ -52,8 +52,8 @@ class KVLink:
             copier: "auto" takes "pinned" where there is a CUDA device, "native" if it was built,
                 else "torch" with one warning; a named one that is missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
-            options: fields of `Options`: quota, mode, prefault, directory; of links between machines
-                keys, peers, insecure, ucx_tls, ucx_devices.
+            options: fields of `Options`: quota, mode, prefault, directory; for links between
+                machines keys, peers, insecure, ucx_tls, ucx_devices.
 
         Raises:
             BusyError: the name is served already.
