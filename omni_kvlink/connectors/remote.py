@@ -253,7 +253,7 @@ class RemoteSession(Session):
         if arrival is not None:
             if arrival in self._fetching:
                 self._fetching.remove(arrival)
-            self.flush()
+            self._speak()  # not `flush`: it listens, and an offer would find the block still taken
             arrival.let_go()
 
     def _say(self, message: Message) -> None:
@@ -262,7 +262,11 @@ class RemoteSession(Session):
             self._loop.call(self.flush)
 
     def flush(self) -> None:
-        """Messages leave in the order they were said."""
+        """Messages leave; subclasses listen, too."""
+        self._speak()
+
+    def _speak(self) -> None:
+        """In the order they were said."""
         while self._outbox and not self._over:
             self._carry(self._outbox.popleft())
 
