@@ -15,6 +15,9 @@ from omni_kvlink.testing.rig import PATIENCE, Handle, ProcessPeer, Remote, Threa
 
 Start = Callable[..., ProcessPeer]
 
+NOTICED = 0.5
+"""Seconds from a process's end to every survivor's answer."""
+
 
 class Field:
     """A name in the battlefield: links of this process and of victims."""

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from battle import Start
+from battle import Field, Start
 
 from omni_kvlink.testing import faults
 from omni_kvlink.testing.rig import ProcessPeer, until
@@ -61,3 +61,22 @@ def zmq_started() -> None:
         two.connect("inproc://first")
         one.send(memoryview(bytearray(1 << 20)), copy=False)
         two.recv()
+
+
+@pytest.fixture(params=["pooled", "sealed"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def field(battlefield: str, mode: str) -> Iterator[Field]:
+    field = Field(battlefield, mode)
+    yield field
+    field.close()
+
+
+@pytest.fixture
+def pooled(battlefield: str) -> Iterator[Field]:
+    field = Field(battlefield)
+    yield field
+    field.close()

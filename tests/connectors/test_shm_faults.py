@@ -6,11 +6,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from battle import Field, Start, kill, timed
+from battle import NOTICED, Field, Start, kill, timed
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -24,29 +23,6 @@ from omni_kvlink.testing.rig import (
 )
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-NOTICED = 0.5
-"""Seconds from a process's end to every survivor's answer."""
-
-
-@pytest.fixture(params=["pooled", "sealed"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def field(battlefield: str, mode: str) -> Iterator[Field]:
-    field = Field(battlefield, mode)
-    yield field
-    field.close()
-
-
-@pytest.fixture
-def pooled(battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield)
-    yield field
-    field.close()
-
 
 # The producer dies
 

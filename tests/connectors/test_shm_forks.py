@@ -6,10 +6,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
-from battle import Field, Start, forked_twice, kill, timed
+from battle import NOTICED, Field, Start, forked_twice, kill, timed
 
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.connectors.messages import encode, own_hello
@@ -21,28 +20,6 @@ from omni_kvlink.testing.rig import (
 )
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-NOTICED = 0.5
-"""Seconds from a process's end to every survivor's answer."""
-
-
-@pytest.fixture(params=["pooled", "sealed"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def field(battlefield: str, mode: str) -> Iterator[Field]:
-    field = Field(battlefield, mode)
-    yield field
-    field.close()
-
-
-@pytest.fixture
-def pooled(battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield)
-    yield field
-    field.close()
 
 
 def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
