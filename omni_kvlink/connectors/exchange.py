@@ -274,8 +274,10 @@ class Exchange:
 
     def _offer(self, transfer: Transfer) -> None:
         """Give the payload to who waits longest, as far as readers are missing."""
+        if transfer.location is None or not transfer.unclaimed:
+            return  # before the list of who waits, which may be long, is copied
         for claim, streamed in list(self._wants.get(transfer.key, {}).items()):
-            if transfer.location is None or not transfer.unclaimed:
+            if not transfer.unclaimed:
                 return
             if transfer.is_for(streamed):
                 self._forget(transfer.key, claim)
