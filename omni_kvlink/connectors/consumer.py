@@ -12,17 +12,19 @@ from typing import Any
 from .. import _faults
 from ..errors import (
     ClosedError,
+    ConnectorError,
     IntegrityError,
     KVLinkError,
     PeerLostError,
     TransferFailed,
+    VersionError,
     WireError,
 )
 from ..header import MAX_HEADER
 from ..memory import Region
 from .base import Consumer, Delivery, Want
 from .inbox import Inbox, Wanted
-from .messages import Abort, Location, Offer, short
+from .messages import PROTOCOL, Abort, Hello, Location, Message, Offer, Refused, agree, short
 from .producer import SLOT, holds
 
 
@@ -207,6 +209,24 @@ class SessionConsumer(Consumer):
             return self._open(timeout)
         except TimeoutError as error:
             raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
+
+
+def check_greeting(url: str, message: Message) -> Hello:
+    """What a producer says first, in answer to Hello.
+
+    Raises:
+        ConnectorError: it refused; VersionError: no version in common; WireError: no greeting.
+    """
+    if isinstance(message, Refused) and agree(message.versions) is not None:
+        raise ConnectorError(f"{url} refused this process: {message.reason}")
+    if not isinstance(message, (Hello, Refused)):
+        raise WireError(f"{url} does not speak this protocol")
+    if isinstance(message, Refused) or agree(message.versions) is None:
+        raise VersionError(
+            f"{url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
+            f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
+        )
+    return message
 
 
 def closed_here(url: str) -> KVLinkError:

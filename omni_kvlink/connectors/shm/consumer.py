@@ -15,26 +15,21 @@ from ...errors import (
     KVLinkError,
     PeerLostError,
     TransferTimeout,
-    VersionError,
     WireError,
 )
 from ...memory import Mapping, Region, is_sealed
 from ..base import Options, refuse_keys
-from ..consumer import PooledSession, Session, SessionConsumer, closed_here
+from ..consumer import PooledSession, Session, SessionConsumer, check_greeting, closed_here
 from ..inbox import Inbox
 from ..loop import READ, WRITE, Loop, readable_pidfd
 from ..messages import (
-    PROTOCOL,
     Abort,
-    Hello,
     Location,
     Memory,
     Message,
     Offer,
-    Refused,
     Retire,
     Unwant,
-    agree,
     own_hello,
 )
 from ..producer import SLOT
@@ -138,19 +133,8 @@ class ShmSession(PooledSession):
             for message, fd in self._channel.receive():
                 if fd >= 0:
                     os.close(fd)
-                self._check_greeting(message)
+                check_greeting(self._url, message)
                 return
-
-    def _check_greeting(self, message: Message) -> None:
-        if isinstance(message, Refused) and agree(message.versions) is not None:
-            raise ConnectorError(f"{self._url} refused this process: {message.reason}")
-        if not isinstance(message, (Hello, Refused)):
-            raise WireError(f"{self._url} does not speak this protocol")
-        if agree(message.versions) is None:
-            raise VersionError(
-                f"{self._url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
-                f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
-            )
 
     # In the loop's thread
 

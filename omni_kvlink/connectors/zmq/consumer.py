@@ -15,22 +15,17 @@ from ...errors import (
     KVLinkError,
     PeerLostError,
     TransferTimeout,
-    VersionError,
-    WireError,
 )
 from ..base import Options
-from ..consumer import Session, closed_here
+from ..consumer import Session, check_greeting, closed_here
 from ..fetch import CHUNK
 from ..loop import Loop
 from ..messages import (
     MAX_MESSAGE,
-    PROTOCOL,
     Chunk,
-    Hello,
     Message,
     Offer,
     Refused,
-    agree,
     decode,
     encode,
     own_hello,
@@ -220,16 +215,8 @@ class ZmqSession(RemoteSession):
             self.end(error)
 
     def _shake_hands(self, message: Message) -> None:
-        if isinstance(message, Refused) and agree(message.versions) is not None:
-            raise ConnectorError(f"{self._url} refused this process: {message.reason}")
-        if not isinstance(message, (Hello, Refused)):
-            raise WireError(f"{self._url} does not speak this protocol")
-        if agree(message.versions) is None:
-            raise VersionError(
-                f"{self._url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
-                f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
-            )
-        if isinstance(message, Hello) and message.nonce == self._hello.nonce:
+        hello = check_greeting(self._url, message)
+        if hello.nonce == self._hello.nonce:
             self._redial()
             return
         self._greeted = True
