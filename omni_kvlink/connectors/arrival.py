@@ -195,14 +195,17 @@ class Arrival:
             if label == _HEAD:
                 self._open_header()
             elif isinstance(label, Layer):
-                assert self.progress is not None
-                self.progress.announce(label.first, label.digests)
+                if self.progress is not None:
+                    self.progress.announce(label.first, label.digests)
             else:
                 self._complete()
         self._fetching(self)
 
     def _open_header(self) -> None:
-        """A stream's reader may have it now; of a payload that is whole, the layers follow."""
+        """A stream's reader may have it now; of a payload that is whole, the layers follow.
+
+        Who wants it whole waits on, while its layers come.
+        """
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
         assert self._sink is not None
         header = self._sink[nbytes : nbytes + draft] if draft else self._sink[:nbytes]
@@ -217,7 +220,7 @@ class Arrival:
             layers = manifest.layers()
             news = [Layer(0, numbers.start, _digests(manifest, numbers)) for *_, numbers in layers]
             news.append(Committed(0))
-        if self._decide():
+        if self.streamed and self._decide():
             self.there.set_result(None)
         for message in news:
             self.hear(message)

@@ -193,6 +193,12 @@ class Producer(Connector):
 
     address: str = ""
 
+    def is_awaited(self, key: str) -> bool:
+        """Whether bytes must travel to a reader that waits now: `begin` lets them set out while
+        the rest is being written.
+        """
+        return False
+
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Memory for one payload, in the place it will be sent from.

@@ -176,6 +176,10 @@ class Exchange:
             self._tombstones.popitem(last=False)
         return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
 
+    def is_awaited(self, key: str) -> bool:
+        """Whether somebody waits who would take it while it is being written."""
+        return any(self._wants.get(key, {}).values())
+
     # What peers say
 
     def want(self, peer: Peer, want: int, key: str, now: float, *, streamed: bool = False) -> None:

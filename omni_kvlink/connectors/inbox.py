@@ -66,8 +66,11 @@ class Inbox:
         self._number = 0
         self._over: KVLinkError | None = None
 
-    def want(self, key: str, *, streamed: bool = False) -> Wanted:
+    def want(self, key: str, *, streamed: bool = False, early: bool = False) -> Wanted:
         """Ask for a key; streamed: also while it is being written.
+
+        Args:
+            early: its bytes may come while it is being written, although its reader wants it whole.
 
         Raises:
             PeerLostError: the connection is over.
@@ -77,7 +80,7 @@ class Inbox:
                 raise type(self._over)(str(self._over))
             self._number += 1
             wanted = self._open[self._number] = Wanted(self._number, key, streamed)
-        self._send(Want(wanted.number, key, streamed))
+        self._send(Want(wanted.number, key, streamed or early))
         return wanted
 
     def cancel(self, wanted: Wanted) -> bool:

@@ -119,7 +119,7 @@ class RemoteSession(Session):
         return self._over
 
     def want(self, key: str, *, streamed: bool) -> Want:
-        return RemoteWant(self.inbox, self.inbox.want(key, streamed=streamed))
+        return RemoteWant(self.inbox, self.inbox.want(key, streamed=streamed, early=True))
 
     def send(self, message: Abort) -> None:
         self._say(message)

@@ -115,10 +115,14 @@ class KVLink:
         if background and self._allocation(plan.request_id) is None:
             raise SchemaError("background=True is for memory that allocate() gave")
         sending = Sending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
-        lease, allocation = self._lease(producer, plan, timeout, ledger)
+        early = sending.is_awaited
+        draft = plan.header_nbytes if early else 0
+        lease, allocation = self._lease(producer, plan, timeout, ledger, draft=draft)
         if allocation is not None:
             allocation.data.close()
-        return sending.later(lease, places) if background else sending.now(lease, places)
+        return (
+            sending.later(lease, places) if background else sending.now(lease, places, early=early)
+        )
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
         """Memory of the link for an engine that writes its K and V there; `put` copies nothing.

@@ -16,10 +16,7 @@ from ..memory import Lease
 from ..places import Place
 from .landings import Landings
 from .received import Payload
-from .sending import Sending
-
-MAX_DIGITS = 80_000
-"""Of one announcement, so that it fits into a message: 10,000 MiB."""
+from .sending import MAX_DIGITS, Sending, can_announce
 
 
 class PutStream:
@@ -42,7 +39,7 @@ class PutStream:
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
-        if any(len(digest) > MAX_DIGITS for digest in self._digests):
+        if not can_announce(plan):
             lease.release()
             limit = MAX_DIGITS // 8
             raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
@@ -190,8 +187,4 @@ def _landed(
 ) -> None:
     """Tensors are in the payload: note their digests, and let readers have them."""
     kept[tensors.start : tensors.stop] = digests
-    if sum(map(len, digests)) <= MAX_DIGITS:
-        sending.producer.announce(lease, tensors.start, tuple(map(bytes.fromhex, digests)))
-        return
-    for tensor, digest in zip(tensors, digests, strict=True):
-        sending.producer.announce(lease, tensor, (bytes.fromhex(digest),))
+    sending.announce(lease, tensors.start, digests)

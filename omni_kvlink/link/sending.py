@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,12 @@ from ..memory import Lease
 from ..places import Place
 from ..tensors import dtype_name
 from ..wire import Manifest, TensorSpec
+
+
+MAX_DIGITS = 80_000
+"""Of one announcement, so that it fits into a message: 10,000 MiB."""
+STEP = 8 << 20
+"""Bytes of tensors after which a reader elsewhere first hears that there is something to fetch."""
 
 
 class Sending:
@@ -35,12 +41,20 @@ class Sending:
         self.producer, self.plan, self.ledger = producer, plan, ledger
         self._copier, self._readers, self._ttl = copier, readers, ttl
 
-    def now(self, lease: Lease, places: Sequence[Place]) -> Receipt:
-        """Copy what is not in its place yet, and commit."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader could fetch the first tensors while the last are being copied."""
+        plan = self.plan
+        is_large = plan.nbytes > 2 * STEP
+        return is_large and can_announce(plan) and self.producer.is_awaited(plan.request_id)
+
+    def now(self, lease: Lease, places: Sequence[Place], *, early: bool = False) -> Receipt:
+        """Copy what is not in its place yet, and commit; early: bytes leave in the meantime."""
         with lease:
             _faults.point("put.reserved")
             with self.ledger.phase("copy"):
-                digests, copied = self.land(lease, places, self.plan)
+                land = self._land_in_steps if early else self.land
+                digests, copied = land(lease, places, self.plan)
                 self.ledger.copies = int(copied)
             _faults.point("put.copied")
             return self.publish(lease, digests)
@@ -58,6 +72,14 @@ class Sending:
     def begin(self, lease: Lease) -> None:
         """Announce it, before it is written."""
         self.producer.begin(lease, self.plan.encode(), readers=self._readers)
+
+    def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
+        """The tensors from number `first` on are in the payload."""
+        if sum(map(len, digests)) <= MAX_DIGITS:
+            self.producer.announce(lease, first, tuple(map(bytes.fromhex, digests)))
+            return
+        for tensor, digest in enumerate(digests, first):
+            self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
 
     def land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> tuple[list[str], bool]:
         """Bring tensors of the plan to their places; see `land`."""
@@ -78,6 +100,20 @@ class Sending:
                 lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger
             )
 
+    def _land_in_steps(
+        self, lease: Lease, places: Sequence[Place], plan: Manifest
+    ) -> tuple[list[str], bool]:
+        """The same as `land`, telling readers of every step."""
+        self.begin(lease)
+        digests, copied = list[str](), False
+        for step in _steps(plan):
+            part = places[step.start : step.stop]
+            found, is_copied = self.land(lease, part, plan.part(step))
+            self.announce(lease, step.start, found)
+            digests += found
+            copied |= is_copied
+        return digests, copied
+
     def _try(self, lease: Lease, places: Sequence[Place]) -> None:
         """Not `now`: it gives the lease back, and then nobody can say why."""
         with lease:
@@ -87,6 +123,26 @@ class Sending:
                 self.publish(lease, digests)
             except Exception as error:
                 self.producer.give_up(lease, f"it could not be committed: {error!r}")
+
+
+def can_announce(plan: Manifest) -> bool:
+    """Whether the digests of each tensor fit into a message."""
+    return all(len(spec.digest) <= MAX_DIGITS for spec in plan.tensors)
+
+
+def _steps(plan: Manifest) -> Iterator[range]:
+    """The tensors in their order, as many at a time as make a step.
+
+    Each is twice as long as the one before: copying is faster than sending, and words cost, too.
+    """
+    step, first, nbytes = STEP, 0, 0
+    for number, spec in enumerate(plan.tensors):
+        nbytes += spec.nbytes
+        if nbytes >= step:
+            yield range(first, number + 1)
+            step, first, nbytes = 2 * step, number + 1, 0
+    if first < len(plan.tensors):
+        yield range(first, len(plan.tensors))
 
 
 def land(

@@ -232,6 +232,16 @@ def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -
         time.sleep(0.002)
 
 
+def until_asked(producer: KVLink, readers: int) -> None:
+    """Wait until so many readers wait, or have what is being written coming already."""
+
+    def have_asked() -> bool:
+        transfers = producer.stats()["transfers"]
+        return bool(transfers["waiting"] + transfers["leased"] == readers)
+
+    until(have_asked, "every want arrived")
+
+
 def until_freed(producer: KVLink, timeout: float = PATIENCE) -> None:
     """Wait until no byte of the producer's memory is taken."""
 

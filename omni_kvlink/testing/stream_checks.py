@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import DuplicateKeyError, SchemaError, TransferTimeout
 from ..link import KVLink, PutStream
 from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
-from .rig import PATIENCE, SLACK, Remote, Rig, expect, until, until_freed
+from .rig import PATIENCE, SLACK, Remote, Rig, expect, until, until_asked, until_freed
 
 
 def begin(producer: KVLink, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
@@ -101,17 +101,34 @@ def check_stream_get_before_a_plain_put(rig: Rig) -> None:
     receipt.wait(timeout=5)
 
 
+def check_readers_wait_for_a_large_put(rig: Rig) -> None:
+    """Its bytes may leave while it is being copied: every reader has them, and only when whole."""
+    producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
+    recipe = Recipe("s", layers=7, tokens=4096, heads=4, dim=256, dtype="uint8")
+    gets = [reader.ask("get", key="s", timeout=PATIENCE, verify="full") for reader in readers[:2]]
+    streaming = readers[2].ask("stream_get", key="s", timeout=PATIENCE)
+    until_asked(producer, 3)
+    receipt = producer.put(recipe.make(), readers=3)
+    for get in gets:
+        assert get.result(PATIENCE) == fingerprint(recipe.make())
+    streaming.result(PATIENCE)
+    assert readers[2].handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
+    readers[2].handle.do("drop", key="s")
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
 def check_plain_get_of_a_stream(rig: Rig) -> None:
     """It has the payload at the commit, never before; asked early, late or afterwards."""
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
     early = readers[0].ask("get", key="s", timeout=PATIENCE, verify="full")
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until_asked(producer, 1)
     for name in layers:
         write(out, layers, name)
     late = readers[1].ask("get", key="s", timeout=PATIENCE, verify="full")
-    until(lambda: producer.stats()["transfers"]["waiting"] == 2, "both wants arrived")
+    until_asked(producer, 2)
     assert not early.done()
     assert not late.done()
     receipt = out.commit()

@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..link import KVLink, ReceivedStream
 from .caches import Recipe, fingerprint, hash_tensors
-from .rig import PATIENCE, SLACK, Rig, expect, until, until_freed
+from .rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
 from .stream_checks import begin, write
 
 THREE = Recipe("s", layers=3)
@@ -30,7 +30,7 @@ def check_failing_writer(rig: Rig) -> None:
     out, layers = begin(producer, THREE, readers=2)
     reader.do("stream_get", key="s", timeout=5)
     getting = other.ask("get", key="s", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until_asked(producer, 2)
     write(out, layers, ("kv", 0))
     layer = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
     whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
@@ -112,7 +112,7 @@ def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
     out, layers = begin(producer, THREE, readers=2)
     reader.do("stream_get", key="s", timeout=5)
     getting = other.ask("get", key="s", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until_asked(producer, 2)
     waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
     write(out, layers, ("kv", 0))
     reader.do("abort", key="s", reason="the user left")

@@ -118,6 +118,10 @@ class ZmqProducer(PooledProducer):
             "refused": dict(self._counts),
         }
 
+    def is_awaited(self, key: str) -> bool:
+        with self._lock:
+            return self._exchange.is_awaited(key)
+
     # Messages out
 
     def _send(self, peer: Peer, message: Message) -> None:
