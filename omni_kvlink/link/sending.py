@@ -18,7 +18,6 @@ from ..places import Place
 from ..tensors import dtype_name
 from ..wire import Manifest, TensorSpec
 
-
 MAX_DIGITS = 80_000
 """Of one announcement, so that it fits into a message: 10,000 MiB."""
 STEP = 8 << 20

@@ -188,10 +188,10 @@ class Rig:
         self._links.append(link)
         return link
 
-    def connect(self, *, timeout: float = PATIENCE) -> Remote:
+    def connect(self, *, timeout: float = PATIENCE, **options: Any) -> Remote:
         """A reader's end, wherever the readers live."""
         remote = self.begin_connect()
-        remote.do("connect", url=self.url, timeout=timeout, **self._options)
+        remote.do("connect", url=self.url, timeout=timeout, **{**self._options, **options})
         return remote
 
     def begin_connect(self) -> Remote:
