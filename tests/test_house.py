@@ -213,8 +213,8 @@ def test_a_file_keeps_the_rules(path: Path) -> None:
         ("omni_kvlink.adapters.bagel", "from ..models.bagel import NaiveCache", "models"),
         ("omni_kvlink.connectors.base", "import torch", "torch"),
         ("omni_kvlink.connectors.base", "from ..schema import KVCacheTransferData", "schema"),
-        ("omni_kvlink.connectors.shm.producer", "from ...copier import Copier", "copier"),
-        ("omni_kvlink.connectors.shm.producer", "from ... import link", "link"),
+        ("omni_kvlink.connectors.shm.door", "from ...copier import Copier", "copier"),
+        ("omni_kvlink.connectors.shm.door", "from ... import link", "link"),
         ("omni_kvlink.connectors.inproc", "from omni_kvlink.adapters import base", "adapters"),
         ("omni_kvlink.connectors.inproc", "from omni_kvlink import KVLink", "KVLink"),
         ("omni_kvlink.link.kvlink", "from ..adapters.bagel import BagelAdapter", "adapters"),
@@ -247,9 +247,9 @@ def test_a_broken_rule_is_seen(module: str, source: str, word: str) -> None:
     [
         ("omni_kvlink.schema", "def f():\n    from .files import load"),
         ("omni_kvlink.wire", "import json, msgspec\nfrom .branch import Branch"),
-        ("omni_kvlink.connectors.shm.producer", "from ...arena import Arena\nimport socket"),
+        ("omni_kvlink.connectors.shm.door", "from ...arena import Arena\nimport socket"),
         (
-            "omni_kvlink.connectors.shm.producer",
+            "omni_kvlink.connectors.shm.door",
             "from ..base import X\nfrom . import channel",
         ),
         ("omni_kvlink.models.bagel.vae", "import torch\nmodel.eval()\nfrom .config import X"),

@@ -91,7 +91,7 @@ def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
     found = [producer.stream_put(cache())]
 
     def collect() -> None:
-        with producer._end._lock, pytest.warns(ResourceWarning):  # type: ignore[union-attr]
+        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[union-attr]
             found.clear()
 
     thread = threading.Thread(target=collect, daemon=True)

@@ -41,6 +41,7 @@ class Options:
         ucx_tls: what UCX may send with, as in UCX_TLS: "rc,tcp".
         ucx_devices: what of this machine's network UCX may use, as in UCX_NET_DEVICES: "eth0".
             Loopback alone if empty; to be named where the link goes to other machines.
+        tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
     """
 
     quota: int = 4 << 30
@@ -52,6 +53,7 @@ class Options:
     insecure: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""
+    tcp: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in ("pooled", "sealed"):
@@ -185,13 +187,12 @@ class Connector(ABC):
 
 
 class Producer(Connector):
-    """The end that payloads leave from.
+    """The end that payloads leave from."""
 
-    Attributes:
-        address: of the URL, where it is not the one asked for: the system chose the port.
-    """
-
-    address: str = ""
+    @property
+    def became(self) -> tuple[str, str]:
+        """What the URL said, and what it became: the system chose the port."""
+        return "", ""
 
     def is_awaited(self, key: str) -> bool:
         """Whether bytes must travel to a reader that waits now: `begin` lets them set out while

@@ -10,41 +10,41 @@ from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from ..memory import Mapping, Region
 from .base import Backend, Options, refuse_keys
 from .consumer import PooledSession, Session, SessionConsumer, closed_here
+from .door import Door, Visitor
 from .inbox import Inbox
 from .messages import Abort, Location, Message
 from .producer import SLOT, PooledProducer
-from .transfer import Peer
 
-_names: dict[str, InprocProducer] = {}
+_names: dict[str, InprocDoor] = {}
 _changed = threading.Condition()
 
 
-class InprocProducer(PooledProducer):
-    """Payloads in memory of this process; readers of the same process get views of it."""
+class InprocDoor(Door):
+    """Readers of the same process get views of the producer's memory."""
 
-    def __init__(self, name: str, options: Options):
-        refuse_keys(f"inproc://{name}", options)
+    def __init__(self, name: str, producer: PooledProducer):
+        self._name, self._producer = name, producer
         self._sessions: set[InprocSession] = set()
-        super().__init__(name, options, Mapping.anonymous)
         with _changed:
-            other = _names.setdefault(name, self)
+            if _names.setdefault(name, self) is not self:
+                raise BusyError(f"inproc://{name} is served already in this process")
             _changed.notify_all()
-        if other is not self:
-            self.close()  # not under the lock: its loop takes it too
-            raise BusyError(f"inproc://{name} is served already in this process")
+
+    def open(self) -> None:
+        """Sessions come by calls."""
 
     def attach(self, session: InprocSession) -> None:
         self._sessions.add(session)
 
     def hear(self, session: InprocSession, message: Message) -> None:
         """Take a reader's message to the loop; safe in finalizers."""
-        self._loop.call(partial(self._on_message, session, message))
+        self._producer.loop.call(partial(self._producer.hear, session, message))
 
     def detach(self, session: InprocSession) -> None:
-        self._loop.call(partial(self._leave, session))
+        self._producer.loop.call(partial(self._leave, session))
 
     def region(self, location: Location, draft: int) -> Region:
-        whole = self._pool.mapping(location.arena).region
+        whole = self._producer.pool.mapping(location.arena).region
         return Region(
             whole.address + location.offset,
             SLOT + location.nbytes + draft,
@@ -52,17 +52,15 @@ class InprocProducer(PooledProducer):
             readonly=True,
         )
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        assert isinstance(peer, InprocSession)
-        peer.inbox.on_message(message)
+    def say(self, reader: InprocSession, message: Message) -> None:
+        reader.inbox.on_message(message)
 
     def _leave(self, session: InprocSession) -> None:
         """What the session still reads stays its own: its views live in this very process."""
         self._sessions.discard(session)
-        with self._lock:
-            self._exchange.leave(session)
+        self._producer.leave(session)
 
-    def _disconnect(self) -> None:
+    def shut(self) -> None:
         with _changed:
             if _names.get(self._name) is self:
                 del _names[self._name]
@@ -71,15 +69,17 @@ class InprocProducer(PooledProducer):
         self._sessions.clear()
 
 
-class InprocSession(PooledSession):
+class InprocSession(PooledSession, Visitor):
     """A reader's place at a producer."""
 
-    def __init__(self, url: str, producer: InprocProducer):
-        self._url, self._producer = url, producer
-        self._over = False
-        post = partial(producer.hear, self)
+    door: InprocDoor
+
+    def __init__(self, url: str, door: InprocDoor):
+        Visitor.__init__(self, door)
+        self._url, self._over = url, False
+        post = partial(door.hear, self)
         self.inbox = Inbox(post, post)
-        producer.attach(self)
+        door.attach(self)
 
     @property
     def is_over(self) -> bool:
@@ -87,12 +87,12 @@ class InprocSession(PooledSession):
 
     def slot(self, location: Location, draft: int) -> Region:
         try:
-            return self._producer.region(location, draft)
+            return self.door.region(location, draft)
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
 
     def send(self, message: Abort) -> None:
-        self._producer.hear(self, message)
+        self.door.hear(self, message)
 
     def end(self, error: PeerLostError) -> None:
         self._over = True
@@ -101,7 +101,7 @@ class InprocSession(PooledSession):
     def close(self) -> None:
         self._over = True
         self.inbox.end(closed_here(self._url))
-        self._producer.detach(self)
+        self.door.detach(self)
 
 
 class InprocConsumer(SessionConsumer):
@@ -131,6 +131,11 @@ class InprocConsumer(SessionConsumer):
             return InprocSession(self._url, _names[self._name])
 
 
+def _serve(name: str, options: Options) -> PooledProducer:
+    refuse_keys(f"inproc://{name}", options)
+    return PooledProducer(name, options, Mapping.anonymous, partial(InprocDoor, name))
+
+
 def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:
     refuse_keys(f"inproc://{name}", options)
     consumer = InprocConsumer(name)
@@ -138,4 +143,4 @@ def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:
     return consumer
 
 
-BACKEND = Backend(serve=InprocProducer, connect=_connect)
+BACKEND = Backend(serve=_serve, connect=_connect)

@@ -27,7 +27,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides, first: the protocol versions spoken and who speaks (pids are reused)."""
+    """Both sides, first: the protocol versions spoken and who speaks (pids are reused).
+
+    Producer: `nonce` is the same at each of its doors, and `ways` names them.
+    """
 
     versions: tuple[Number, Number]
     boot_id: Text
@@ -35,6 +38,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     started: Number
     nonce: Text
     library: Text
+    ways: tuple[Text, ...] = ()
 
 
 class Refused(_Message, frozen=True, array_like=True, tag=True):
@@ -211,9 +215,10 @@ def short(reason: str) -> str:
     return reason if len(reason) <= 4096 else reason[:4093] + "..."
 
 
-def own_hello() -> Hello:
+def own_hello(nonce: str = "", ways: tuple[str, ...] = ()) -> Hello:
     """Who this process is: boot, pid and start time together are never reused."""
-    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), os.urandom(8).hex(), __version__)
+    nonce = nonce or os.urandom(8).hex()
+    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), nonce, __version__, ways)
 
 
 def agree(theirs: tuple[int, int]) -> int | None:

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from ..errors import CapacityError, ClosedError, SchemaError
 from ..ledger import Ledger
 from ..memory import Lease, Mapping, Region
 from .base import Options, Producer, Receipt
+from .door import Door, Visitor
 from .exchange import Exchange
 from .loop import Loop
-from .messages import Abort, Location, Message, Release, Unwant, Want, unexpected
+from .messages import Abort, Hello, Location, Message, Release, Unwant, Want, own_hello, unexpected
 from .transfer import Peer, Transfer
 
 SLOT = 256
@@ -29,48 +31,136 @@ _HEAD = struct.Struct("<8sQQQ")
 _MAGIC = b"kvlslot1"
 
 
+Opener = Callable[["PooledProducer"], Door]
+"""Opens a door of the producer that it is given."""
+
+
 class PooledProducer(Producer):
-    """A producer whose payloads lie in an `ArenaPool`; subclasses carry the messages.
+    """A producer whose payloads lie in an `ArenaPool`; readers come by its doors.
 
     Args:
         name: for the thread and the messages.
         options: quota, mode, prefault.
         make: maps an arena of so many bytes.
+        openers: one for each door; if one fails, all are closed again.
     """
 
-    def __init__(self, name: str, options: Options, make: Callable[[int], Mapping]):
+    def __init__(
+        self, name: str, options: Options, make: Callable[[int], Mapping], *openers: Opener
+    ):
         self._name, self._options = name, options
         self._pid = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
-        self._exchange = Exchange(self._send, self._free)
+        self.lock = threading.Lock()
+        self.exchange = Exchange(self._send, self._free)
+        self.doors: list[Door] = []
+        self._nonce = os.urandom(8).hex()
+        self._flying: Counter[Block] = Counter()
+        self._doomed: set[Block] = set()
         pooled = options.mode == "pooled"
-        self._pool = ArenaPool(make, options.quota, self._retire, keep=pooled)
+        self.pool = ArenaPool(make, options.quota, self._retire, keep=pooled)
         if options.prefault and pooled:
-            self._pool.prefault(options.prefault)
-        self._loop = Loop(f"kvlink-{name}", self._tick, self._crashed)
+            self.pool.prefault(options.prefault)
+        self.loop = Loop(f"kvlink-{name}", self._tick, self._crashed)
+        try:
+            for opener in openers:
+                self.doors.append(opener(self))
+        except BaseException:
+            self.close()
+            raise
+        for door in self.doors:
+            self.loop.call(door.open)
 
-    # For subclasses
+    # For doors
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        """Carry a message; called with the lock held, must not block."""
-        raise NotImplementedError
+    @property
+    def hello(self) -> Hello:
+        """What it says to whoever comes."""
+        ways = tuple(way for door in self.doors for way in door.ways)
+        return own_hello(self._nonce, ways)
 
-    def _retire(self, arena: int) -> None:
-        """An arena was dropped; called with the pool's lock held."""
+    def hear(self, peer: Peer, message: Message) -> None:
+        """What a greeted reader said; in the loop's thread. WireError if it may not say that."""
+        now = time.monotonic()
+        with self.lock:
+            if isinstance(message, Want):
+                self.exchange.want(peer, message.want, message.key, now, streamed=message.streamed)
+            elif isinstance(message, Unwant):
+                self.exchange.unwant(peer, message.want)
+            elif isinstance(message, Release):
+                self.exchange.release(
+                    peer, message.want, message.epoch, message.outcome, message.reason, now
+                )
+            elif isinstance(message, Abort):
+                self.exchange.fail(message.key, message.reason, "aborted", now)
+            else:
+                unexpected(message)
 
-    def _disconnect(self) -> None:
-        """Close what subclasses opened; called once, in the loop's thread."""
+    def lose(self, peer: Peer) -> None:
+        """A reader is gone."""
+        with self.lock:
+            self.exchange.lost(peer)
+
+    def leave(self, peer: Peer) -> None:
+        """A reader asks for nothing more; what it holds it will release."""
+        with self.lock:
+            self.exchange.leave(peer)
+
+    def strand(self, peer: Peer) -> bool:
+        """A reader is cut off, but lives; whether it may still look at what it held."""
+        with self.lock:
+            return self.exchange.strand(peer)
+
+    def leased(self, peer: Peer, want: int, epoch: int) -> Transfer | None:
+        """What a reader has on lease and may fetch."""
+        with self.lock:
+            return self.exchange.leased(peer, want, epoch)
+
+    def payload(self, transfer: Transfer) -> Region:
+        """What a reader may fetch: the payload, and a stream's draft behind it."""
+        assert transfer.location is not None
+        nbytes = transfer.location.nbytes + transfer.draft
+        return self.pool.region(_block(transfer)).slice(SLOT, nbytes)
+
+    def take_off(
+        self, transfer: Transfer, start: int, stop: int, landed: Callable[[int], None]
+    ) -> Region:
+        """A piece of a payload to send from, later: its memory stays until the last view is gone.
+
+        Args:
+            landed: told the bytes then; in the loop's thread.
+        """
+        _faults.point("send.chunk")
+        block, nbytes = _block(transfer), stop - start
+        piece = self.payload(transfer).slice(start, nbytes)
+        with self.lock:
+            self._flying[block] += nbytes
+        back = partial(self._landed, block, nbytes, landed)
+        weakref.finalize(piece.span, self.loop.call, back).atexit = False
+        return piece
+
+    @property
+    def flying(self) -> int:
+        """Bytes of pieces that somebody still sends from."""
+        return self._flying.total()
 
     # The contract
 
+    @property
+    def became(self) -> tuple[str, str]:
+        return next((door.became for door in self.doors if door.became[0]), ("", ""))
+
+    def is_awaited(self, key: str) -> bool:
+        with self.lock:
+            return self.exchange.is_awaited(key)
+
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         self._check_open()
-        with self._lock:
-            transfer = self._exchange.reserve(key)
+        with self.lock:
+            transfer = self.exchange.reserve(key)
         try:
-            transfer.block = block = self._pool.reserve(SLOT + nbytes + draft, timeout=timeout)
-            slot = self._pool.region(block)
+            transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
+            slot = self.pool.region(block)
             _write_head(slot, transfer.epoch, nbytes, committed=False)
             return Lease(slot.slice(SLOT, nbytes), partial(self._discard, transfer), transfer)
         except CapacityError as error:
@@ -85,9 +175,9 @@ class PooledProducer(Producer):
     def lend(self, lease: Lease) -> Region:
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
-        with self._lock:
-            self._exchange.lend(transfer)
-        back = partial(self._loop.call, partial(self._take_back, transfer))
+        with self.lock:
+            self.exchange.lend(transfer)
+        back = partial(self.loop.call, partial(self._take_back, transfer))
         weakref.finalize(region.span, back).atexit = False
         return region
 
@@ -99,17 +189,17 @@ class PooledProducer(Producer):
         if readers < 1:
             raise SchemaError(f"readers {readers}: at least one")
         transfer = _transfer(lease)
-        slot = self._pool.region(_block(transfer))
+        slot = self.pool.region(_block(transfer))
         nbytes = lease.region.nbytes
         _write_head(slot, transfer.epoch, nbytes, committed=False)  # it may be less than reserved
         slot.view(SLOT + nbytes, SLOT + nbytes + len(draft))[:] = draft
-        with self._lock:
-            self._exchange.begin(transfer, _location(transfer, nbytes), len(draft), readers)
+        with self.lock:
+            self.exchange.begin(transfer, _location(transfer, nbytes), len(draft), readers)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         self._check_open()
-        with self._lock:
-            self._exchange.announce(_transfer(lease), first, digests)
+        with self.lock:
+            self.exchange.announce(_transfer(lease), first, digests)
 
     def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
         self._check_open()
@@ -120,43 +210,45 @@ class PooledProducer(Producer):
         expires = time.monotonic() + ttl
         try:
             _faults.point("publish.before")
-            slot = self._pool.region(_block(transfer))
+            slot = self.pool.region(_block(transfer))
             _write_head(slot, transfer.epoch, region.nbytes, True)
-            with self._lock:
+            with self.lock:
                 location = _location(transfer, region.nbytes)
-                self._exchange.commit(transfer, location, readers, expires)
+                self.exchange.commit(transfer, location, readers, expires)
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
             self._discard(transfer)
             raise
-        self._loop.remind(expires)
+        self.loop.remind(expires)
         _faults.point("publish.after")
         return Receipt(transfer, ledger)
 
     def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
         end = partial(self._give_up, _transfer(lease), reason)
         if soon:
-            self._loop.call(end)
+            self.loop.call(end)
         elif os.getpid() == self._pid:
             end()
 
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
         self._check_open()
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
-            self._exchange.fail(key, reason, "aborted" if aborted else "failed", now)
+            self.exchange.fail(key, reason, "aborted" if aborted else "failed", now)
 
     def health(self) -> dict[str, Any]:
         self._check_process()  # before the lock: the fork may have happened while it was held
-        with self._lock:
-            transfers = self._exchange.stats()
+        with self.lock:
+            transfers = self.exchange.stats()
+        doors = [door.health() for door in self.doors]
         return {
             "role": "producer",
             "name": self._name,
             "closed": self._closed,
             "mode": self._options.mode,
             "transfers": transfers,
-            "memory": self._pool.stats(),
+            "memory": self.pool.stats(),
+            **(doors[0] if len(doors) == 1 else {"doors": doors}),
         }
 
     def close(self) -> None:
@@ -164,8 +256,11 @@ class PooledProducer(Producer):
             self._closed = True
             return
         self._closed = True
-        self._loop.call(partial(self._shut, f"the producer {self._name!r} closed the link"))
-        self._loop.stop()
+        self.loop.call(partial(self._shut, f"the producer {self._name!r} closed the link"))
+        if any(door.is_here for door in self.doors):  # a forgotten link, collected there
+            threading.Thread(target=self.loop.stop, name="kvlink-close", daemon=True).start()
+        else:
+            self.loop.stop()
 
     # Inside
 
@@ -183,53 +278,56 @@ class PooledProducer(Producer):
 
     def _discard(self, transfer: Transfer) -> None:
         if os.getpid() == self._pid:
-            with self._lock:
-                self._exchange.discard(transfer)
+            with self.lock:
+                self.exchange.discard(transfer)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
-        with self._lock:
-            self._exchange.give_up(transfer, reason, time.monotonic())
+        with self.lock:
+            self.exchange.give_up(transfer, reason, time.monotonic())
 
     def _take_back(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._exchange.give_back(transfer)
+        with self.lock:
+            self.exchange.give_back(transfer)
 
     def _free(self, transfer: Transfer) -> None:
-        """The exchange says that a payload's memory may be reused."""
+        """The exchange says that no reader has a payload any more; a piece of it may be flying."""
         block, transfer.block = transfer.block, None
-        if isinstance(block, Block):
-            self._pool.free(block)
+        if isinstance(block, Block) and self._flying[block]:
+            self._doomed.add(block)
+        elif isinstance(block, Block):
+            self.pool.free(block)
 
-    def _on_message(self, peer: Peer, message: Message) -> None:
-        """What a greeted reader said; in the loop's thread. WireError if it may not say that."""
-        now = time.monotonic()
-        with self._lock:
-            if isinstance(message, Want):
-                self._exchange.want(peer, message.want, message.key, now, streamed=message.streamed)
-            elif isinstance(message, Unwant):
-                self._exchange.unwant(peer, message.want)
-            elif isinstance(message, Release):
-                self._exchange.release(
-                    peer, message.want, message.epoch, message.outcome, message.reason, now
-                )
-            elif isinstance(message, Abort):
-                self._exchange.fail(message.key, message.reason, "aborted", now)
-            else:
-                unexpected(message)
+    def _landed(self, block: Block, nbytes: int, landed: Callable[[int], None]) -> None:
+        """A piece was let go of: sent, or dropped with its connection."""
+        with self.lock:
+            self._flying[block] -= nbytes
+            if not self._flying[block]:
+                del self._flying[block]
+                if block in self._doomed:
+                    self._doomed.discard(block)
+                    self.pool.free(block)
+        landed(nbytes)
 
-    def _on_lost(self, peer: Peer) -> None:
-        with self._lock:
-            self._exchange.lost(peer)
+    def _send(self, peer: Peer, message: Message) -> None:
+        """Called with the lock held."""
+        assert isinstance(peer, Visitor)
+        peer.door.say(peer, message)
+
+    def _retire(self, arena: int) -> None:
+        for door in self.doors:
+            door.forget(arena)
 
     def _tick(self, now: float) -> float:
-        with self._lock:
-            return self._exchange.tick(now)
+        with self.lock:
+            due = self.exchange.tick(now)
+        return min([due, *(door.tick(now) for door in self.doors)])
 
     def _shut(self, reason: str) -> None:
-        with self._lock:
-            self._exchange.close(reason)
-        self._disconnect()
-        self._pool.close()
+        with self.lock:
+            self.exchange.close(reason)
+        for door in self.doors:
+            door.shut()
+        self.pool.close()
 
     def _crashed(self, error: BaseException) -> None:
         warnings.warn(f"link {self._name!r} broke down: {error!r}", RuntimeWarning, stacklevel=2)

@@ -53,7 +53,7 @@ class KVLink:
                 else "torch" with one warning; a named one that is missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
             options: fields of `Options`: quota, mode, prefault, directory; for links between
-                machines keys, peers, insecure, ucx_tls, ucx_devices.
+                machines keys, peers, insecure, ucx_tls, ucx_devices; for `auto://` tcp.
 
         Raises:
             BusyError: the name is served already.
@@ -62,9 +62,7 @@ class KVLink:
         scheme, address, chosen = _parse(url, options)
         mover = _copier(copier)
         end = backend(scheme).serve(address, chosen)
-        return cls(
-            url.replace(address, end.address or address, 1), end, copier=mover, digests=digests
-        )
+        return cls(url.replace(*end.became, 1), end, copier=mover, digests=digests)
 
     @classmethod
     def connect(cls, url: str, *, timeout: float, copier: str = "auto", **options: Any) -> KVLink:

@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from .. import errors
-from ..connectors.base import Options
-from ..connectors.registry import backend, split_url
 from ..copier import Copier
 from ..link import KVLink
 from .peer import Peer
@@ -179,12 +177,9 @@ class Rig:
     def serve(self, *, copier: Copier | None = None, **options: Any) -> KVLink:
         """The producer's end, here."""
         chosen = {**self._options, **options}
-        if copier is None:
-            link = KVLink.serve(self.url, **chosen)
-        else:
-            scheme, address = split_url(self.url)
-            end = backend(scheme).serve(address, Options(**chosen))
-            link = KVLink(self.url, end, copier=copier, digests=True)
+        link = KVLink.serve(self.url, **chosen)
+        if copier is not None:
+            link._copier = copier
         self._links.append(link)
         return link
 

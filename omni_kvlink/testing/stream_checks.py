@@ -103,8 +103,8 @@ def check_stream_get_before_a_plain_put(rig: Rig) -> None:
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
     """Its bytes may leave while it is being copied: every reader has them, and only when whole."""
-    room = {"quota": 64 << 20}
-    producer, readers = rig.serve(**room), [rig.connect(**room) for _ in range(3)]
+    producer = rig.serve(quota=64 << 20)
+    readers = [rig.connect(quota=128 << 20) for _ in range(3)]
     recipe = Recipe("s", layers=3, tokens=4096, heads=4, dim=256, dtype="uint8")
     gets = [reader.ask("get", key="s", timeout=PATIENCE, verify="full") for reader in readers[:2]]
     streaming = readers[2].ask("stream_get", key="s", timeout=PATIENCE)

@@ -30,7 +30,7 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -
             assert isinstance(offer, Offer)
             write(out, layers)
             gate = threading.Event()  # both come at once, as they do on a busy machine
-            producer._end._loop.call(lambda: gate.wait(5) or None)  # type: ignore[union-attr]
+            producer._end.loop.call(lambda: gate.wait(5) or None)  # type: ignore[union-attr]
             peer.say(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
             peer.sock.close()
             gate.set()

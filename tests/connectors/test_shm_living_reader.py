@@ -35,8 +35,8 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
         if side == "reader":
             session._loop.call(session._channel.close)  # not while its thread reads
         else:
-            (peer,) = producer._end._readers  # type: ignore[union-attr]
-            producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]
+            (peer,) = producer._end.doors[0]._readers  # type: ignore[union-attr]
+            producer._end.loop.call(lambda: producer._end.doors[0]._drop(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
                 session.inbox.want("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
@@ -59,7 +59,7 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(battlefield: str) -> N
         reader, busy = KVLink.connect(url, timeout=5), threading.Event()
         reader.begin_get("a", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        producer._end._loop.call(lambda: busy.wait(5))  # type: ignore[union-attr, arg-type, return-value]
+        producer._end.loop.call(lambda: busy.wait(5))  # type: ignore[union-attr, arg-type, return-value]
         reader.close()
         receipt = producer.put(cache("a", 1))  # offered before the good-bye was read
         busy.set()
@@ -74,8 +74,8 @@ def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> 
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:
             seen = data.layer_blocks["key_cache"][0]
-        (peer,) = producer._end._readers  # type: ignore[union-attr]
-        producer._end._loop.call(lambda: producer._end._drop(peer))  # type: ignore[union-attr]
+        (peer,) = producer._end.doors[0]._readers  # type: ignore[union-attr]
+        producer._end.loop.call(lambda: producer._end.doors[0]._drop(peer))  # type: ignore[union-attr]
         with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
             assert int(data.layer_blocks["key_cache"][0].max()) == 1
         receipt.wait(timeout=5)

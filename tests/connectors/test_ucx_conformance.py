@@ -12,7 +12,7 @@ from zmq_places import free_port
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.fetch import Pace
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
-from omni_kvlink.connectors.zmq import producer as zmq_producer
+from omni_kvlink.connectors.zmq import door as zmq_door
 from omni_kvlink.testing import (
     CONNECTOR_CHECKS,
     delivery_checks,
@@ -47,7 +47,7 @@ def rig(process: ProcessPeer) -> Rig:
 @pytest.fixture
 def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Also small payloads go by UCX, and in many pieces."""
-    monkeypatch.setattr(zmq_producer, "EAGER", 0)
+    monkeypatch.setattr(zmq_door, "EAGER", 0)
     monkeypatch.setattr(ucx_consumer, "PACE", Pace(1000, 8000))
     return Rig(fresh_url, {}, ThreadPeer())
 

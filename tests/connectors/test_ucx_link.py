@@ -26,8 +26,8 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.messages import Fetch, Meet, Message, Refused, Want, encode, own_hello
+from omni_kvlink.connectors.ucx.door import UcxDoor
 from omni_kvlink.connectors.ucx.plane import Plane
-from omni_kvlink.connectors.ucx.producer import UcxProducer
 from omni_kvlink.connectors.zmq.keys import generate
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -213,12 +213,12 @@ def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
 def test_a_producer_that_sends_too_little(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_off = UcxProducer._take_off
+    take_off = UcxDoor._take_off
 
-    def cut(self: UcxProducer, reader: Any, transfer: Any, start: int, stop: int) -> Any:
+    def cut(self: UcxDoor, reader: Any, transfer: Any, start: int, stop: int) -> Any:
         return take_off(self, reader, transfer, start, stop - 1)
 
-    monkeypatch.setattr(UcxProducer, "_take_off", cut)
+    monkeypatch.setattr(UcxDoor, "_take_off", cut)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(WireError, match="a message of"):
@@ -231,7 +231,7 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
     """Nobody waits for a deadline in vain."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        broken: Any = (producer if whose == "producer" else reader)._end
+        broken: Any = producer._end.doors[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
         broken._plane.close()
         producer.put(BIG.make())
         with pytest.raises(PeerLostError):
@@ -244,7 +244,7 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
 def test_a_message_that_never_comes_keeps_no_memory(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UcxProducer, "_answer", lambda *arguments: None)
+    monkeypatch.setattr(UcxDoor, "_answer", lambda *arguments: None)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(TransferTimeout, match="0 of"):
@@ -254,7 +254,7 @@ def test_a_message_that_never_comes_keeps_no_memory(
 
 
 def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
-    end: Any = producer._end
+    end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
     with connect(producer.url) as reader:
         deliver(producer, reader)
         want = reader.begin_get("never", timeout=5)
@@ -272,7 +272,7 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         raise ClosedError("it is closed")
 
     with connect(producer.url) as reader:
-        end: Any = producer._end
+        end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
         monkeypatch.setattr(end._plane, "send", send)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from zmq_places import fresh_url
 
-from omni_kvlink.connectors.zmq import producer as zmq_producer
+from omni_kvlink.connectors.zmq import door as zmq_door
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.rig import ProcessPeer, Rig
@@ -31,8 +31,8 @@ def rig(
 ) -> Rig:
     transport, _, in_bits = request.param.partition("-")
     if in_bits:  # so that the small payloads of the checks come in many pieces, too
-        monkeypatch.setattr(zmq_producer, "EAGER", 0)
-        monkeypatch.setattr(zmq_producer, "CHUNK", 1000)
+        monkeypatch.setattr(zmq_door, "EAGER", 0)
+        monkeypatch.setattr(zmq_door, "CHUNK", 1000)
     return Rig(lambda: fresh_url(transport, sockets), {}, process)
 
 

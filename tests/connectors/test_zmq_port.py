@@ -72,9 +72,9 @@ def test_what_comes_while_a_producer_sends(sockets: str) -> None:
         def hold() -> None:
             holding.set()
             go_on.wait(5)
-            swallow(end._port.socket)  # type: ignore[attr-defined]
+            swallow(end.doors[0]._port.socket)  # type: ignore[attr-defined]
 
-        end._loop.call(hold)  # type: ignore[attr-defined]
+        end.loop.call(hold)  # type: ignore[attr-defined]
         assert holding.wait(5)
         producer.fail("first", "so it goes")  # the loop will send this, and then must listen
         peer.say(Want(2, "second"))

@@ -218,7 +218,7 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
         for start in range(0, 3 * WINDOW, CHUNK):
             peer.say(Fetch(1, offer.epoch, start, start + CHUNK))
         flying = producer._end._flying  # type: ignore[attr-defined]
-        (slow,) = producer._end._readers.values()  # type: ignore[attr-defined]
+        (slow,) = producer._end.doors[0]._readers.values()  # type: ignore[attr-defined]
         until(lambda: slow.waiting > 0, "the rest waits")
         assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
@@ -285,7 +285,7 @@ def test_hello_is_of_one_life(producer: KVLink) -> None:
 
 
 def test_options_of_every_socket(producer: KVLink) -> None:
-    socket = producer._end._port.socket  # type: ignore[attr-defined]
+    socket = producer._end.doors[0]._port.socket  # type: ignore[attr-defined]
     assert socket.getsockopt(zmq.SNDHWM) == zmq_sockets.MOST_MESSAGES
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == zmq_sockets.HEARTBEAT_MS

@@ -1,10 +1,19 @@
 """`shm://name`: payloads in sealed memory files, passed over a Unix socket; Linux, one host."""
 
 import sys
+from functools import partial
 
-from ..base import Backend, Options
+from ...memory import Mapping
+from ..base import Backend, Options, refuse_keys
+from ..producer import PooledProducer
 from .consumer import ShmConsumer
-from .producer import ShmProducer
+from .door import ShmDoor
+
+
+def _serve(name: str, options: Options) -> PooledProducer:
+    refuse_keys(f"shm://{name}", options)
+    make = partial(Mapping.shared, f"kvlink-{name}")
+    return PooledProducer(name, options, make, partial(ShmDoor, name, options.directory))
 
 
 def _connect(name: str, options: Options, timeout: float) -> ShmConsumer:
@@ -19,4 +28,4 @@ def _unavailable() -> str | None:
     return None
 
 
-BACKEND = Backend(serve=ShmProducer, connect=_connect, unavailable=_unavailable)
+BACKEND = Backend(serve=_serve, connect=_connect, unavailable=_unavailable)

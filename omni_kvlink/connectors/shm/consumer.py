@@ -24,6 +24,7 @@ from ..inbox import Inbox
 from ..loop import READ, WRITE, Loop, readable_pidfd
 from ..messages import (
     Abort,
+    Hello,
     Location,
     Memory,
     Message,
@@ -80,7 +81,7 @@ class ShmSession(PooledSession):
         self._left = threading.Event()
         self._channel = Channel(sock, self._on_backlog)
         try:
-            self._shake_hands(deadline, stop)
+            self.greeting = self._shake_hands(deadline, stop)
         except BaseException:
             self._channel.close()
             raise
@@ -119,7 +120,8 @@ class ShmSession(PooledSession):
         if self._over:
             self._loop.stop()
 
-    def _shake_hands(self, deadline: float, stop: int) -> None:
+    def _shake_hands(self, deadline: float, stop: int) -> Hello:
+        """What the producer said."""
         self._channel.send(own_hello())
         while True:
             left = deadline - time.monotonic()
@@ -133,8 +135,7 @@ class ShmSession(PooledSession):
             for message, fd in self._channel.receive():
                 if fd >= 0:
                     os.close(fd)
-                check_greeting(self._url, message)
-                return
+                return check_greeting(self._url, message)
 
     # In the loop's thread
 

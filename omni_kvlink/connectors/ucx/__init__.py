@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from ...memory import Mapping
 from ..base import Backend, Options
+from ..producer import PooledProducer
 from .consumer import UcxConsumer
-from .producer import UcxProducer
+from .door import UcxDoor
+from .exposure import endpoint_of
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
 
@@ -22,6 +27,12 @@ def unavailable() -> str | None:
     return None
 
 
+def _serve(address: str, options: Options) -> PooledProducer:
+    endpoint = endpoint_of(address)
+    opener = partial(UcxDoor, endpoint, options)
+    return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
+
+
 def _connect(address: str, options: Options, timeout: float) -> UcxConsumer:
     consumer = UcxConsumer(address, options)
     try:
@@ -32,4 +43,4 @@ def _connect(address: str, options: Options, timeout: float) -> UcxConsumer:
     return consumer
 
 
-BACKEND = Backend(serve=UcxProducer, connect=_connect, unavailable=unavailable)
+BACKEND = Backend(serve=_serve, connect=_connect, unavailable=unavailable)

@@ -2,14 +2,18 @@
 
 from functools import partial
 
+from ...memory import Mapping
 from ..base import Backend, Options
+from ..producer import PooledProducer
 from .consumer import ZmqConsumer
+from .door import ZmqDoor
 from .endpoint import Endpoint
-from .producer import ZmqProducer
 
 
-def _serve(transport: str, address: str, options: Options) -> ZmqProducer:
-    return ZmqProducer(Endpoint(transport, address), options)
+def _serve(transport: str, address: str, options: Options) -> PooledProducer:
+    endpoint = Endpoint(transport, address)
+    opener = partial(ZmqDoor, endpoint, options)
+    return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
 
 
 def _connect(transport: str, address: str, options: Options, timeout: float) -> ZmqConsumer:

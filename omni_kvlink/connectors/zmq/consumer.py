@@ -23,6 +23,7 @@ from ..loop import Loop
 from ..messages import (
     MAX_MESSAGE,
     Chunk,
+    Hello,
     Message,
     Offer,
     Refused,
@@ -60,7 +61,11 @@ class ZmqConsumer(RemoteConsumer):
             raise
 
     def _open(self, timeout: float) -> Session:
-        session = self._dialled = self._make_session()
+        return self._dial(self._make_session(), timeout)
+
+    def _dial(self, session: ZmqSession, timeout: float) -> ZmqSession:
+        """Wait until hands were shaken."""
+        self._dialled = session
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.dial)
@@ -91,7 +96,10 @@ class ZmqSession(RemoteSession):
 
     Attributes:
         ready: ends when hands were shaken, or with the error.
+        greeting: what the producer said then.
     """
+
+    greeting: Hello
 
     def __init__(
         self,
@@ -219,7 +227,7 @@ class ZmqSession(RemoteSession):
         if hello.nonce == self._hello.nonce:
             self._redial()
             return
-        self._greeted = True
+        self._greeted, self.greeting = True, hello
         self._welcomed()
 
     def _welcomed(self) -> None:

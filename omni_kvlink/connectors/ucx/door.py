@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import ClosedError, PeerLostError, WireError
 from ..base import Options
 from ..messages import Fetch, Meet, Message, encode
 from ..transfer import Transfer
-from ..zmq.producer import Reader, ZmqProducer
-from .exposure import PACE, endpoint_of, settings_of
+from ..zmq.door import Reader, ZmqDoor
+from ..zmq.endpoint import Endpoint as ZmqEndpoint
+from .exposure import PACE, settings_of
 from .plane import Endpoint, Plane
 from .tags import Tags
+
+if TYPE_CHECKING:
+    from ..producer import PooledProducer
 
 
 class Met(NamedTuple):
@@ -24,19 +27,32 @@ class Met(NamedTuple):
     tags: Tags
 
 
-class UcxProducer(ZmqProducer):
-    """The serving end of `ucx://host:port`."""
+class UcxDoor(ZmqDoor):
+    """Readers say where UCX reaches them, and have their bytes sent there.
+
+    Args:
+        optional: a reader that does not say it has them over ZMQ.
+    """
 
     most_ahead = 2 * PACE.window
 
-    def __init__(self, address: str, options: Options):
+    def __init__(
+        self,
+        endpoint: ZmqEndpoint,
+        options: Options,
+        producer: PooledProducer,
+        *,
+        optional: bool = False,
+    ):
         self._met: dict[Reader, Met] = {}
-        super().__init__(endpoint_of(address), options)
+        self._is_optional = optional
+        self.ways = ("ucx", "zmq") if optional else ("ucx",)
+        super().__init__(endpoint, options, producer)
 
-    def _open(self, options: Options) -> None:
+    def _bind(self, options: Options) -> None:
         self._plane = Plane(settings_of(self._endpoint, options))
         try:
-            super()._open(options)
+            super()._bind(options)
         except BaseException:
             self._plane.close()
             raise
@@ -44,18 +60,16 @@ class UcxProducer(ZmqProducer):
     def health(self) -> dict[str, Any]:
         return {**super().health(), "ucx": self._plane.stats()}
 
-    def close(self) -> None:
-        if self._plane.is_here:  # a forgotten link, collected in the thread that closing waits for
-            threading.Thread(target=super().close, name="kvlink-close", daemon=True).start()
-        else:
-            super().close()
+    @property
+    def is_here(self) -> bool:
+        return self._plane.is_here
 
     # In the loop's thread
 
     def _hear(self, reader: Reader, message: Message) -> None:
         if isinstance(message, Meet):
             self._meet(reader, message)
-        elif reader in self._met:
+        elif reader in self._met or self._is_optional:
             super()._hear(reader, message)
         else:
             self._count("bad message")
@@ -75,7 +89,10 @@ class UcxProducer(ZmqProducer):
             self._say(reader, [encode(Meet(self._plane.address))])
 
     def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
-        met = self._met[reader]
+        met = self._met.get(reader)
+        if met is None:
+            super()._answer(reader, fetch, transfer)
+            return
         tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
         piece = self._take_off(reader, transfer, fetch.start, fetch.stop)
         try:
@@ -100,8 +117,8 @@ class UcxProducer(ZmqProducer):
             with contextlib.suppress(ClosedError):
                 self._plane.disconnect(met.endpoint)
 
-    def _disconnect(self) -> None:
+    def shut(self) -> None:
         """Last words first: a reader that UCX lost already would not wait for them."""
-        super()._disconnect()
+        super().shut()
         self._plane.close()
         self._met.clear()

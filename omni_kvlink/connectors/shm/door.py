@@ -1,4 +1,4 @@
-"""The serving end: a listening socket, arenas in memory files, one loop."""
+"""The serving end: a listening socket; the memory files are passed to who comes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 import socket
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import WireError
-from ...memory import Mapping
-from ..base import Options, refuse_keys
+from ..door import Door, Visitor
 from ..loop import READ, WRITE, readable_pidfd
 from ..messages import (
     PROTOCOL,
@@ -21,20 +20,21 @@ from ..messages import (
     Refused,
     Retire,
     agree,
-    own_hello,
 )
-from ..producer import PooledProducer
-from ..transfer import Peer
 from .channel import Channel
 from .rendezvous import listen, peer_identity, socket_path, unlink
+
+if TYPE_CHECKING:
+    from ..producer import PooledProducer
 
 MAX_PEERS = 1024
 
 
-class Reader:
+class Reader(Visitor):
     """A connected peer: its channel, its life, which arenas it has."""
 
-    def __init__(self, channel: Channel, pid: int, refusal: str):
+    def __init__(self, door: ShmDoor, channel: Channel, pid: int, refusal: str):
+        super().__init__(door)
         self.channel, self.pid, self.refusal = channel, pid, refusal
         self.pidfd = readable_pidfd(pid) if pid > 0 else -1
         self.arenas: set[int] = set()
@@ -47,26 +47,24 @@ class Reader:
             self.pidfd = -1
 
 
-class ShmProducer(PooledProducer):
-    """Payloads in memory files that readers map; the files have no names, so none can be left."""
+class ShmDoor(Door):
+    """Readers map the producer's memory files; these have no names, so none can be left."""
 
-    def __init__(self, name: str, options: Options):
-        refuse_keys(f"shm://{name}", options)
-        self._path = socket_path(name, options.directory)
+    ways = ("shm",)
+
+    def __init__(self, name: str, directory: str, producer: PooledProducer):
+        self._producer, self._loop = producer, producer.loop
+        self._path = socket_path(name, directory)
         self._readers: set[Reader] = set()
         self._ghosts: set[Reader] = set()
         self._counts: Counter[str] = Counter()
         self._listener = listen(self._path)
-        try:
-            super().__init__(name, options, partial(Mapping.shared, f"kvlink-{name}"))
-        except BaseException:
-            unlink(self._path, self._listener)
-            raise
-        self._loop.call(partial(self._loop.watch, self._listener, READ, self._accept))
+
+    def open(self) -> None:
+        self._loop.watch(self._listener, READ, self._accept)
 
     def health(self) -> dict[str, Any]:
         return {
-            **super().health(),
             "socket": self._path,
             "readers": len(self._readers),
             "refused": dict(self._counts),
@@ -74,19 +72,18 @@ class ShmProducer(PooledProducer):
 
     # Messages out
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        assert isinstance(peer, Reader)
+    def say(self, reader: Reader, message: Message) -> None:
         if isinstance(message, Offer):
-            self._pass_memory(peer, message.location.arena)
-        peer.channel.send(message)
+            self._pass_memory(reader, message.location.arena)
+        reader.channel.send(message)
 
     def _pass_memory(self, reader: Reader, arena: int) -> None:
         if arena not in reader.arenas:
-            mapping = self._pool.mapping(arena)
+            mapping = self._producer.pool.mapping(arena)
             reader.arenas.add(arena)
             reader.channel.send(Memory(arena, mapping.nbytes), mapping.fd)
 
-    def _retire(self, arena: int) -> None:
+    def forget(self, arena: int) -> None:
         self._loop.call(partial(self._say_retired, arena))
 
     def _say_retired(self, arena: int) -> None:
@@ -116,7 +113,7 @@ class ShmProducer(PooledProducer):
         elif len(self._readers) >= MAX_PEERS:
             refusal = f"{MAX_PEERS} readers are connected already"
         channel = Channel(sock, lambda: self._loop.call(partial(self._rearm, reader)))
-        reader = Reader(channel, pid, refusal)
+        reader = Reader(self, channel, pid, refusal)
         self._readers.add(reader)
         self._loop.watch(reader.channel, READ, partial(self._on_events, reader))
         if reader.pidfd >= 0:
@@ -152,7 +149,7 @@ class ShmProducer(PooledProducer):
 
     def _on_reader_message(self, reader: Reader, message: Message) -> None:
         if reader.hello is not None:
-            self._on_message(reader, message)
+            self._producer.hear(reader, message)
         elif not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
         elif reader.refusal or agree(message.versions) is None:
@@ -162,7 +159,7 @@ class ShmProducer(PooledProducer):
             raise ConnectionError("refused")
         else:
             reader.hello = message
-            reader.channel.send(own_hello())
+            reader.channel.send(self._producer.hello)
 
     def _on_death(self, reader: Reader) -> None:
         """The process ended; its last words count, even if a child of it holds the socket open."""
@@ -179,8 +176,7 @@ class ShmProducer(PooledProducer):
         self._loop.unwatch(reader.channel)
         reader.channel.close()
         self._ghosts.add(reader)
-        with self._lock:
-            is_looking = self._exchange.strand(reader)
+        is_looking = self._producer.strand(reader)
         if not is_looking or reader.pidfd < 0:
             self._bury(reader)
 
@@ -191,9 +187,9 @@ class ShmProducer(PooledProducer):
             if reader.pidfd >= 0:
                 self._loop.unwatch(reader.pidfd)
             reader.close()
-            self._on_lost(reader)
+            self._producer.lose(reader)
 
-    def _disconnect(self) -> None:
+    def shut(self) -> None:
         for reader in list(self._readers):
             reader.channel.flush()
             self._drop(reader)

@@ -1,20 +1,18 @@
-"""The serving end: payloads in memory of its own, sent from there without a copy, on demand."""
+"""The serving end: payloads are sent from the producer's memory without a copy, on demand."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from ... import _faults
-from ...arena import Block
 from ...errors import WireError
-from ...memory import Mapping, Region
+from ...memory import Region
 from ..base import Options
+from ..door import Door, Visitor
 from ..fetch import CHUNK, EAGER, WINDOW
 from ..messages import (
     MAX_MESSAGE,
@@ -29,22 +27,24 @@ from ..messages import (
     agree,
     decode,
     encode,
-    own_hello,
 )
-from ..producer import SLOT, PooledProducer
-from ..transfer import Peer, Transfer
+from ..transfer import Transfer
 from .endpoint import Endpoint
 from .security import Gate, check_exposure, protect_server
 from .sockets import Port, is_broken
+
+if TYPE_CHECKING:
+    from ..producer import PooledProducer
 
 MAX_PEERS = 1024
 _RETRY_SECONDS = 1.0
 
 
-class Reader:
+class Reader(Visitor):
     """A greeted peer: its name on the socket, its connection, what it asked for and has not got."""
 
-    def __init__(self, identity: bytes, descriptor: int):
+    def __init__(self, door: ZmqDoor, identity: bytes, descriptor: int):
+        super().__init__(door)
         self.identity, self.descriptor = identity, descriptor
         self.asked: deque[Fetch] = deque()
         self.flying = 0
@@ -54,41 +54,31 @@ class Reader:
         return sum(fetch.stop - fetch.start for fetch in self.asked)
 
 
-class ZmqProducer(PooledProducer):
-    """A ROUTER that hands out payloads in chunks, as its readers ask for them.
+class ZmqDoor(Door):
+    """A ROUTER that hands out payloads in chunks, as its readers ask for them."""
 
-    ZMQ sends from the payload's own memory, later, and may hold it when the reader is gone: it is
-    reused only when every chunk of it was let go of (`_flying`, `_doomed`).
-    """
-
+    ways: tuple[str, ...] = ("zmq",)
     most_ahead = 2 * WINDOW
     """Bytes of one reader that may be on their way, and again that may wait for that."""
 
-    def __init__(self, endpoint: Endpoint, options: Options):
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, options: Options, producer: PooledProducer):
+        self._endpoint, self._producer, self._loop = endpoint, producer, producer.loop
         check_exposure(self._endpoint, options)
-        self._hello = own_hello()
         self._readers: dict[bytes, Reader] = {}
         self._connected: dict[int, Reader | None] = {}
         self._leaving: list[Reader] = []
         self._unwelcome: dict[bytes, str] = {}
         self._outbox: deque[tuple[Reader, Message]] = deque()
-        self._flying: Counter[Block] = Counter()
-        self._doomed: set[Block] = set()
         self._counts: Counter[str] = Counter()
-        super().__init__(self._endpoint.url, options, Mapping.anonymous)
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate: Gate | None = None
         try:
-            self._open(options)
+            self._bind(options)
         except BaseException:
             self._context.destroy(0)
-            self._closed = True
-            self._loop.stop()
-            self._pool.close()
             raise
 
-    def _open(self, options: Options) -> None:
+    def _bind(self, options: Options) -> None:
         if options.keys:
             refused = partial(self._count, "key")
             self._gate = Gate(self._context, options.peers, self._loop, refused)
@@ -105,28 +95,25 @@ class ZmqProducer(PooledProducer):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
         protect_server(socket, options)
-        self.address = self._endpoint.bind(socket)
+        self._address = self._endpoint.bind(socket)
+        self.became = self._endpoint.address, self._address
+
+    def open(self) -> None:
         if self._gate is not None:
-            self._loop.call(self._gate.watch)
-        self._loop.call(self._port.watch)
+            self._gate.watch()
+        self._port.watch()
 
     def health(self) -> dict[str, Any]:
         return {
-            **super().health(),
-            "address": f"{self._endpoint.transport}://{self.address}",
+            "address": f"{self._endpoint.transport}://{self._address}",
             "readers": len(self._readers),
             "refused": dict(self._counts),
         }
 
-    def is_awaited(self, key: str) -> bool:
-        with self._lock:
-            return self._exchange.is_awaited(key)
-
     # Messages out
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        assert isinstance(peer, Reader)
-        self._outbox.append((peer, message))
+    def say(self, reader: Reader, message: Message) -> None:
+        self._outbox.append((reader, message))
         self._loop.call(self._flush)
 
     def _flush(self) -> None:
@@ -144,12 +131,10 @@ class ZmqProducer(PooledProducer):
         """A small payload travels with its offer."""
         if not isinstance(message, Offer) or message.draft or message.location.nbytes > EAGER:
             return []
-        with self._lock:
-            transfer = self._exchange.leased(reader, message.want, message.epoch)
+        transfer = self._producer.leased(reader, message.want, message.epoch)
         if transfer is None:
             return []
-        payload = self._pool.region(_block(transfer)).slice(SLOT, message.location.nbytes)
-        return [bytes(payload.view())]
+        return [bytes(self._producer.payload(transfer).view(0, message.location.nbytes))]
 
     def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
         try:
@@ -186,7 +171,7 @@ class ZmqProducer(PooledProducer):
             return
         if isinstance(message, Release):
             self._forget_fetches(reader, message.want)
-        self._on_message(reader, message)
+        self._producer.hear(reader, message)
 
     def _greet(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
@@ -207,9 +192,9 @@ class ZmqProducer(PooledProducer):
         descriptor = int(frame.get(zmq.SRCFD))
         if descriptor not in self._connected:
             return  # it went already
-        reader = Reader(identity, descriptor)
+        reader = Reader(self, identity, descriptor)
         self._connected[descriptor] = self._readers[identity] = reader
-        self._say(reader, [encode(self._hello)])
+        self._say(reader, [encode(self._producer.hello)])
 
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
@@ -231,7 +216,7 @@ class ZmqProducer(PooledProducer):
         if self._readers.get(reader.identity) is reader:
             del self._readers[reader.identity]
             reader.asked.clear()
-            self._on_lost(reader)
+            self._producer.lose(reader)
 
     def _turn_out(self, reader: Reader, why: str) -> None:
         """ROUTER cannot end a connection: the reader is told to, as soon as it takes a message."""
@@ -249,12 +234,11 @@ class ZmqProducer(PooledProducer):
                 pass  # it went by itself
             del self._unwelcome[identity]
 
-    def _tick(self, now: float) -> float:
-        due = super()._tick(now)
+    def tick(self, now: float) -> float:
         if self._unwelcome:
             self._see_off()
             self._port.drain()
-        return min(due, now + _RETRY_SECONDS) if self._unwelcome else due
+        return now + _RETRY_SECONDS if self._unwelcome else float("inf")
 
     # Bytes out, in the loop's thread
 
@@ -272,14 +256,11 @@ class ZmqProducer(PooledProducer):
         """Send what was asked for, unless too much of it waits on its way already."""
         while reader.asked and reader.flying < self.most_ahead:
             fetch = reader.asked.popleft()
-            with self._lock:
-                transfer = self._exchange.leased(reader, fetch.want, fetch.epoch)
+            transfer = self._producer.leased(reader, fetch.want, fetch.epoch)
             if transfer is None:
-                self._exchange.counters["stale"] += 1
+                self._producer.exchange.counters["stale"] += 1
                 continue
-            location = transfer.location
-            assert location is not None
-            if fetch.stop > location.nbytes + transfer.draft:
+            if fetch.stop > self._producer.payload(transfer).nbytes:
                 self._count("bad message")
                 self._turn_out(reader, "it asked for bytes beyond the payload")
                 return
@@ -292,46 +273,23 @@ class ZmqProducer(PooledProducer):
             self._say(reader, [header, piece.view()], copy=False)
 
     def _take_off(self, reader: Reader, transfer: Transfer, start: int, stop: int) -> Region:
-        """A piece of a payload to send from; its memory stays until the last view is gone."""
-        _faults.point("send.chunk")
-        block, nbytes = _block(transfer), stop - start
-        piece = self._pool.region(block).slice(SLOT + start, nbytes)
-        with self._lock:
-            self._flying[block] += nbytes
-        reader.flying += nbytes
-        landed = partial(self._landed, reader, block, nbytes)
-        weakref.finalize(piece.span, self._loop.call, landed).atexit = False
-        return piece
+        """A piece of a payload to send from."""
+        reader.flying += stop - start
+        return self._producer.take_off(transfer, start, stop, partial(self._landed, reader))
 
-    def _landed(self, reader: Reader, block: Block, nbytes: int) -> None:
-        """A piece was let go of: sent, or dropped with its connection."""
+    def _landed(self, reader: Reader, nbytes: int) -> None:
+        """A piece was let go of: more may follow."""
         reader.flying -= nbytes
-        with self._lock:
-            self._flying[block] -= nbytes
-            if not self._flying[block]:
-                del self._flying[block]
-                if block in self._doomed:
-                    self._doomed.discard(block)
-                    self._pool.free(block)
         if reader.asked:
             self._pour(reader)
             self._port.drain()
-
-    def _free(self, transfer: Transfer) -> None:
-        """Nobody has it any more, but ZMQ may."""
-        block = transfer.block
-        if isinstance(block, Block) and self._flying[block]:
-            transfer.block = None
-            self._doomed.add(block)
-        else:
-            super()._free(transfer)
 
     # The end
 
     def _count(self, what: str) -> None:
         self._counts[what] += 1
 
-    def _disconnect(self) -> None:
+    def shut(self) -> None:
         if self._context.closed:
             return
         self._flush()
@@ -342,8 +300,3 @@ class ZmqProducer(PooledProducer):
             reader.asked.clear()  # what lands later asks for no more
         self._readers.clear()
         self._endpoint.leave(self._context)
-
-
-def _block(transfer: Transfer) -> Block:
-    assert isinstance(transfer.block, Block)  # while anybody has it on lease
-    return transfer.block

@@ -1,0 +1,166 @@
+"""`auto://name?tcp=host:port`: shared memory where both ends share a kernel, else UCX, else ZMQ."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..errors import ConnectorError, KVLinkError, TransferTimeout
+from ..memory import Mapping
+from . import ucx
+from .base import Backend, Consumer, Options, refuse_keys
+from .consumer import Session
+from .producer import Opener, PooledProducer
+from .shm.consumer import ShmConsumer, ShmSession
+from .shm.door import ShmDoor
+from .shm.rendezvous import dial, socket_path
+from .ucx.consumer import UcxSession
+from .ucx.door import UcxDoor
+from .ucx.exposure import settings_of
+from .ucx.plane import Plane
+from .zmq.consumer import ZmqConsumer, ZmqSession
+from .zmq.door import ZmqDoor
+from .zmq.endpoint import Endpoint
+
+_log = logging.getLogger("omni_kvlink")
+
+
+class Choice(NamedTuple):
+    """How a reader has its payloads, and why."""
+
+    way: str
+    why: str
+
+
+class AutoConsumer(ZmqConsumer):
+    """The reading end: it meets the producer over TCP, and then takes the nearest way to it.
+
+    That both share a kernel is proved, not guessed: behind the Unix socket of that name answers
+    the very producer that answered over TCP.
+    """
+
+    def __init__(self, name: str, options: Options):
+        self._name = name
+        self._plane: Plane | None = None
+        self._choice: Choice | None = None
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(_endpoint(options.tcp), options)
+        self._url = f"auto://{name}?tcp={options.tcp}"
+
+    def health(self) -> dict[str, Any]:
+        way, why = self._choice or Choice("", "not connected yet")
+        plane = {} if self._plane is None else {"ucx": self._plane.stats()}
+        return {**super().health(), **plane, "way": way, "why": why}
+
+    def _open(self, timeout: float) -> Session:
+        deadline = time.monotonic() + timeout
+        met = super()._dial(self._make_session(), timeout)
+        session, choice = self._nearest(met, deadline)
+        if session is not met:
+            self._loop.call(met.hang_up)
+        if choice != self._choice:
+            self._choice = choice
+            _log.info("%s goes by %s: %s", self._url, *choice)
+        return session
+
+    def _nearest(self, met: ZmqSession, deadline: float) -> tuple[Session, Choice]:
+        """The session that will be used; the one over TCP if no other is to be had."""
+        reasons = []
+        for way, attempt in (("shm", self._by_memory), ("ucx", self._by_ucx)):
+            try:
+                if way not in met.greeting.ways:
+                    raise ConnectorError(f"the producer does not serve {way}")
+                session, why = attempt(met, deadline)
+            except KVLinkError as error:
+                self._check_open()
+                reasons.append(f"no {way}: {error}")
+            else:
+                return session, Choice(way, "; ".join([why, *reasons]))
+        return met, Choice("zmq", "; ".join(reasons))
+
+    def _by_memory(self, met: ZmqSession, deadline: float) -> tuple[Session, str]:
+        path = socket_path(self._name, self._options.directory)
+        try:
+            sock = dial(path, 0.0, self._stop)
+            session = ShmSession(f"shm://{self._name}", sock, deadline, self._stop)
+        except TransferTimeout:
+            raise ConnectorError(f"nobody serves {path} here") from None
+        except OSError as error:  # it went amid the handshake
+            raise ConnectorError(f"{path}: {error}") from None
+        if session.greeting.nonce != met.greeting.nonce:
+            session.close()
+            raise ConnectorError(f"behind {path} is another producer")
+        return session, f"this producer answers at {path}, so both ends share a kernel"
+
+    def _by_ucx(self, met: ZmqSession, deadline: float) -> tuple[Session, str]:
+        missing = ucx.unavailable()
+        if missing:
+            raise ConnectorError(missing)
+        if self._plane is None:
+            self._plane = Plane(settings_of(self._endpoint, self._options))
+        session = UcxSession(
+            self._plane, self._endpoint, self._options, self._context, self._loop, self._store
+        )
+        return self._dial(session, deadline - time.monotonic()), "both ends have UCX"
+
+    def _interrupt(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        super()._interrupt()
+
+    def _shut(self) -> None:
+        super()._shut()
+        if self._plane is not None:
+            self._plane.close()
+
+    def __del__(self) -> None:
+        # Not in `close`: another thread may still wait for it, and its number must not be reused.
+        if hasattr(self, "_stop"):
+            os.close(self._stop)
+
+
+def _endpoint(tcp: str) -> Endpoint:
+    return Endpoint("tcp", tcp, "auto")
+
+
+def _serve(name: str, options: Options) -> PooledProducer:
+    openers = list[Opener]()
+    make = Mapping.anonymous
+    if sys.platform == "linux":
+        make = partial(Mapping.shared, f"kvlink-{name}")
+        openers.append(partial(ShmDoor, name, options.directory))
+    if options.tcp:
+        openers.append(partial(_remote_door, _endpoint(options.tcp), options))
+    else:
+        refuse_keys(f"auto://{name} without tcp=", options)
+    return PooledProducer(name, options, make, *openers)
+
+
+def _remote_door(endpoint: Endpoint, options: Options, producer: PooledProducer) -> ZmqDoor:
+    """Control over TCP; UCX beside it, if it is there and may go where the link goes."""
+    why = ucx.unavailable()
+    try:
+        if why is None:
+            settings_of(endpoint, options)
+    except ConnectorError as error:
+        why = str(error)
+    if why is None:
+        return UcxDoor(endpoint, options, producer, optional=True)
+    _log.info("%s is served without UCX: %s", endpoint.url, why)
+    return ZmqDoor(endpoint, options, producer)
+
+
+def _connect(name: str, options: Options, timeout: float) -> Consumer:
+    consumer = AutoConsumer(name, options) if options.tcp else ShmConsumer(name, options)
+    try:
+        consumer.connect(timeout)
+    except BaseException:
+        consumer.close()
+        raise
+    return consumer
+
+
+BACKEND = Backend(serve=_serve, connect=_connect)

@@ -1,0 +1,182 @@
+"""`auto://`: the nearest way is taken, for a proved reason, and behaves as that way does."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from zmq_places import free_port
+
+from omni_kvlink import ConnectorError, KVLink, TransferTimeout
+from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.zmq.keys import generate
+from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.conformance import Check, run_check
+from omni_kvlink.testing.rig import ProcessPeer, Rig
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
+HAS_UCX = ucx.unavailable() is None
+WAYS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no ucxx")), "zmq"]
+_numbers = itertools.count()
+
+
+def fresh_url() -> str:
+    return f"auto://auto-{os.getpid()}-{next(_numbers)}?tcp=127.0.0.1:{free_port()}"
+
+
+def elsewhere(way: str, folder: Path) -> dict[str, str]:
+    """The environment of a reader that has only this way to the producer."""
+    env = dict(os.environ)
+    if way == "shm":
+        return env
+    folder.chmod(0o700)
+    if way == "zmq":  # nor is UCX installed there
+        (folder / "ucxx.py").write_text("raise ImportError('it is not installed')\n")
+        env["PYTHONPATH"] = os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])
+    return {**env, "XDG_RUNTIME_DIR": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where this process, and who shares its environment, looks for sockets."""
+    folder = tmp_path_factory.mktemp("home")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    assert isinstance(request.param, str)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def process(
+    home: None, way: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProcessPeer]:
+    """A reader's process that has this way alone."""
+    peer = ProcessPeer(elsewhere(way, tmp_path_factory.mktemp("elsewhere")))
+    yield peer
+    peer.end()
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+def test_connector(check: Check, process: ProcessPeer) -> None:
+    run_check(check, Rig(fresh_url, {}, process))
+
+
+def test_the_way_is_the_nearest(process: ProcessPeer, way: str) -> None:
+    rig = Rig(fresh_url, {}, process)
+    producer, reader = rig.serve(), rig.connect()
+    producer.put(Recipe("k").make())
+    assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    stats = reader.do("stats")
+    assert stats["way"] == way
+    assert ("share a kernel" in stats["why"]) == (way == "shm")
+    assert ("no shm: nobody serves" in stats["why"]) == (way != "shm")
+    assert ("no ucx" in stats["why"]) == (way == "zmq")
+    rig.close()
+
+
+def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
+    """Its bytes lie in one place, and every reader has them its own way."""
+    far = ProcessPeer(elsewhere("zmq", tmp_path))
+    rig = Rig(fresh_url, {}, far)
+    producer, near, distant = rig.serve(), rig.connect_here(), rig.connect()
+    receipt = producer.put(Recipe("k").make(), readers=2)
+    with near.get("k", timeout=5, verify="full"):
+        pass
+    assert not receipt.done
+    assert distant.do("get", key="k", timeout=5, verify="full") == fingerprint(Recipe("k").make())
+    receipt.wait(timeout=5)
+    assert (near.stats()["way"], distant.do("stats")["way"]) == ("shm", "zmq")
+    rig.close()
+    far.end()
+
+
+def test_a_namesake_is_not_taken_for_the_producer(caplog: pytest.LogCaptureFixture) -> None:
+    """A name proves nothing: behind the socket must be who answers over TCP."""
+    url = fresh_url()
+    name, tcp = url[7:].split("?tcp=")
+    with (
+        caplog.at_level(logging.INFO, "omni_kvlink"),
+        KVLink.serve(f"shm://{name}") as namesake,
+        KVLink.serve(f"auto://{name}-b?tcp={tcp}") as producer,
+        KVLink.connect(url, timeout=5) as reader,
+    ):
+        namesake.put(Recipe("k", seed=1).make())
+        producer.put(Recipe("k", seed=2).make())
+        with reader.get("k", timeout=5) as data:
+            assert fingerprint(data) == fingerprint(Recipe("k", seed=2).make())
+        del data
+        assert reader.stats()["way"] in ("ucx", "zmq")
+        assert "is another producer" in reader.stats()["why"]
+    said = [record.message for record in caplog.records if "goes by" in record.message]
+    assert len(said) == 1
+    assert "is another producer" in said[0]
+
+
+def test_a_producer_that_comes_back(process: ProcessPeer, way: str) -> None:
+    rig = Rig(fresh_url, {}, process)
+    producer, reader = rig.serve(), rig.connect()
+    for seed in range(2):
+        producer.put(Recipe("k", seed=seed).make())
+        wanted = fingerprint(Recipe("k", seed=seed).make())
+        assert reader.do("get", key="k", timeout=5) == wanted
+        producer.close()
+        producer = rig.serve()
+    assert reader.do("stats")["way"] == way
+    rig.close()
+
+
+def test_without_tcp_it_is_shared_memory() -> None:
+    url = f"auto://auto-{os.getpid()}-{next(_numbers)}"
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
+        receipt = producer.put(Recipe("k").make())
+        with reader.get("k", timeout=5):
+            pass
+        receipt.wait(timeout=5)
+
+
+def test_nobody_serves() -> None:
+    with pytest.raises(TransferTimeout, match=r"auto://.*nobody serves"):
+        KVLink.connect(fresh_url(), timeout=0.1)
+
+
+def test_other_machines_need_keys(tmp_path: Path) -> None:
+    for verb in (KVLink.serve, lambda url: KVLink.connect(url, timeout=1)):
+        with pytest.raises(ConnectorError, match="keys"):
+            verb("auto://a?tcp=10.1.2.3:7000")
+    secret, _ = generate(str(tmp_path / "keys"), "a")
+    with pytest.raises(ValueError, match="leave keys="):
+        KVLink.serve("auto://a", keys=secret, peers=str(tmp_path))
+
+
+def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link with keys is encrypted throughout, unless UCX was given a device."""
+    for name in ("producer", "reader"):
+        generate(str(tmp_path / "keys"), name)
+    (tmp_path / "guests").mkdir()
+    keys = tmp_path / "keys"
+    (keys / "reader.public").rename(tmp_path / "guests" / "reader.public")
+    monkeypatch.setattr(ucx, "unavailable", lambda: "it is not installed")
+    url, other = fresh_url(), f"auto-{os.getpid()}-other"
+    with (
+        KVLink.serve(url, keys=str(keys / "producer.secret"), peers=str(tmp_path / "guests")) as a,
+        KVLink.connect(
+            url.replace(url[7:].split("?")[0], other),
+            timeout=5,
+            keys=str(keys / "reader.secret"),
+            peers=str(keys / "producer.public"),
+        ) as b,
+    ):
+        a.put(Recipe("k").make())
+        with b.get("k", timeout=5):
+            assert b.stats()["way"] == "zmq"
