@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ..connectors.base import Delivery, Receipt, Want
-from ..errors import TransferTimeout
+from ..errors import PeerLostError, TransferTimeout
 from ..link import KVLink, Payload, Received, Verify, check_verify
 from ..wire import Manifest
 from .get_stream import AsyncReceivedStream
@@ -44,7 +44,7 @@ class AsyncKVLink:
         """
         check_verify(verify)
         started = time.perf_counter()
-        delivery = await self._delivered(_Asking(self.link, request_id, timeout), timeout)
+        delivery = await self._delivered(request_id, timeout)
         received = self.link.open_delivery(delivery, started=started, verify="auto")
         if verify == "full":
             await _Verifying(received).done()
@@ -57,8 +57,7 @@ class AsyncKVLink:
             The errors of `KVLink.stream_get`.
         """
         started = time.perf_counter()
-        asking = _Asking(self.link, request_id, timeout, streamed=True)
-        delivery = await self._delivered(asking, timeout)
+        delivery = await self._delivered(request_id, timeout, streamed=True)
         return AsyncReceivedStream(
             self.link.open_stream(delivery, started=started, timeout=timeout)
         )
@@ -67,14 +66,29 @@ class AsyncKVLink:
         """`KVLink.stream_put`, to be used with `async with`."""
         return AsyncPutStream(partial(self.link.stream_put, plan, **how))
 
-    async def _delivered(self, asking: _Asking, timeout: float) -> Delivery:
+    async def _delivered(
+        self, request_id: str, timeout: float, *, streamed: bool = False
+    ) -> Delivery:
+        """As `Consumer.receive`: if only a connection breaks, ask again."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            want = await self._asked(_Asking(self.link, request_id, left, streamed=streamed), left)
+            try:
+                return want.wait(timeout=0.0)  # answered, or out of time: returns or raises at once
+            except PeerLostError:
+                left = deadline - time.monotonic()
+                if not await asyncio.to_thread(self.link.is_back, want, timeout=left):
+                    raise
+
+    async def _asked(self, asking: _Asking, timeout: float) -> Want:
+        """A want that is answered, or out of time."""
         try:
             await self._answered(asking, timeout)
         except BaseException:
             asking.withdraw()
             raise
-        # Answered, or out of time: `wait` returns or raises at once.
-        return asking.take().wait(timeout=0.0)
+        return asking.take()
 
     async def _answered(self, asking: _Asking, timeout: float) -> None:
         """Return when the answer is there or the time is over. Only a reconnection needs a thread.

@@ -56,9 +56,9 @@ class AutoConsumer(ZmqConsumer):
         plane = {} if self._plane is None else {"ucx": self._plane.stats()}
         return {**super().health(), **plane, "way": way, "why": why}
 
-    def _open(self, timeout: float) -> Session:
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        met = super()._dial(self._make_session(), timeout)
+        met = self._dial(self._make_session(), timeout, hasty=hasty)
         session, choice = self._nearest(met, deadline)
         if session is not met:
             self._loop.call(met.hang_up)
@@ -72,7 +72,7 @@ class AutoConsumer(ZmqConsumer):
         reasons = []
         for way, attempt in (("shm", self._by_memory), ("ucx", self._by_ucx)):
             try:
-                if way not in met.greeting.ways:
+                if way not in met.ways:
                     raise ConnectorError(f"the producer does not serve {way}")
                 session, why = attempt(met, deadline)
             except KVLinkError as error:
@@ -91,7 +91,7 @@ class AutoConsumer(ZmqConsumer):
             raise ConnectorError(f"nobody serves {path} here") from None
         except OSError as error:  # it went amid the handshake
             raise ConnectorError(f"{path}: {error}") from None
-        if session.greeting.nonce != met.greeting.nonce:
+        if session.nonce != met.nonce:
             session.close()
             raise ConnectorError(f"behind {path} is another producer")
         return session, f"this producer answers at {path}, so both ends share a kernel"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import ClosedError, KVLinkError, TransferFailed, TransferTimeout
+from ..errors import ClosedError, KVLinkError, PeerLostError, TransferFailed, TransferTimeout
 from ..ledger import Ledger
 from ..memory import Lease, Region
 from .messages import Outcome
@@ -278,17 +278,33 @@ class Consumer(Connector):
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; own waiting calls raise TransferFailed."""
 
-    def receive(self, key: str, *, timeout: float) -> Delivery:
-        """Wait for a payload; a wake-up, never a sleep loop.
+    def is_back(self, want: Want, *, timeout: float) -> bool:
+        """Whether only the connection of this want broke: the very producer that it was asked of
+        is there again, and can be asked once more.
+        """
+        return False
+
+    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
+        """Wait for a payload; a wake-up, never a sleep loop. If only a connection
+        breaks, ask again.
+
+
+        Args:
+            streamed: as for `begin`.
 
         Raises:
             TransferTimeout: names how far the payload had come.
             TransferFailed: the producer said it failed, or it expired.
             PeerLostError: the producer died, or closed.
         """
-        started = time.monotonic()
-        want = self.begin(key, timeout=timeout)
-        return want.wait(timeout=timeout - (time.monotonic() - started))
+        deadline = time.monotonic() + timeout
+        while True:
+            want = self.begin(key, timeout=deadline - time.monotonic(), streamed=streamed)
+            try:
+                return want.wait(timeout=deadline - time.monotonic())
+            except PeerLostError:
+                if not self.is_back(want, timeout=deadline - time.monotonic()):
+                    raise
 
 
 class Want(ABC):

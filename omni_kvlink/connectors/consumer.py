@@ -27,11 +27,16 @@ from .inbox import Inbox, Wanted
 from .messages import PROTOCOL, Abort, Hello, Location, Message, Offer, Refused, agree, short
 from .producer import SLOT, holds
 
+_BLIP = 0.5
+"""Seconds that a producer which is alive may take to answer again after its connection broke."""
+
 
 class Session(ABC):
     """One connection to one life of a producer."""
 
     inbox: Inbox
+    nonce: str
+    """Which life of a producer it is."""
 
     @property
     @abstractmethod
@@ -77,11 +82,22 @@ class PooledSession(Session):
         return PooledWant(self, self.inbox.want(key, streamed=streamed))
 
 
-class PooledWant(Want):
+class SessionWant(Want):
+    """A want of one session.
+
+    Attributes:
+        session: where it was asked.
+    """
+
+    session: Session
+
+
+class PooledWant(SessionWant):
     """A want at a producer whose payloads lie in memory that both sides map."""
 
     def __init__(self, session: PooledSession, wanted: Wanted):
-        self._session, self._wanted = session, wanted
+        self.session = self._session = session
+        self._wanted = wanted
         self.future = wanted.future
 
     def wait(self, *, timeout: float) -> Delivery:
@@ -127,8 +143,11 @@ class SessionConsumer(Consumer):
         self._sessions = 0
 
     @abstractmethod
-    def _open(self, timeout: float) -> Session:
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
         """Wait for a producer and shake hands; TransferTimeout if none comes.
+
+        Args:
+            hasty: do not wait for one; only for the answer of one that is there.
 
         Raises:
             ClosedError: the link was closed meanwhile.
@@ -144,6 +163,22 @@ class SessionConsumer(Consumer):
 
     def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
         return self._live_session(timeout).want(key, streamed=streamed)
+
+    def is_back(self, want: Want, *, timeout: float) -> bool:
+        assert isinstance(want, SessionWant)
+        lost, limit = want.session, min(timeout, _BLIP)
+        if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
+            return False
+        try:
+            if self._session is lost and lost.is_over:
+                self._session = self._open(limit, hasty=True)
+                self._sessions += 1
+            session = self._session
+            return session is not None and session is not lost and session.nonce == lost.nonce
+        except (KVLinkError, OSError):
+            return False  # whoever waited hears why the first one ended
+        finally:
+            self._opening.release()
 
     def abort(self, key: str, reason: str) -> None:
         self._check_open()

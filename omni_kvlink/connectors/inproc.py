@@ -30,6 +30,10 @@ class InprocDoor(Door):
                 raise BusyError(f"inproc://{name} is served already in this process")
             _changed.notify_all()
 
+    @property
+    def nonce(self) -> str:
+        return self._producer.nonce
+
     def open(self) -> None:
         """Sessions come by calls."""
 
@@ -77,6 +81,7 @@ class InprocSession(PooledSession, Visitor):
     def __init__(self, url: str, door: InprocDoor):
         Visitor.__init__(self, door)
         self._url, self._over = url, False
+        self.nonce = door.nonce
         post = partial(door.hear, self)
         self.inbox = Inbox(post, post)
         door.attach(self)
@@ -115,8 +120,8 @@ class InprocConsumer(SessionConsumer):
         with _changed:
             _changed.notify_all()
 
-    def _open(self, timeout: float) -> Session:
-        deadline = time.monotonic() + timeout
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+        deadline = time.monotonic() + (0.0 if hasty else timeout)
         with _changed:
             while self._name not in _names:
                 self._check_open()

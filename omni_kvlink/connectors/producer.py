@@ -54,7 +54,7 @@ class PooledProducer(Producer):
         self.lock = threading.Lock()
         self.exchange = Exchange(self._send, self._free)
         self.doors: list[Door] = []
-        self._nonce = os.urandom(8).hex()
+        self.nonce = os.urandom(8).hex()
         self._flying: Counter[Block] = Counter()
         self._doomed: set[Block] = set()
         pooled = options.mode == "pooled"
@@ -77,7 +77,7 @@ class PooledProducer(Producer):
     def hello(self) -> Hello:
         """What it says to whoever comes."""
         ways = tuple(way for door in self.doors for way in door.ways)
-        return own_hello(self._nonce, ways)
+        return own_hello(self.nonce, ways)
 
     def hear(self, peer: Peer, message: Message) -> None:
         """What a greeted reader said; in the loop's thread. WireError if it may not say that."""

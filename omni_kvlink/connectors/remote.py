@@ -17,7 +17,7 @@ from ..errors import KVLinkError, PeerLostError, TransferTimeout, WireError
 from ..header import MAX_HEADER
 from .arrival import Arrival
 from .base import Delivery, Options, Want
-from .consumer import Session, SessionConsumer, closed_here
+from .consumer import Session, SessionConsumer, SessionWant, closed_here
 from .fetch import CHUNK, WINDOW, Pace
 from .inbox import Inbox, Wanted, failure
 from .loop import Loop
@@ -25,11 +25,11 @@ from .messages import Abort, Chunk, Committed, Failed, Fetch, Layer, Message, Of
 from .store import Store
 
 
-class RemoteWant(Want):
+class RemoteWant(SessionWant):
     """A payload that was asked for; its future ends when it is here, or with the error."""
 
-    def __init__(self, inbox: Inbox, wanted: Wanted):
-        self._inbox, self._wanted = inbox, wanted
+    def __init__(self, session: RemoteSession, wanted: Wanted):
+        self.session, self._inbox, self._wanted = session, session.inbox, wanted
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only the session ends it
         wanted.future.add_done_callback(self._answered)
@@ -119,7 +119,7 @@ class RemoteSession(Session):
         return self._over
 
     def want(self, key: str, *, streamed: bool) -> Want:
-        return RemoteWant(self.inbox, self.inbox.want(key, streamed=streamed, early=True))
+        return RemoteWant(self, self.inbox.want(key, streamed=streamed, early=True))
 
     def send(self, message: Abort) -> None:
         self._say(message)

@@ -219,14 +219,19 @@ class KVLink:
         """
         consumer, started = self._consumer("stream_get"), time.perf_counter()
         timeout = min(timeout, FOREVER)
-        want = consumer.begin(_check_id(request_id), timeout=timeout, streamed=True)
-        left = timeout - (time.perf_counter() - started)
-        return self.open_stream(want.wait(timeout=left), started=started, timeout=timeout)
+        delivery = consumer.receive(_check_id(request_id), timeout=timeout, streamed=True)
+        return self.open_stream(delivery, started=started, timeout=timeout)
 
     def begin_get(self, request_id: str, *, timeout: float, streamed: bool = False) -> Want:
         """Ask for a cache without waiting; for event loops, see `omni_kvlink.aio`."""
         consumer, limit = self._consumer("get"), min(timeout, FOREVER)
         return consumer.begin(_check_id(request_id), timeout=limit, streamed=streamed)
+
+    def is_back(self, want: Want, *, timeout: float) -> bool:
+        """Whether a want that ended with PeerLostError can be begun again: only its connection
+        broke, and its producer, the same life of it, is there; for event loops, too.
+        """
+        return self._consumer("get").is_back(want, timeout=timeout)
 
     def open_delivery(self, delivery: Delivery, *, started: float, verify: Verify) -> Received:
         """Check a delivery and make views of it; a bad one is rejected at its producer."""

@@ -55,15 +55,16 @@ class ShmConsumer(SessionConsumer):
         if hasattr(self, "_stop"):
             os.close(self._stop)
 
-    def _open(self, timeout: float) -> Session:
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
         deadline = time.monotonic() + timeout
         while True:
-            sock = dial(self._path, deadline - time.monotonic(), self._stop)
+            left = 0.0 if hasty else deadline - time.monotonic()
+            sock = dial(self._path, left, self._stop)
             try:
                 return ShmSession(self._url, sock, deadline, self._stop)
             except ConnectionError:
-                if time.monotonic() >= deadline:  # it died in the handshake: wait for the next
-                    raise
+                if hasty or time.monotonic() >= deadline:
+                    raise  # else it died in the handshake: wait for the next
 
 
 class ShmSession(PooledSession):
@@ -81,7 +82,7 @@ class ShmSession(PooledSession):
         self._left = threading.Event()
         self._channel = Channel(sock, self._on_backlog)
         try:
-            self.greeting = self._shake_hands(deadline, stop)
+            self.nonce = self._shake_hands(deadline, stop).nonce
         except BaseException:
             self._channel.close()
             raise

@@ -23,7 +23,6 @@ from ..loop import Loop
 from ..messages import (
     MAX_MESSAGE,
     Chunk,
-    Hello,
     Message,
     Offer,
     Refused,
@@ -60,12 +59,12 @@ class ZmqConsumer(RemoteConsumer):
             self._context.term()
             raise
 
-    def _open(self, timeout: float) -> Session:
-        return self._dial(self._make_session(), timeout)
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+        return self._dial(self._make_session(), timeout, hasty=hasty)
 
-    def _dial(self, session: ZmqSession, timeout: float) -> ZmqSession:
+    def _dial(self, session: ZmqSession, timeout: float, *, hasty: bool = False) -> ZmqSession:
         """Wait until hands were shaken."""
-        self._dialled = session
+        self._dialled, session.hasty = session, hasty
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.dial)
@@ -96,10 +95,9 @@ class ZmqSession(RemoteSession):
 
     Attributes:
         ready: ends when hands were shaken, or with the error.
-        greeting: what the producer said then.
+        hasty: give up when nobody serves, instead of knocking on.
+        ways: by which its producer can be read.
     """
-
-    greeting: Hello
 
     def __init__(
         self,
@@ -114,6 +112,7 @@ class ZmqSession(RemoteSession):
         self.ready: Future[None] = Future()
         self._port: Port | None = None
         self._hello = own_hello()
+        self.hasty, self.ways = False, tuple[str, ...]()
         self._greeted = self._was_there = self._is_gone = False
         self._problem = ""
 
@@ -193,6 +192,8 @@ class ZmqSession(RemoteSession):
                     "producer's peers= directory"
                 )
             )
+        elif event == zmq.EVENT_CONNECT_RETRIED and self.hasty:
+            self.answer(PeerLostError(f"{self._url}: nobody serves it"))
         elif is_broken(event):
             self._problem = "of another kind, or with the wrong key"
         elif event == zmq.EVENT_DISCONNECTED and self._greeted:
@@ -227,7 +228,7 @@ class ZmqSession(RemoteSession):
         if hello.nonce == self._hello.nonce:
             self._redial()
             return
-        self._greeted, self.greeting = True, hello
+        self._greeted, self.nonce, self.ways = True, hello.nonce, hello.ways
         self._welcomed()
 
     def _welcomed(self) -> None:
