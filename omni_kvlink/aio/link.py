@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ..connectors.base import Delivery, Receipt, Want
+from ..connectors.base import MOST_BLIPS, Delivery, Receipt, Want
 from ..errors import PeerLostError, TransferTimeout
 from ..link import KVLink, Payload, Received, Verify, check_verify
 from ..wire import Manifest
@@ -70,7 +70,7 @@ class AsyncKVLink:
         self, request_id: str, timeout: float, *, streamed: bool = False
     ) -> Delivery:
         """As `Consumer.receive`: if only a connection breaks, ask again."""
-        deadline = time.monotonic() + timeout
+        deadline, blips = time.monotonic() + timeout, 0
         while True:
             left = deadline - time.monotonic()
             want = await self._asked(_Asking(self.link, request_id, left, streamed=streamed), left)
@@ -78,7 +78,9 @@ class AsyncKVLink:
                 return want.wait(timeout=0.0)  # answered, or out of time: returns or raises at once
             except PeerLostError:
                 left = deadline - time.monotonic()
-                if not await asyncio.to_thread(self.link.is_back, want, timeout=left):
+                again = partial(self.link.is_back, want, timeout=left)
+                blips += 1
+                if blips > MOST_BLIPS or not await asyncio.to_thread(again):
                     raise
 
     async def _asked(self, asking: _Asking, timeout: float) -> Want:

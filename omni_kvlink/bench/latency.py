@@ -33,11 +33,21 @@ class Yardstick(NamedTuple):
     name: str
     text: str
     limit: float
+    phase: str = "total"
 
 
 RAW_TCP = Yardstick("raw_tcp", "one raw TCP connection", 1.4)
 BARE_UCX = Yardstick("bare_ucx", "one bare ucxx tag send", 1.15)
+ROUND_TRIP = Yardstick("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
 YARDSTICKS = {"zmq+tcp": RAW_TCP, "zmq+ipc": RAW_TCP, "ucx": BARE_UCX}
+SMALL = 64 << 10
+"""Bytes of a payload up to which waking counts, not moving."""
+
+
+def yardstick_of(connector: str, nbytes: int) -> Yardstick | None:
+    """Of links that go over a network."""
+    found = YARDSTICKS.get(connector)
+    return ROUND_TRIP if found and nbytes <= SMALL else found
 
 
 class Bare(Protocol):
@@ -109,13 +119,13 @@ class Result:
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """Of links that go over a network."""
-        return YARDSTICKS.get(self.setup.connector)
+        return yardstick_of(self.setup.connector, self.setup.shape.nbytes)
 
     @property
     def bare_ratio(self) -> float:
-        """Median of the whole trip over that of the yardstick."""
-        return self.milliseconds("total").p50 / self.milliseconds("bare").p50
+        """Median of the trip, or of its waking, over that of the yardstick."""
+        phase = "total" if self.yardstick is None else self.yardstick.phase
+        return self.milliseconds(phase).p50 / self.milliseconds("bare").p50
 
     @property
     def beyond_copy(self) -> Summary:
@@ -148,6 +158,7 @@ class Result:
             "ratio_by_round": self.ratio_by_round.to_dict(),
             **self._beside(RAW_TCP),
             **self._beside(BARE_UCX),
+            **self._beside(ROUND_TRIP),
             "beyond_copy_ms": self.beyond_copy.to_dict(),
             "gigabytes_per_second": round(self.rate / 1e9, 3),
             "minor_faults": {
@@ -204,10 +215,15 @@ def _measure(setup: Setup, step: Callable[[], None]) -> Result:
 
 def _bare(connector: str, peer: Told, nbytes: int) -> Bare | None:
     """The yardstick's sending end, for links that have one."""
-    if connector not in YARDSTICKS:
+    yardstick = yardstick_of(connector, nbytes)
+    if yardstick is None:
         return None
-    if YARDSTICKS[connector] is RAW_TCP:
+    if yardstick is RAW_TCP:
         return Sender(peer, nbytes)
+    if yardstick is ROUND_TRIP:
+        from .raw_zmq import Sender as ZmqSender
+
+        return ZmqSender(peer, nbytes)
     from .raw_ucx import Sender as UcxSender
 
     return UcxSender(peer, nbytes)
@@ -284,7 +300,7 @@ def bars(result: Result) -> list[dict[str, Any]]:
     """What this setup is held to, where it is one that has a bar."""
     setup, shape, found = result.setup, result.setup.shape, list[tuple[str, float, float]]()
     warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
-    if warm_shm and shape.nbytes <= 64 << 10:
+    if warm_shm and shape.nbytes <= SMALL:
         found.append(("wake p50, microseconds", 1e3 * result.milliseconds("wake").p50, 300.0))
     if warm_shm and 1 << 20 <= shape.nbytes <= 16 << 20:
         found.append(("total beyond the copy p50, ms", result.beyond_copy.p50, 0.5))
@@ -295,8 +311,10 @@ def bars(result: Result) -> list[dict[str, Any]]:
             limit = (f"{label}, paged", result.ratio, 1.6)
         found.append(limit)
     yardstick = result.yardstick
-    if yardstick and shape.nbytes >= 100 << 20 and setup.digests:
-        found.append((f"total / {yardstick.text}", result.bare_ratio, yardstick.limit))
+    has_bar = shape.nbytes <= SMALL or shape.nbytes >= 100 << 20
+    if yardstick and has_bar and setup.digests:
+        label = f"{yardstick.phase} / {yardstick.text}"
+        found.append((label, result.bare_ratio, yardstick.limit))
     if result.idle:
         found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
     return [

@@ -138,6 +138,13 @@ class Reader:
         self._raw = receiver = UcxReceiver(address, nbytes)
         return {"address": receiver.address}
 
+    def do_raw_zmq_open(self, *, port: int) -> Message:
+        """Prepare to send back what comes over ZMQ."""
+        from .raw_zmq import Receiver as ZmqReceiver
+
+        self._raw = ZmqReceiver(port)
+        return {"opened": port}
+
     def do_raw_receive(self) -> Message:
         assert self._raw is not None
         return {"received": self._raw.receive()}

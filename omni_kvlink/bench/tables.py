@@ -61,7 +61,9 @@ def _bare_lines(result: Result) -> list[str]:
     if yardstick is None:
         return []
     bare = result.milliseconds("bare")
-    text = f"total = {result.bare_ratio:.2f} × {yardstick.text}, which took {bare.p50:.3f}"
+    text = (
+        f"{yardstick.phase} = {result.bare_ratio:.2f} × {yardstick.text}, which took {bare.p50:.3f}"
+    )
     return [
         wrapped(yardstick.name.replace("_", " "), f"{text} ms ({bare.min:.3f} to {bare.max:.3f})")
     ]

@@ -23,6 +23,10 @@ from .progress import Progress
 from .transfer import State, Transfer
 
 
+MOST_BLIPS = 3
+"""Times that a `get` is asked again; connections that always break are no accident."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How a link is set up; a connector takes what concerns it.
@@ -297,13 +301,15 @@ class Consumer(Connector):
             TransferFailed: the producer said it failed, or it expired.
             PeerLostError: the producer died, or closed.
         """
-        deadline = time.monotonic() + timeout
+        deadline, blips = time.monotonic() + timeout, 0
         while True:
             want = self.begin(key, timeout=deadline - time.monotonic(), streamed=streamed)
             try:
                 return want.wait(timeout=deadline - time.monotonic())
             except PeerLostError:
-                if not self.is_back(want, timeout=deadline - time.monotonic()):
+                blips += 1
+                left = deadline - time.monotonic()
+                if blips > MOST_BLIPS or not self.is_back(want, timeout=left):
                     raise
 
 

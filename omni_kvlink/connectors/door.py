@@ -34,6 +34,9 @@ class Door(ABC):
     def say(self, reader: Any, message: Message) -> None:
         """Carry a message to a reader of this door; the lock is held, so it must not block."""
 
+    def hurry(self) -> None:  # noqa: B027 (most have said it by then)
+        """Let what was said leave now; in the thread that said it, with no lock held."""
+
     @abstractmethod
     def shut(self) -> None:
         """Last words, then the end; called once."""

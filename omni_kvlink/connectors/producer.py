@@ -215,6 +215,8 @@ class PooledProducer(Producer):
             with self.lock:
                 location = _location(transfer, region.nbytes)
                 self.exchange.commit(transfer, location, readers, expires)
+            for door in self.doors:
+                door.hurry()
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
             self._discard(transfer)

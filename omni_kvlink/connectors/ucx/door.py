@@ -107,8 +107,9 @@ class UcxDoor(ZmqDoor):
 
     def _cut_off(self, reader: Reader, why: str) -> None:
         """Control may still stand: the reader would wait in vain."""
-        if reader in self._met:
-            self._turn_out(reader, f"UCX does not reach it: {why}")
+        with self._port.turn:
+            if reader in self._met:
+                self._turn_out(reader, f"UCX does not reach it: {why}")
 
     def _drop(self, reader: Reader) -> None:
         super()._drop(reader)

@@ -116,16 +116,27 @@ class ZmqDoor(Door):
         self._outbox.append((reader, message))
         self._loop.call(self._flush)
 
+    def hurry(self) -> None:
+        if self._outbox and self._port.turn.acquire(blocking=False):
+            try:
+                self._speak()
+            finally:
+                self._port.turn.release()
+            self._loop.call(self._port.drain)
+
     def _flush(self) -> None:
+        if self._outbox:
+            with self._port.turn:
+                self._speak()
+            self._port.drain()
+
+    def _speak(self) -> None:
         """Messages leave in the order they were made, whichever thread made them."""
-        if not self._outbox:
-            return
         while self._outbox:
             reader, message = self._outbox.popleft()
             if self._readers.get(reader.identity) is reader:
                 beside = self._beside(reader, message)
                 self._say(reader, [encode(message), *beside])
-        self._port.drain()
 
     def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
         """A small payload travels with its offer."""
@@ -208,8 +219,9 @@ class ZmqDoor(Door):
 
     def _on_quiet(self) -> None:
         """Last words were heard: who is gone, is gone."""
-        while self._leaving:
-            self._drop(self._leaving.pop())
+        with self._port.turn:
+            while self._leaving:
+                self._drop(self._leaving.pop())
         self._flush()
 
     def _drop(self, reader: Reader) -> None:
@@ -236,7 +248,8 @@ class ZmqDoor(Door):
 
     def tick(self, now: float) -> float:
         if self._unwelcome:
-            self._see_off()
+            with self._port.turn:
+                self._see_off()
             self._port.drain()
         return now + _RETRY_SECONDS if self._unwelcome else float("inf")
 
@@ -279,10 +292,12 @@ class ZmqDoor(Door):
 
     def _landed(self, reader: Reader, nbytes: int) -> None:
         """A piece was let go of: more may follow."""
-        reader.flying -= nbytes
-        if reader.asked:
+        with self._port.turn:
+            reader.flying -= nbytes
+            if not reader.asked:
+                return
             self._pour(reader)
-            self._port.drain()
+        self._port.drain()
 
     # The end
 

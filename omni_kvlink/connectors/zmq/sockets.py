@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -44,7 +45,7 @@ _ports: weakref.WeakSet[Port] = weakref.WeakSet()
 
 
 class Port:
-    """A socket and its monitor; every method is the loop's, once it is watched.
+    """A socket and its monitor; once it is watched, for the loop, and for whoever has its turn.
 
     ZMQ's descriptor is edge-triggered: it becomes readable when something happens, not while
     something is there, and any call on the socket, a send too, may swallow that. So the socket is
@@ -57,6 +58,7 @@ class Port:
 
     Attributes:
         descriptors: of the connections, and of the listener.
+        turn: who has it may use the socket, and nobody else.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Port:
         self._on_message, self._on_event, self._on_quiet = on_message, on_event, on_quiet
         self._draining = self._closed = False
         self.descriptors: set[int] = set()
+        self.turn = threading.RLock()
         _ports.add(self)
 
     def watch(self) -> None:
@@ -95,8 +98,11 @@ class Port:
 
     def drain(self, events: int = 0) -> None:
         """Hear everything that is there; the rest later, if it does not end."""
-        if self._draining:
-            return
+        with self.turn:
+            if not self._draining:
+                self._drain()
+
+    def _drain(self) -> None:
         self._draining = True
         try:
             for _ in range(_TURNS):
@@ -128,8 +134,11 @@ class Port:
 
     def close(self) -> None:
         """Last words go out while the context ends."""
-        if self._closed:
-            return
+        with self.turn:
+            if not self._closed:
+                self._close()
+
+    def _close(self) -> None:
         self._closed = True
         for socket in (self.socket, self._monitor):
             self._loop.unwatch(socket.FD)
