@@ -22,7 +22,6 @@ from .messages import Outcome
 from .progress import Progress
 from .transfer import State, Transfer
 
-
 MOST_BLIPS = 3
 """Times that a `get` is asked again; connections that always break are no accident."""
 

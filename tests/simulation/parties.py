@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from world import Clock, Memory, Wire
 
@@ -138,8 +139,7 @@ class Producer:
             self.clock.say(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
             self.memory.free(block)
 
-    def _send(self, peer: object, message: Message) -> None:
-        assert isinstance(peer, Connection)
+    def _send(self, peer: Any, message: Message) -> None:
         self.clock.say(f"  to {peer.name}:", message)
         peer.to_reader.send(message)
 
@@ -201,7 +201,7 @@ class Reader:
     """A process that gets; its session is renewed when it broke."""
 
     def __init__(self, clock: Clock, name: str, *, wild: bool):
-        self.clock, self.name, self._wild = clock, name, wild
+        self.clock, self.name, self.is_wild = clock, name, wild
         self.connection: Connection | None = None
         self.outcomes: Counter[str] = Counter()
         self.open = 0
@@ -209,13 +209,22 @@ class Reader:
 
     def connect(self, producer: Producer) -> None:
         if producer.alive and (self.connection is None or self.connection.is_over):
-            self.connection = Connection(self.clock, self.name, producer, wild=self._wild)
+            self.connection = Connection(self.clock, self.name, producer, wild=self.is_wild)
 
     def die(self) -> None:
         if self.connection is not None:
             self.connection.holds, self.connection.is_deaf = 0, True
             self.connection.break_off()
             self.connection = None
+
+    def break_off(self) -> None:
+        if self.connection is not None:
+            self.connection.break_off()
+
+    @property
+    def taken(self) -> int:
+        """Blocks of its own memory."""
+        return 0
 
     def abort(self, key: str) -> None:
         if self.connection is not None and not self.connection.is_over:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omni_kvlink.connectors.messages import Message, decode, encode
@@ -67,12 +68,13 @@ class Wire:
         wild: messages may also overtake each other and come twice.
     """
 
-    def __init__(self, clock: Clock, hear: Callable[[Message], None], *, wild: bool):
+    def __init__(self, clock: Clock, hear: Callable[..., None], *, wild: bool):
         self._clock, self._hear, self._wild = clock, hear, wild
         self._last = 0.0
         self._lost_from = float("inf")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *beside: bytes) -> None:
+        """A message, and the bytes that travel beside it."""
         data, now, chance = encode(message), self._clock.now, self._clock.chance
         if now >= self._lost_from:
             return
@@ -80,12 +82,12 @@ class Wire:
             at = now + chance.choice((0.0, 0.001, 0.02, 0.2)) * chance.random()
             if not self._wild:
                 at = self._last = max(at, self._last)
-            self._clock.after(at - now, lambda at=at: self._arrive(at, data))  # type: ignore[misc]
+            self._clock.after(at - now, partial(self._arrive, at, data, *beside))
 
     def cut(self) -> None:
         """What is on its way arrives up to a moment, and nothing after it."""
         self._lost_from = self._clock.now + self._clock.chance.choice((0.0, 0.01, 0.1))
 
-    def _arrive(self, at: float, data: bytes) -> None:
+    def _arrive(self, at: float, data: bytes, *beside: bytes) -> None:
         if at < self._lost_from:
-            self._hear(decode(data))
+            self._hear(decode(data), *beside)

@@ -1,0 +1,319 @@
+"""Parties that share no memory: payloads are real ones, fetched in pieces by the real session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from parties import LAYERS, Producer, Reader
+from world import Clock, Wire
+
+from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.base import Delivery, Want
+from omni_kvlink.connectors.fetch import Pace
+from omni_kvlink.connectors.messages import Abort, Chunk, Fetch, Location, Message, Offer
+from omni_kvlink.connectors.remote import RemoteSession, RemoteWant
+from omni_kvlink.connectors.transfer import Transfer
+from omni_kvlink.memory import Mapping, Region
+from omni_kvlink.wire import Manifest
+
+ROW = 600
+BLOCK = 1 << 14
+
+
+def plan_of(key: str) -> Manifest:
+    about = {"kv_lens": [1], "ropes": [1], "num_layers": LAYERS, "layout": "ND"}
+    blank = KVCacheTransferData.blank(key, row=(ROW,), dtype=torch.uint8, metadata=about)
+    return blank.plan(digests=False)
+
+
+PLANS = {key: plan_of(key) for key in "abc"}
+
+
+def tensor_of(key: str, epoch: int, layer: int) -> bytes:
+    """What a layer of this payload holds, and of no other."""
+    return f"{key}/{epoch}/{layer};".encode().ljust(ROW, b"%d" % (epoch % 10))
+
+
+class FarProducer(Producer):
+    """One life of a producer, which sends what it is asked for."""
+
+    def __init__(self, clock: Clock):
+        self.bytes: dict[int, bytearray] = {}
+        super().__init__(clock)
+
+    def stream(self, key: str, readers: int, ttl: float) -> None:
+        transfer = self._reserve(key)
+        if transfer is None:
+            return
+        header = PLANS[key].encode()
+        nbytes = PLANS[key].nbytes
+        self._memory(transfer)[nbytes : nbytes + len(header)] = header
+        self.exchange.begin(transfer, self._place(transfer), len(header), readers)
+        stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
+        self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
+
+    def serve(self, peer: FarConnection, fetch: Fetch) -> None:
+        transfer = self.exchange.leased(peer, fetch.want, fetch.epoch)
+        if transfer is not None and self.alive and peer in self.connections:
+            piece = bytes(self._memory(transfer)[fetch.start : fetch.stop])
+            assert len(piece) == fetch.stop - fetch.start, "asked for more than there is"
+            peer.to_reader.send(Chunk(fetch.want, fetch.epoch, fetch.start), piece)
+
+    def _reserve(self, key: str) -> Transfer | None:
+        transfer = super()._reserve(key)
+        if transfer is not None:
+            assert isinstance(transfer.block, int)
+            self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
+        return transfer
+
+    def _store(self, transfer: Transfer, layer: int) -> None:
+        plan = PLANS[transfer.key]
+        start = plan.header_nbytes + plan.tensors[layer].start
+        content = tensor_of(transfer.key, transfer.epoch, layer)
+        self._memory(transfer)[start : start + ROW] = content
+
+    def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
+        header = PLANS[transfer.key].encode()
+        self._memory(transfer)[: len(header)] = header
+        super()._commit(transfer, readers, ttl)
+
+    def _place(self, transfer: Transfer) -> Location:
+        assert isinstance(transfer.block, int)
+        return Location(transfer.block, 0, PLANS[transfer.key].nbytes)
+
+    def _free(self, transfer: Transfer) -> None:
+        assert isinstance(transfer.block, int)
+        self.bytes[transfer.block][:] = b"\xdd" * BLOCK
+        super()._free(transfer)
+
+    def _memory(self, transfer: Transfer) -> bytearray:
+        assert isinstance(transfer.block, int)
+        return self.bytes[transfer.block]
+
+
+class Turn:
+    """A loop whose only thread is the clock."""
+
+    is_here = True
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def call(self, do: Callable[[], None]) -> None:
+        self._clock.after(0.0, do)
+
+
+class Shelf:
+    """A reader's memory: what comes back is overwritten, and the next to be given out."""
+
+    def __init__(self) -> None:
+        self._mapping = Mapping.anonymous(256 * BLOCK)
+        self._free = list(range(256))
+        self.blocks = 0
+
+    def take(self, nbytes: int, guest: object) -> None:
+        assert nbytes <= BLOCK
+        self.blocks += 1
+        guest.placed(self._free.pop())  # type: ignore[attr-defined]
+
+    def forget(self, guest: object) -> None:
+        pass
+
+    def region(self, block: int) -> Region:
+        return self._mapping.region.slice(block * BLOCK, BLOCK)
+
+    def give(self, block: int) -> None:
+        assert block not in self._free, "given back twice"
+        self.region(block).view()[:] = b"\xcc" * BLOCK
+        self._free.append(block)
+        self.blocks -= 1
+
+
+class FarSession(RemoteSession):
+    """The session that ZMQ and UCX have, over a wire of the simulation."""
+
+    def __init__(self, connection: FarConnection, turn: Turn, shelf: Shelf):
+        super().__init__("sim://", turn, shelf)  # type: ignore[arg-type]
+        self._connection = connection
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(500, 1500)
+
+    def _carry(self, message: Message) -> None:
+        self._connection.to_producer.send(message)
+
+    def _hang_up(self) -> None:
+        self._connection.break_off()
+
+
+class FarConnection:
+    """A reader's connection to one life of a producer."""
+
+    def __init__(self, reader: FarReader, producer: FarProducer, *, wild: bool):
+        self.clock, self.name, self.producer = reader.clock, reader.name, producer
+        self.to_producer = Wire(self.clock, self._told, wild=wild)
+        self.to_reader = Wire(self.clock, self._heard, wild=wild)
+        self.session = FarSession(self, Turn(self.clock), reader.shelf)
+        self.is_over = False
+        producer.connections.add(self)  # type: ignore[arg-type]
+
+    def break_off(self) -> None:
+        """Both sides learn of it in their own time."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.to_producer.cut()
+        self.to_reader.cut()
+        self.clock.soon(partial(self.session.end, PeerLostError("gone")), 0.3)
+        self.clock.soon(self._lose, 0.3)
+
+    def _lose(self) -> None:
+        if self in self.producer.connections:
+            self.producer.connections.discard(self)  # type: ignore[arg-type]
+            self.producer.exchange.lost(self)
+
+    def _told(self, message: Message) -> None:
+        if isinstance(message, Fetch):
+            self.producer.serve(self, message)
+        else:
+            self.producer.hear(self, message)  # type: ignore[arg-type]
+
+    def _heard(self, message: Message, *beside: bytes) -> None:
+        if self.session.is_over:
+            return
+        self.clock.say(f"  {self.name} hears:", message)
+        try:
+            if isinstance(message, Chunk):
+                self.session.on_chunk(message, memoryview(beside[0]))
+            else:
+                self.session.on_message(message)
+        except KVLinkError as error:
+            self.session.end(error)
+
+
+class FarReader(Reader):
+    """A process that gets what lies elsewhere."""
+
+    def __init__(self, clock: Clock, name: str, *, wild: bool):
+        super().__init__(clock, name, wild=wild)
+        self.far: FarConnection | None = None
+        self.shelf = Shelf()
+
+    def connect(self, producer: Producer) -> None:
+        assert isinstance(producer, FarProducer)
+        if producer.alive and (self.far is None or self.far.session.is_over):
+            self.far = FarConnection(self, producer, wild=self.is_wild)
+
+    def die(self) -> None:
+        """Its memory goes with it: nothing that it still does counts."""
+        if self.far is not None:
+            self.far.break_off()
+
+    def break_off(self) -> None:
+        if self.far is not None:
+            self.far.break_off()
+
+    @property
+    def taken(self) -> int:
+        return self.shelf.blocks
+
+    def abort(self, key: str) -> None:
+        if self.far is not None and not self.far.session.is_over:
+            self.far.session.send(Abort(key, "no longer wanted"))
+            self.far.session.fail(key, TransferFailed("aborted here", key=key, reason=""))
+
+    def get(self, key: str, timeout: float, *, streamed: bool) -> None:
+        far = self.far
+        if far is None or far.session.is_over:
+            return
+        self.open += 1
+        FarGet(self, key, far.session.want(key, streamed=streamed), timeout)
+
+
+class FarGet:
+    """One waiting get, and what it then looks at, layer by layer if it streams."""
+
+    def __init__(self, reader: FarReader, key: str, want: Want, timeout: float):
+        assert isinstance(want, RemoteWant)
+        self._reader, self._clock, self._key, self._want = reader, reader.clock, key, want
+        self._delivery: Delivery | None = None
+        self._is_over = False
+        want.future.add_done_callback(lambda _: self._answered())
+        self._clock.after(timeout, self._expire)
+
+    def _expire(self) -> None:
+        """The deadline: withdrawn, unless the answer came first."""
+        if not self._want.future.done():
+            self._want.cancel()
+            self._finish("timed out")
+
+    def _answered(self) -> None:
+        if self._is_over:
+            return
+        if self._want.future.exception() is not None:
+            self._finish("failed")
+            return
+        offer: Offer = self._want._wanted.future.result()
+        self._delivery = self._want.wait(timeout=0.0)
+        progress = self._delivery.progress
+        if progress is None:
+            self._look(offer, range(LAYERS))
+            self._clock.soon(partial(self._let_go, offer, range(LAYERS), "read"), 0.5)
+        else:
+            self._clock.soon(partial(self._follow, offer, 0), 0.1)
+
+    def _follow(self, offer: Offer, layer: int) -> None:
+        """Look again, now and then, at all layers that are there."""
+        assert self._delivery is not None
+        progress = self._delivery.progress
+        assert progress is not None
+        while layer < LAYERS and _came(progress.when(range(layer, layer + 1))):
+            layer += 1
+        self._look(offer, range(layer))
+        if progress.whole.done():
+            # Whoever waits for a layer whose announcement was overtaken is told that it never comes.
+            is_read = progress.whole.exception() is None and layer == LAYERS
+            assert is_read or self._reader.is_wild or progress.whole.exception() is not None
+            self._let_go(offer, range(layer), "read" if is_read else "stream failed")
+        elif self._clock.chance.random() < 0.03:
+            self._let_go(offer, range(layer), "stream failed")
+        else:
+            self._clock.soon(partial(self._follow, offer, layer), 0.2)
+
+    def _look(self, offer: Offer, layers: range) -> None:
+        """What was delivered never changes: it is what was offered, byte for byte."""
+        assert self._delivery is not None
+        assert self._delivery.region is not None
+        view, plan = self._delivery.region.view(), PLANS[self._key]
+        for layer in layers:
+            start = plan.header_nbytes + plan.tensors[layer].start
+            found, wanted = (
+                bytes(view[start : start + ROW]),
+                tensor_of(self._key, offer.epoch, layer),
+            )
+            assert found == wanted, f"{self._reader.name}: {found[:16]!r}, offered {wanted[:16]!r}"
+        if self._delivery.progress is None:
+            assert Manifest.decode(view).request_id == self._key
+
+    def _let_go(self, offer: Offer, layers: range, outcome: str) -> None:
+        assert self._delivery is not None
+        self._look(offer, layers)
+        if self._clock.chance.random() < 0.05:
+            self._delivery.reject("it is not to my liking")
+        else:
+            self._delivery.drop()
+        self._delivery = None
+        self._finish(outcome)
+
+    def _finish(self, outcome: str) -> None:
+        assert not self._is_over, "a get ended twice"
+        self._is_over = True
+        self._reader.open -= 1
+        self._reader.outcomes[outcome] += 1
+
+
+def _came(future: object) -> bool:
+    return future.done() and future.exception() is None  # type: ignore[attr-defined, no-any-return]
