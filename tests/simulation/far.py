@@ -274,7 +274,7 @@ class FarGet:
             layer += 1
         self._look(offer, range(layer))
         if progress.whole.done():
-            # Whoever waits for a layer whose announcement was overtaken is told that it never comes.
+            # Who waits for a layer whose announcement was overtaken is told that it never comes.
             is_read = progress.whole.exception() is None and layer == LAYERS
             assert is_read or self._reader.is_wild or progress.whole.exception() is not None
             self._let_go(offer, range(layer), "read" if is_read else "stream failed")
