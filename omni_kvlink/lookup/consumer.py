@@ -203,7 +203,7 @@ class LookupConsumer:
                     asked[one.want.future] = source, one
                 except PeerLostError as error:
                     self._leave_out(source, sources, error)
-            while asked and best[0] < count(prompt):
+            while asked and best[0] < count(prompt) and not (wait and best[1]):
                 for future in _first(asked, deadline):
                     source, one = asked.pop(future)
                     try:

@@ -20,6 +20,9 @@ from .store import PrefixStore
 EVERYBODY = 2**31 - 1
 """Readers of a payload that stays."""
 
+TTL = 5.0
+"""Seconds of an answer: who asked waits for it already, or will never take it."""
+
 
 class _Asked(NamedTuple):
     """A question that came, until `expires` on the monotonic clock."""
@@ -147,14 +150,13 @@ class LookupProducer:
                 self._link.fail(key, str(error))
 
     def _answer(self, asked: _Asked) -> None:
-        left = max(0.001, asked.expires - time.monotonic())
         key = asked.question.answer
         if asked.question.probe:
             found = words.say(key, words.Found(self._store.longest(asked.prompt)))
-            self._link.put(found, ttl=left, timeout=0.0)
+            self._link.put(found, ttl=TTL, timeout=0.0)
             return
         with self._store.lease(asked.prompt) as match:
-            receipt = self._link.put(words.answer(key, match), ttl=left, timeout=0.0)
+            receipt = self._link.put(words.answer(key, match), ttl=TTL, timeout=0.0)
         self.answered += 1
         self.nbytes += receipt.ledger.nbytes
 

@@ -151,9 +151,9 @@ class PrefixStore:
             watcher()
 
     def longest(self, key: bytes) -> int:
-        """Tokens of an encoded prompt that are here; changes nothing."""
+        """`tokens` of the match that an encoded prompt would have; changes nothing."""
         with self._changed:
-            return self._index.longest(key)[0]
+            return self._find(key)[0]
 
     def covers(self, key: bytes) -> bool:
         """Whether all of an encoded prompt is here.
@@ -198,22 +198,29 @@ class PrefixStore:
 
     def _lease(self, key: bytes) -> Match:
         asked = count(key)
-        found, entry_key = self._index.longest(key)
-        entry = self._entries[entry_key] if found else None
-        hidden = entry.hidden_of(found) if entry and found == asked else None
-        if hidden is None:
-            found = min(found, asked - 1)  # its last token must be computed
+        found, entry, hidden = self._find(key)
         self._counters["tokens_asked"] += asked
         self._counters["tokens_found"] += found
         kind = "missed" if not found else "partial" if hidden is None else "complete"
         self._counters[kind] += 1
         if entry is None or not found:
             return Match(asked)
-        self._entries.move_to_end(entry_key)
+        self._entries.move_to_end(entry.key)
         entry.pins += 1
         metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
         data = entry.data.first_tokens(found, metadata)
         return Match(asked, data, hidden, partial(self._unpin, entry))
+
+    def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
+        """Tokens that need not be computed, where they are, and the hidden state of the last."""
+        found, other = self._index.longest(key)
+        if not found:
+            return 0, None, None
+        entry = self._entries[other]
+        hidden = entry.hidden_of(found) if found == count(key) else None
+        if hidden is None:
+            found = min(found, count(key) - 1)
+        return found, entry, hidden
 
     def _unpin(self, entry: _Entry) -> None:
         with self._changed:
