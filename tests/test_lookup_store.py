@@ -137,6 +137,7 @@ def test_what_is_on_lease_stays() -> None:
     insert(store, range(4))
     insert(store, range(10, 14))
     lease = store.select(range(4))
+    store.select(range(10, 14)).release()  # the leased one is now the least recently used
     insert(store, range(20, 24))
     assert_right(lease, range(4))
     assert store.select([10, 11]).data is None  # the other one went, though used later

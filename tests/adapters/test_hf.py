@@ -155,6 +155,9 @@ def test_all_tokens_fit_into_a_window_and_not_the_other_way_round() -> None:
     whole = ADAPTER.export(filled(20), request_id="r")
     loaded = ADAPTER.unpack(whole, config=config("fsfs"))
     assert [key.shape[2] for key, _ in layers(loaded)] == [20, 7, 20, 7]
+    for (key, value), (key2, value2) in zip(layers(loaded), layers(filled(20)), strict=True):
+        assert same_bytes(key, key2[:, :, -key.shape[2] :])
+        assert same_bytes(value, value2[:, :, -value.shape[2] :])
     assert {loaded.get_seq_length(layer) for layer in range(4)} == {20}
     assert_goes_on_alike(loaded, ADAPTER.unpack(whole, config=config("fsfs")))
     cut = ADAPTER.pack(filled(20, kinds="fsfs"), request_id="r")
