@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx lint format nightly asan tsan clean
+.PHONY: demo test test-ucx test-hf lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -26,6 +26,25 @@ test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors -k ucx $(ARGS)
 
+# Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
+HF_VERSIONS := 4.50.3 4.57.6 5.23.0
+HF_TESTS := tests/adapters/test_hf.py tests/adapters/test_hf_absent.py \
+	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py
+
+test-hf: $(HF_VERSIONS:%=test-hf-%)
+
+.PRECIOUS: .venv-hf/%/.ready
+
+test-hf-%: .venv-hf/%/.ready
+	.venv-hf/$*/bin/python -m pytest --timeout=400 $(HF_TESTS) $(ARGS)
+
+.venv-hf/%/.ready: $(VENV)/.ready
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth"
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q transformers==$*
+	touch $@
+
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
 
@@ -44,7 +63,7 @@ tsan:
 	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
 
 clean:
-	rm -rf $(VENV) build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)

@@ -311,6 +311,7 @@ LATER = (
     "omni_kvlink.connectors.zmq",
     "omni_kvlink.connectors.ucx",
     "omni_kvlink.adapters",
+    "omni_kvlink.lookup",
     "omni_kvlink.models",
     "omni_kvlink.engine",
     "omni_kvlink.integrations",

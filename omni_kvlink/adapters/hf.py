@@ -1,0 +1,355 @@
+"""transformers' `DynamicCache` to and from the schema: 4.50, 4.57 and 5.x.
+
+A layer's K and V are `[batch, kv_heads, tokens, head_dim]`. A layer with a sliding window of w
+keeps the last w - 1 tokens of all that it has seen; how many it has seen decides the positions and
+the mask of what follows, so that number travels with every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from ..bundle import KVCacheBundle
+from ..errors import SchemaError, UnavailableError
+from ..metadata import KVMetadata
+from ..paged import Paged, Pages
+from ..places import Place, dense
+from ..schema import KVCacheTransferData
+from .base import CacheAdapter
+
+INSTALL = "pip install 'omni-kvlink[hf]'"
+EXTRA = "dynamic_cache"
+"""Where the metadata's `extra` says which layers these are, and how many tokens each has seen."""
+
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+"""Exactly these: what is derived from them holds more than K and V."""
+
+
+class DynamicCacheLike(Protocol):
+    """transformers' DynamicCache of any version."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> Any: ...
+
+    def get_seq_length(self, layer_idx: int = 0) -> int: ...
+
+
+C = TypeVar("C", bound=DynamicCacheLike)
+
+
+class _Layers(msgspec.Struct, frozen=True):
+    """Of each layer in a branch: its index in the cache, and the tokens it has seen."""
+
+    layers: list[int]
+    seen: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer as transformers holds it; `window` is 0 where it keeps all tokens."""
+
+    index: int
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    window: int = 0
+    seen: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it keeps."""
+        return 0 if self.key is None else self.key.shape[2]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind fit into one cache of the schema."""
+        return () if self.key is None else (tuple(self.key.shape), self.key.dtype)
+
+
+class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
+    """`DynamicCache` to and from `KVCacheTransferData`; hybrid ones to and from `KVCacheBundle`.
+
+    Of left-padded batches the padding is cached, too, and travels; send the attention mask beside
+    it, as in `pack(..., extra={"attention_mask": mask.tolist()})`.
+    """
+
+    def export(
+        self,
+        cache: DynamicCacheLike,
+        *,
+        request_id: str,
+        metadata: KVMetadata | Mapping[str, Any] | None = None,
+    ) -> KVCacheTransferData:
+        """The cache as transfer data; every layer must keep equally many tokens (else: `pack`).
+
+        Args:
+            metadata: without it, or without these in a dict, `kv_lens` are the tokens kept for each
+                sequence of the batch, `ropes` the tokens seen.
+
+        Raises:
+            SchemaError: a layer is missing or differs, is of a kind that holds more than K and V,
+                or contradicts the metadata.
+        """
+        layers = _layers(cache)
+        kinds = {layer.kind for layer in layers if layer.key is not None}
+        if len(kinds) > 1:
+            raise SchemaError(
+                "the layers of this cache keep different numbers of tokens, or differ in shape: "
+                f"{[layer.tokens for layer in layers]}; pack() makes a bundle of them"
+            )
+        return _branch(layers, request_id, metadata)
+
+    def load(self, data: KVCacheTransferData, into: C) -> C:
+        """Fill an empty `DynamicCache`, which shares the tensors.
+
+        What was received is readonly: `update` does not write to it, it copies a layer and lets go
+        of the payload; but `cache.reset()` may, and that ends the process: make a new cache.
+
+        Args:
+            into: made as `DynamicCache(config=model.config)`, or `DynamicCache()`.
+
+        Raises:
+            SchemaError: another number of layers, not empty, or a layer lacks tokens that this
+                cache must keep.
+        """
+        _load([data], into)
+        return into
+
+    def pack(
+        self,
+        cache: DynamicCacheLike,
+        *,
+        request_id: str,
+        ropes: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> KVCacheTransferData | KVCacheBundle:
+        """What `KVLink.put` takes: one cache, or for hybrid ones a bundle, a branch for each kind.
+
+        Args:
+            ropes: the next position of each sequence; the tokens seen if None.
+            extra: travels with the first branch, as JSON values.
+
+        Raises:
+            SchemaError: as `export`.
+        """
+        groups: dict[tuple[object, ...], list[_Layer]] = {}
+        for layer in _layers(cache):
+            groups.setdefault(layer.kind, []).append(layer)
+        if () in groups and len(groups) > 1:
+            missing = groups[()][0].index
+            raise SchemaError(f"layer {missing}, K is missing, while other layers are there")
+        own: dict[str, Any] = {} if ropes is None else {"ropes": list(ropes)}
+        branches = {}
+        for number, layers in enumerate(groups.values()):
+            metadata = {**own, "extra": dict(extra or {})} if number == 0 else own
+            branches[f"layers_{layers[0].index}"] = _branch(layers, request_id, metadata)
+        if len(branches) == 1:
+            return branches.popitem()[1]
+        return KVCacheBundle(request_id, branches)
+
+    def unpack(
+        self,
+        payload: KVCacheTransferData | KVCacheBundle,
+        *,
+        config: Any = None,
+        into: Any = None,
+    ) -> Any:
+        """The `DynamicCache` of what `pack` made; see `load`.
+
+        Args:
+            config: the model's; needed for sliding windows, from transformers 4.56 on.
+            into: an empty cache to fill, instead of a new one.
+
+        Raises:
+            UnavailableError: transformers is not installed, and a cache is to be made.
+            SchemaError: as `load`.
+        """
+        if into is None:
+            into = make_cache(config)
+        if isinstance(payload, KVCacheTransferData):
+            payload = KVCacheBundle(payload.request_id, {"layers_0": payload})
+        _load([payload[name] for name in payload], into)
+        return into
+
+
+def make_cache(config: Any = None) -> Any:
+    """An empty `DynamicCache`, with the sliding windows of a model's config where there are any.
+
+    Raises:
+        UnavailableError: transformers is not installed.
+    """
+    try:
+        kind = importlib.import_module("transformers").DynamicCache
+    except ImportError as error:
+        raise UnavailableError(f"transformers cannot be loaded: {error}; {INSTALL}") from error
+    takes_config = "config" in inspect.signature(kind).parameters
+    return kind(config=config) if takes_config and config is not None else kind()
+
+
+def _layers(cache: Any) -> list[_Layer]:
+    """The layers of a cache of any version, checked to be nothing but K and V."""
+    if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
+        raise SchemaError(
+            f"a {type(cache).__name__}; wanted a DynamicCache without offloading, and no subclass: "
+            "those hold more than K and V, or hold it elsewhere"
+        )
+    if not hasattr(cache, "layers"):  # 4.50
+        pairs = zip(cache.key_cache, cache.value_cache, strict=True)
+        return [_plain(index, key, value) for index, (key, value) in enumerate(pairs)]
+    return [_layer(index, layer) for index, layer in enumerate(cache.layers)]
+
+
+def _layer(index: int, layer: Any) -> _Layer:
+    kind = type(layer).__name__
+    if kind not in _LAYERS:
+        raise SchemaError(f"layer {index} is a {kind}; wanted one of {', '.join(_LAYERS)}")
+    plain = _plain(index, layer.keys, layer.values)
+    if kind == "DynamicLayer":
+        return plain
+    window, seen = layer.sliding_window, layer.cumulative_length
+    if plain.tokens != min(seen, window - 1):
+        raise SchemaError(
+            f"layer {index} keeps {plain.tokens} tokens; a window of {window} that has seen {seen} "
+            f"keeps {min(seen, window - 1)} (a cache that records its past must be cropped first)"
+        )
+    return dataclasses.replace(plain, window=window, seen=seen)
+
+
+def _plain(index: int, key: Any, value: Any) -> _Layer:
+    """K and V of one layer; transformers has [] or an empty tensor for what is not there."""
+    parts: list[torch.Tensor | None] = []
+    for word, part in (("K", key), ("V", value)):
+        is_there = isinstance(part, torch.Tensor) and part.numel() > 0
+        if is_there and part.dim() != 4:
+            raise SchemaError(
+                f"layer {index}, {word} is {list(part.shape)}; "
+                "wanted [batch, kv_heads, tokens, head_dim]"
+            )
+        parts.append(part.detach() if is_there else None)
+    seen = next((part.shape[2] for part in parts if part is not None), 0)
+    return _Layer(index, parts[0], parts[1], seen=seen)
+
+
+def _branch(
+    layers: Sequence[_Layer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
+) -> KVCacheTransferData:
+    """Layers that keep equally many tokens as one cache; nothing is copied."""
+    first = next(
+        (part for layer in layers for part in (layer.key, layer.value) if part is not None), None
+    )
+    batch, tokens = (1, 0) if first is None else (first.shape[0], first.shape[2])
+    lens = (tokens,) * batch
+    if not isinstance(metadata, KVMetadata):
+        seen = max((layer.seen for layer in layers), default=0)
+        own = {"kv_lens": lens, "ropes": (seen,) * batch, "num_layers": len(layers)}
+        metadata = KVMetadata.from_dict({**own, **(metadata or {})})
+    if metadata.kv_lens != lens:
+        raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
+    if any(layer.window for layer in layers) or [x.index for x in layers] != [*range(len(layers))]:
+        said = _Layers([x.index for x in layers], [x.seen for x in layers])
+        extra = {**metadata.extra, EXTRA: msgspec.to_builtins(said)}
+        metadata = dataclasses.replace(metadata, extra=extra)
+    pages = (
+        Pages.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens) if tokens else None
+    )
+    blocks = {
+        "key_cache": [_place(layer.key, pages, f"layer {layer.index}, K") for layer in layers],
+        "value_cache": [_place(layer.value, pages, f"layer {layer.index}, V") for layer in layers],
+    }
+    return KVCacheTransferData(request_id, blocks, (), metadata)
+
+
+def _place(part: torch.Tensor | None, pages: Pages | None, where: str) -> Place | None:
+    """`[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`, where it lies."""
+    if part is None or pages is None:
+        return None
+    if part.shape[0] == 1:
+        return part[0].transpose(0, 1)
+    return Paged(part.transpose(1, 2), pages, where)  # each sequence a block of the pool
+
+
+def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
+    """Fill an empty cache; everything is checked before anything is set."""
+    found = [layer for data in branches for layer in _received(data)]
+    found.sort(key=lambda layer: layer.index)
+    if [layer.index for layer in found] != list(range(len(found))):
+        raise SchemaError(f"layers {[layer.index for layer in found]} make no cache")
+    if len({layer.seen for layer in found}) > 1:
+        raise SchemaError(f"layers that have seen {[layer.seen for layer in found]} tokens")
+    mine = _layers(into)
+    if mine and len(mine) != len(found):
+        raise SchemaError(f"the target has {len(mine)} layers, the data has {len(found)}")
+    if any(layer.key is not None or layer.value is not None for layer in mine):
+        raise SchemaError("the target is not empty; load into a new DynamicCache")
+    windows = [layer.window for layer in mine] or [0] * len(found)
+    fitting = [_fit(layer, window) for layer, window in zip(found, windows, strict=True)]
+    for layer in fitting:
+        if layer.key is not None and layer.value is not None:
+            _set(into, layer.index, layer.key, layer.value, layer.seen)
+
+
+def _received(data: KVCacheTransferData) -> list[_Layer]:
+    """The layers of one branch, as transformers shapes them."""
+    metadata = data.metadata
+    lens = set(metadata.kv_lens)
+    if metadata.layout != "NHD" or len(lens) != 1:
+        raise SchemaError(
+            f"layout {metadata.layout}, kv_lens {list(metadata.kv_lens)}; a DynamicCache has "
+            "K and V, and equally many tokens of each sequence"
+        )
+    count, batch = metadata.num_layers, len(metadata.kv_lens)
+    try:
+        raw = metadata.extra.get(EXTRA, {"layers": [*range(count)], "seen": [*lens] * count})
+        said = msgspec.convert(raw, _Layers)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"metadata: extra[{EXTRA!r}]: {error}") from None
+    if len(said.layers) != count or len(said.seen) != count:
+        raise SchemaError(f"metadata: extra[{EXTRA!r}] speaks of other than {count} layers")
+    parts = (data.layer_blocks["key_cache"], data.layer_blocks["value_cache"])
+    return [
+        _Layer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
+        for index, seen, key, value in zip(said.layers, said.seen, *parts, strict=True)
+    ]
+
+
+def _shaped(place: Place | None, batch: int) -> torch.Tensor | None:
+    """`[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`: a view, except of pages."""
+    if place is None:
+        return None
+    tokens, heads, dim = place.shape
+    return dense(place).view(batch, tokens // batch, heads, dim).transpose(1, 2)
+
+
+def _fit(layer: _Layer, window: int) -> _Layer:
+    """What the target's layer would keep; a token that is not there is an error."""
+    wanted = min(layer.seen, window - 1) if window else layer.seen
+    if not layer.tokens <= layer.seen or layer.tokens < wanted:
+        keeps = f"keeps the last {window - 1}" if window else "keeps all"
+        raise SchemaError(
+            f"layer {layer.index}: {layer.tokens} of {layer.seen} tokens are here, and the target "
+            f"{keeps}; make it as DynamicCache(config=model.config), of the sender's model"
+        )
+    if layer.key is None or layer.value is None or layer.tokens == wanted:
+        return layer
+    last = slice(layer.tokens - wanted, None)
+    return dataclasses.replace(layer, key=layer.key[:, :, last], value=layer.value[:, :, last])
+
+
+def _set(cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, seen: int) -> None:
+    """A layer that has seen `seen` tokens; `update` with none makes it ready, in every version."""
+    cache.update(key[:, :, :0], value[:, :, :0], index)
+    if not hasattr(cache, "layers"):
+        cache.key_cache[index], cache.value_cache[index] = key, value
+        cache._seen_tokens = seen
+        return
+    layer = cache.layers[index]
+    layer.keys, layer.values = key, value
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = seen

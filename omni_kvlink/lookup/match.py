@@ -1,0 +1,81 @@
+"""`Match`: what a `select` found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from ..places import Place
+from ..schema import KVCacheTransferData
+
+
+class Match:
+    """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
+
+    Attributes:
+        asked: tokens that were asked for.
+        tokens: how many first ones need not be computed. At least one must be, for its logits,
+            unless `hidden` is there: without it `tokens` is less than `asked`.
+        data: their K and V, for an adapter's `load`; None if `tokens` is 0. Readonly.
+        hidden: `[1, dim]`, the last hidden state of the last token asked for, if all were found:
+            the forward pass can be left out.
+    """
+
+    def __init__(
+        self,
+        asked: int,
+        data: KVCacheTransferData | None = None,
+        hidden: torch.Tensor | None = None,
+        release: Callable[[], None] | None = None,
+    ):
+        self.asked, self.data, self.hidden = asked, data, hidden
+        self.tokens = 0 if data is None else data.metadata.seq_len
+        self._release = release
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing need be computed."""
+        return self.hidden is not None
+
+    @property
+    def roi(self) -> torch.Tensor:
+        """Bool `[asked]`: the tokens that were found."""
+        return torch.arange(self.asked) < self.tokens
+
+    @property
+    def keys(self) -> list[Place | None]:
+        """K `[tokens, kv_heads, head_dim]` of each layer."""
+        return [] if self.data is None else self.data.layer_blocks["key_cache"]
+
+    @property
+    def values(self) -> list[Place | None]:
+        """V `[tokens, kv_heads, head_dim]` of each layer."""
+        return [] if self.data is None else self.data.layer_blocks["value_cache"]
+
+    def release(self) -> None:
+        """Let go; tensors kept elsewhere stay valid. A second call does nothing."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_release", None) is not None:
+            warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2)
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"<Match: {self.tokens} of {self.asked} tokens{', hidden' * self.is_complete}>"

@@ -1,0 +1,313 @@
+"""`PrefixStore`: K and V of many prompts within a budget, found by their longest common prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
+from ..metadata import KVMetadata
+from ..paged import Paged
+from ..places import Place
+from ..schema import KVCacheTransferData
+from .index import PrefixIndex
+from .match import Match
+from .tokens import TokenIds, count, encode
+
+MAX_FAILURES = 4096
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    """One prompt's K and V; `hidden` belongs to its last tokens."""
+
+    key: bytes
+    data: KVCacheTransferData
+    hidden: torch.Tensor | None
+    nbytes: int
+    pins: int = 0
+
+    def hidden_of(self, tokens: int) -> torch.Tensor | None:
+        """The hidden state `[1, dim]` of the last of the first `tokens` tokens, if it is here."""
+        row = -1 if self.hidden is None else tokens - 1 - count(self.key) + len(self.hidden)
+        return None if self.hidden is None or row < 0 else self.hidden[row : row + 1]
+
+
+class PrefixStore:
+    """A buffer of K and V by token prefix; thread-safe.
+
+    The least recently used prompts make room for new ones; what somebody has on lease stays. It is
+    for text alone: the position of a token is its number.
+
+    Args:
+        budget: bytes that K, V and hidden states may take together.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self._changed = threading.Condition()
+        self._index = PrefixIndex()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._failures: OrderedDict[bytes, str] = OrderedDict()
+        self._watchers: list[Callable[[], None]] = []
+        self._used = 0
+        self._counters: Counter[str] = Counter()
+
+    def insert(
+        self,
+        tokens: TokenIds,
+        roi: torch.Tensor | None,
+        keys: Sequence[Place],
+        values: Sequence[Place],
+        hidden: torch.Tensor | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        copy: bool = True,
+    ) -> None:
+        """Keep the K and V of a prompt, and wake who waits for it.
+
+        If a prompt that begins with it is here already, that one is kept, and counts as used.
+
+        Args:
+            tokens: ids of the prompt.
+            roi: bool `[tokens]`, which of them are meant: the first ones; None for all.
+            keys: `[tokens, kv_heads, head_dim]` of each layer, for the tokens that roi marks.
+            values: the same of V.
+            hidden: `[n, dim]`, the last hidden states of the last n tokens; with it, the forward
+                pass of the same prompt can be left out.
+            extra: travels with the match's metadata, as JSON values.
+            copy: False if nobody will write to these tensors any more; they are then borrowed.
+
+        Raises:
+            SchemaError: the tensors do not fit the tokens, or what the store holds already.
+            CapacityError: no room, with what is on lease.
+        """
+        key = encode(tokens, roi)
+        data = _data(count(key), keys, values, extra)
+        _check_hidden(hidden, count(key))
+        nbytes = sum(place.nbytes for place in data.tensors())
+        nbytes += 0 if hidden is None else hidden.nbytes
+        with self._changed:
+            self._check_alike(data)
+            if not self._has(key, hidden):
+                self._make_room(nbytes)
+                if copy:
+                    data, hidden = _copied(data), None if hidden is None else hidden.clone()
+                self._add(_Entry(key, data, hidden, nbytes))
+            self._failures.pop(key, None)
+            self._changed.notify_all()
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher()
+
+    def select(
+        self,
+        tokens: TokenIds,
+        roi: torch.Tensor | None = None,
+        *,
+        wait: bool = False,
+        timeout: float = 0.0,
+    ) -> Match:
+        """The longest prefix that is here; an empty match if there is none.
+
+        Args:
+            wait: until the K and V of all tokens asked for are here: decode before prefill.
+            timeout: seconds to wait.
+
+        Raises:
+            TransferFailed: `fail` said that they will not come.
+            TransferTimeout: they did not come.
+        """
+        key = encode(tokens, roi)
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while wait and not self.covers(key):
+                if not self._changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
+                    raise TransferTimeout(
+                        f"K and V of these {count(key)} tokens were not inserted within "
+                        f"{timeout:g} s; {self._index.longest(key)[0]} of them are here",
+                        waited=timeout,
+                        phase="never announced",
+                    )
+            return self._lease(key)
+
+    def fail(self, tokens: TokenIds, reason: str) -> None:
+        """The K and V of this prompt will not come: who waits for them is told, now or later."""
+        key = encode(tokens, None)
+        with self._changed:
+            self._failures[key] = reason
+            if len(self._failures) > MAX_FAILURES:
+                self._failures.popitem(last=False)
+            self._changed.notify_all()
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher()
+
+    def longest(self, key: bytes) -> int:
+        """`tokens` of the match that an encoded prompt would have; changes nothing."""
+        with self._changed:
+            return self._find(key)[0]
+
+    def covers(self, key: bytes) -> bool:
+        """Whether all of an encoded prompt is here.
+
+        Raises:
+            TransferFailed: it will not come.
+        """
+        with self._changed:
+            if self._index.longest(key)[0] == count(key):
+                return True
+            if key in self._failures:
+                reason = self._failures[key]
+                raise TransferFailed(f"these tokens were not prefilled: {reason}", reason=reason)
+            return False
+
+    def lease(self, key: bytes) -> Match:
+        """`select` of an encoded prompt, without waiting."""
+        with self._changed:
+            return self._lease(key)
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call this after every insert and failure, in the thread that made it."""
+        with self._changed:
+            self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        with self._changed:
+            self._watchers.remove(watcher)
+
+    def stats(self) -> dict[str, int]:
+        """Bytes and prompts now; complete, partial and missed selects, evictions since the start.
+
+        `tokens_asked` and `tokens_found` are those of all selects.
+        """
+        with self._changed:
+            names = ("complete", "partial", "missed", "evicted", "tokens_asked", "tokens_found")
+            counted = {name: self._counters[name] for name in names}
+            now = {"budget": self.budget, "used": self._used, "pinned": self._pinned()}
+            return {**now, "prompts": len(self._entries), **counted}
+
+    # The rest is called under the lock
+
+    def _lease(self, key: bytes) -> Match:
+        asked = count(key)
+        found, entry, hidden = self._find(key)
+        self._counters["tokens_asked"] += asked
+        self._counters["tokens_found"] += found
+        kind = "missed" if not found else "partial" if hidden is None else "complete"
+        self._counters[kind] += 1
+        if entry is None or not found:
+            return Match(asked)
+        self._entries.move_to_end(entry.key)
+        entry.pins += 1
+        metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
+        data = entry.data.first_tokens(found, metadata)
+        return Match(asked, data, hidden, partial(self._unpin, entry))
+
+    def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
+        """Tokens that need not be computed, where they are, and the hidden state of the last."""
+        found, other = self._index.longest(key)
+        if not found:
+            return 0, None, None
+        entry = self._entries[other]
+        hidden = entry.hidden_of(found) if found == count(key) else None
+        if hidden is None:
+            found = min(found, count(key) - 1)
+        return found, entry, hidden
+
+    def _unpin(self, entry: _Entry) -> None:
+        with self._changed:
+            entry.pins -= 1
+
+    def _has(self, key: bytes, hidden: torch.Tensor | None) -> bool:
+        """Whether an entry says all that a new one would; it counts as used."""
+        found, other = self._index.longest(key)
+        if found < count(key) or (
+            hidden is not None and self._entries[other].hidden_of(found) is None
+        ):
+            return False
+        self._entries.move_to_end(other)
+        return True
+
+    def _check_alike(self, data: KVCacheTransferData) -> None:
+        """All entries are of one model, as far as shapes say."""
+        entry = next(iter(self._entries.values()), None)
+        if entry is None:
+            return
+        mine, theirs = (
+            (cache.metadata.num_layers, tuple(cache.tensors()[0].shape[1:]), cache.metadata.dtype)
+            for cache in (data, entry.data)
+        )
+        if mine != theirs:
+            raise SchemaError(
+                f"{mine[0]} layers of {mine[2]} [tokens, *{mine[1]}]; "
+                f"the store holds {theirs[0]} layers of {theirs[2]} [tokens, *{theirs[1]}]"
+            )
+
+    def _pinned(self) -> int:
+        return sum(entry.nbytes for entry in self._entries.values() if entry.pins)
+
+    def _make_room(self, nbytes: int) -> None:
+        free = self.budget - self._pinned()
+        if nbytes > free:
+            raise CapacityError(
+                f"{nbytes} bytes of K and V; {free} of the {self.budget} are not on lease",
+                asked=nbytes,
+                free=free,
+            )
+        while self._used + nbytes > self.budget:
+            self._drop(next(entry for entry in self._entries.values() if not entry.pins))
+            self._counters["evicted"] += 1
+
+    def _add(self, entry: _Entry) -> None:
+        twin = self._entries.get(entry.key)  # it had fewer hidden states
+        if twin is not None:
+            entry.pins += twin.pins
+            self._drop(twin)
+        self._entries[entry.key] = entry
+        self._index.add(entry.key)
+        self._used += entry.nbytes
+
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry.key]
+        self._index.remove(entry.key)
+        self._used -= entry.nbytes
+
+
+def _metadata(tokens: int, layers: int, extra: Mapping[str, Any] | None) -> KVMetadata:
+    return KVMetadata((tokens,), (tokens,), layers, extra=dict(extra or {}))
+
+
+def _data(
+    tokens: int,
+    keys: Sequence[Place],
+    values: Sequence[Place],
+    extra: Mapping[str, Any] | None,
+) -> KVCacheTransferData:
+    blocks = {"key_cache": list(keys), "value_cache": list(values)}
+    metadata = _metadata(tokens, len(blocks["key_cache"]), extra)
+    return KVCacheTransferData("prefix", blocks, (), metadata)
+
+
+def _check_hidden(hidden: torch.Tensor | None, tokens: int) -> None:
+    if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= tokens):
+        raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{tokens}, dim]")
+
+
+def _copied(data: KVCacheTransferData) -> KVCacheTransferData:
+    """The same in memory of its own."""
+    blocks = {
+        name: [
+            layer.dense() if isinstance(layer, Paged) else None if layer is None else layer.clone()
+            for layer in layers
+        ]
+        for name, layers in data.layer_blocks.items()
+    }
+    return KVCacheTransferData(data.request_id, blocks, (), data.metadata)

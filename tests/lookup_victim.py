@@ -1,0 +1,35 @@
+"""A process with one side of a lookup, to kill: `lookup_victim.py SIDE MINE THEIRS SOCKETS`."""
+
+from __future__ import annotations
+
+import sys
+
+from prompts import insert
+
+from omni_kvlink import KVLink
+from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
+
+TOKENS = list(range(50))
+
+
+def main() -> None:
+    side, mine, theirs, sockets = sys.argv[1:]
+    with KVLink.serve(mine, directory=sockets) as link:
+        print("serving", flush=True)
+        peer = KVLink.connect(theirs, timeout=30.0, directory=sockets)
+        if side == "producer":
+            store = PrefixStore(1 << 20)
+            insert(store, TOKENS, states=1)
+            with LookupProducer(store, link, [peer], model="m"):
+                print("ready", flush=True)
+                sys.stdin.readline()
+            return
+        with LookupConsumer(link, [peer], model="m") as lookup:
+            match = lookup.select(TOKENS, timeout=30.0)
+            print(match.tokens, flush=True)
+            sys.stdin.readline()
+            match.release()
+
+
+if __name__ == "__main__":
+    main()
