@@ -20,7 +20,7 @@ MOST_MESSAGES = 4096
 """Messages that may wait for a peer; one that lets more pile up is given up."""
 LINGER_MS = 100
 """How long last words may take when a link closes."""
-HEARTBEAT_MS, GIVEN_UP_MS = 1000, 4000
+HEARTBEAT_MS, GIVEN_UP_MS = 500, 4000
 """A peer that answers no heartbeat for so long is given up: frozen, or behind a cut wire."""
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
@@ -181,6 +181,8 @@ def _set_options(socket: zmq.Socket[bytes], longest: int) -> None:
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, GIVEN_UP_MS)
+    # ZMQ says no heartbeat while a message waits to leave: the kernel must see that it never does.
+    socket.setsockopt(zmq.TCP_MAXRT, GIVEN_UP_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
 
