@@ -6,19 +6,16 @@ import importlib.util
 import itertools
 import os
 import signal
-import time
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from battle import timed
 from cable import Cable
+from gets import Get, insist
 from safe import Safe
 
-from omni_kvlink import KVLinkError
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, SLACK, ProcessPeer, Remote
+from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, Remote
 
 _ports = itertools.count(7000)
 HAS_UCX = importlib.util.find_spec("ucxx") is not None
@@ -92,38 +89,8 @@ class Pair:
         """Something put now arrives."""
         recipe = sized(key, 1 << 20)
         self.put(recipe)
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            get = self.get(recipe, max(0.0, deadline - time.monotonic()))
-            if get.arrived() or time.monotonic() > deadline:
-                break
-        get.future.result()
+        insist(self.reader, recipe)
 
     def close(self) -> None:
         self.reader.do("forget")
         self.producer.do("forget")
-
-
-class Get:
-    """A `get` on its way, verified in full; it is right, or a typed error, in time."""
-
-    def __init__(self, reader: Remote, recipe: Recipe, timeout: float):
-        self._recipe, self._timeout, self._begun = recipe, timeout, time.monotonic()
-        self.future: Future[str] = reader.ask("get", key=recipe.key, timeout=timeout, verify="full")
-        self._ended = timed(self.future)
-
-    @property
-    def moment(self) -> float:
-        """When it ended; waits for that."""
-        return self._ended.result(self._timeout + PATIENCE)
-
-    def arrived(self) -> bool:
-        """Whether the bytes are here; else there is a typed error. Waits for that."""
-        late = self.moment - self._begun - self._timeout
-        assert late < SLACK, f"{self._recipe.key!r} ended {late:.3f} s after its deadline"
-        error = self.future.exception()
-        if error is None:
-            assert self.future.result() == fingerprint(self._recipe.make())
-            return True
-        assert isinstance(error, KVLinkError), f"{self._recipe.key!r}: {error!r}"
-        return False

@@ -9,28 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 from battle import kill
-from cable import missing
-from hosts import HAS_UCX, SCHEMES, Get, Hosts, Pair
-from safe import Safe
+from gets import Get
+from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, until
 
-if _why := missing():
-    pytest.skip(_why, allow_module_level=True)
-
 DEAD, CUT = 1.0, 5.0
 """Seconds in which a peer's death, and a cable that was pulled, are noticed."""
 HUGE = sized("huge", 64 << 20)
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    hosts = Hosts(Safe(tmp_path_factory.mktemp("keys")))
-    yield hosts
-    hosts.close()
 
 
 @pytest.fixture(params=SCHEMES)
