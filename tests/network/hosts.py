@@ -33,11 +33,19 @@ class Hosts:
     def __init__(self, safe: Safe):
         self.cable, self.safe = Cable(), safe
         self._peers: list[ProcessPeer] = []
+        self._victims: dict[str, ProcessPeer] = {}
         self.producer, self.reader = self.process(self.cable.left), self.process(self.cable.right)
 
     def process(self, host: str) -> ProcessPeer:
         self._peers.append(ProcessPeer(prefix=self.cable.inside(host)))
         return self._peers[-1]
+
+    def victim(self, host: str) -> ProcessPeer:
+        """Another process there, for tests to freeze and kill; one that lives is used again."""
+        victim = self._victims.get(host)
+        if victim is None or victim.process.poll() is not None:
+            victim = self._victims[host] = self.process(host)
+        return victim
 
     def join(self, scheme: str, *, encrypted: bool = True, **peers: ProcessPeer) -> Pair:
         return Pair(self, scheme, encrypted, **peers)

@@ -122,7 +122,7 @@ def is_coming(pair: Pair) -> bool:
 
 def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     """The deadline is kept; when the rest comes, its place is another payload's."""
-    victim = hosts.process(hosts.cable.left)
+    victim = hosts.victim(hosts.cable.left)
     pair = hosts.join("zmq+tcp", producer=victim)
     next_one = sized("next", 64 << 20, seed=5)
     pair.put(next_one)
@@ -142,7 +142,7 @@ def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
 
 def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     """Another has them, as soon as it is given up."""
-    victim = hosts.process(hosts.cable.right)
+    victim = hosts.victim(hosts.cable.right)
     pair = hosts.join("zmq+tcp", reader=victim)
     stopped_amid(victim, pair, PATIENCE)
     moment = time.monotonic()
@@ -150,13 +150,14 @@ def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     get = pair.get(HUGE)
     assert get.arrived()
     assert get.moment - moment < CUT
-    kill(victim)
+    os.kill(victim.process.pid, signal.SIGCONT)
+    victim.do("forget", link=pair.url)
     pair.close()
 
 
 def test_dead_peers(hosts: Hosts) -> None:
     """Who waits for the dead one's payload, and who keeps one for it, knows at once."""
-    victims = {side: hosts.process(side) for side in (hosts.cable.left, hosts.cable.right)}
+    victims = {side: hosts.victim(side) for side in (hosts.cable.left, hosts.cable.right)}
     schemes = ["zmq+tcp", "ucx"] if HAS_UCX else ["zmq+tcp"]
     forsaken = [hosts.join(scheme, producer=victims[hosts.cable.left]) for scheme in schemes]
     keeping = [hosts.join(scheme, reader=victims[hosts.cable.right]) for scheme in schemes]
