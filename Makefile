@@ -24,7 +24,7 @@ format: $(VENV)/.ready
 # Not in `test`: ucxx and its libraries are 250 MB.
 test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors -k ucx $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors tests/network -k ucx $(ARGS)
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
