@@ -24,7 +24,7 @@ format: $(VENV)/.ready
 # Not in `test`: ucxx and its libraries are 250 MB.
 test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors -k ucx $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors tests/network -k ucx $(ARGS)
 
 # Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
 HF_VERSIONS := 4.50.3 4.57.6 5.23.0

@@ -97,15 +97,22 @@ OUTSIDE = {
 """Packages that a room may import; a room that is not here may import any, torch too."""
 
 FORBIDDEN = {
-    r"\bpickle\b": "pickle runs what a peer sends",
+    r"\b(c|cloud)?pickle\b|\bdill\b|\bshelve\b|allow_pickle=True": "pickle runs what a peer sends",
     r"\bmarshal\b": "marshal crashes on what a peer sends",
     r"\btorch\.load\b": "torch.load is pickle",
     r"(?<![.\w])(eval|exec)\(": "no text becomes code",
     r"\brecv_pyobj\b|\bsend_pyobj\b": "pickle again",
-    r"tcp://(\*|0\.0\.0\.0)": "nothing listens to the whole world",
-    r"\btime\.time\(": "only the monotonic clock counts",
+    r"tcp://\*|\b0\.0\.0\.0\b|INADDR_ANY": "nothing listens to the whole world",
+    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": "only the monotonic clock counts",
     r"\bshared_memory\b": "an attaching process unlinks the owner's segment",
 }
+
+
+FORBIDDEN_BUT_TO = {
+    r"\bdatetime\b": ("a date is no deadline: only the monotonic clock counts", {"bench"}),
+    r"\btime\.sleep\(": ("who waits is woken", {"_faults", "testing", "bench"}),
+}
+"""What some rooms may do: say when something was measured, act a slow peer."""
 
 
 class Import(ast.NodeVisitor):
@@ -173,6 +180,9 @@ def complaints(module: str, source: str, *, is_package: bool = False) -> Iterato
     for pattern, why in FORBIDDEN.items():
         if re.search(pattern, source):
             yield f"{module} has {pattern}: {why}"
+    for pattern, (why, rooms) in FORBIDDEN_BUT_TO.items():
+        if room not in rooms and re.search(pattern, source):
+            yield f"{module} has {pattern}: {why}"
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"{module}, line {node.lineno}: a bare except"
@@ -231,7 +241,15 @@ def test_a_file_keeps_the_rules(path: Path) -> None:
         ("omni_kvlink.link.kvlink", "s.recv_pyobj()", "recv_pyobj"),
         ("omni_kvlink.link.kvlink", "s.bind('tcp://*:5555')", "tcp"),
         ("omni_kvlink.link.kvlink", "s.bind('tcp://0.0.0.0:5555')", "tcp"),
+        ("omni_kvlink.link.kvlink", "s.bind(('0.0.0.0', 5555))", "whole world"),
+        ("omni_kvlink.link.kvlink", "import cloudpickle", "pickle"),
+        ("omni_kvlink.link.kvlink", "numpy.load(path, allow_pickle=True)", "pickle"),
         ("omni_kvlink.link.kvlink", "start = time.time()", "monotonic"),
+        ("omni_kvlink.link.kvlink", "deadline = time.time_ns() + 5", "monotonic"),
+        ("omni_kvlink.link.kvlink", "from time import time", "monotonic"),
+        ("omni_kvlink.link.kvlink", "time.clock_gettime(time.CLOCK_REALTIME)", "monotonic"),
+        ("omni_kvlink.link.kvlink", "deadline = datetime.now() + wait", "monotonic"),
+        ("omni_kvlink.link.kvlink", "while not done: time.sleep(0.01)", "woken"),
         ("omni_kvlink.link.kvlink", "from multiprocessing import shared_memory", "shared_memory"),
         ("omni_kvlink.link.kvlink", "try:\n    x()\nexcept:\n    pass", "bare except"),
         ("omni_kvlink.copier.native", "torch.frombuffer(x)", "frombuffer"),
@@ -255,6 +273,8 @@ def test_a_broken_rule_is_seen(module: str, source: str, word: str) -> None:
         ("omni_kvlink.models.bagel.vae", "import torch\nmodel.eval()\nfrom .config import X"),
         ("omni_kvlink.integrations.x", "def f():\n    from ..engine.engine import Engine"),
         ("omni_kvlink.bench.cli", "from .. import KVLink\nfrom ..testing import check_copier"),
+        ("omni_kvlink.bench.machine", "from datetime import datetime"),
+        ("omni_kvlink.link.kvlink", "deadline = time.monotonic() + timeout"),
     ],
 )
 def test_what_is_allowed_is_not_seen(module: str, source: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -76,10 +76,13 @@ class ProcessPeer(Handle):
     """A peer in a process of its own; `process` is there to be killed.
 
     Its imports are done when it is made, so that no deadline of a check pays for them.
+
+    Args:
+        prefix: of its command: `("ip", "netns", "exec", "other")` makes it another host's.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None):
-        command = [sys.executable, "-m", "omni_kvlink.testing"]
+    def __init__(self, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()):
+        command = [*prefix, sys.executable, "-m", "omni_kvlink.testing"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
         )

@@ -1,66 +1,14 @@
-"""Victims: peers in processes of their own, armed with faults, killed when the test is over."""
+"""Victims, and what they fight over."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
-import tempfile
 from collections.abc import Iterator
 
 import pytest
-from battle import Field, Start
-
-from omni_kvlink.testing import faults
-from omni_kvlink.testing.rig import ProcessPeer, until
-
-
-@pytest.fixture
-def start(leaves_nothing: None) -> Iterator[Start]:
-    """`start()` or `start({"point": "action"})` gives a peer in a process of its own."""
-    peers: list[ProcessPeer] = []
-
-    def begin(armed: dict[str, str] | None = None) -> ProcessPeer:
-        peers.append(ProcessPeer(faults.armed(armed) if armed else None))
-        return peers[-1]
-
-    yield begin
-    for peer in peers:
-        if peer.process.poll() is None:
-            os.kill(peer.process.pid, signal.SIGKILL)
-        peer.end()
-
-
-@pytest.fixture
-def battlefield() -> Iterator[str]:
-    """A socket directory in which a killed producer may leave its socket, and nothing else."""
-    directory = tempfile.mkdtemp(prefix="kvl-")
-    elsewhere = _files()
-    yield directory
-    left = os.listdir(directory)
-    shutil.rmtree(directory)
-    assert all(name.endswith(".sock") for name in left), left
-    with contextlib.suppress(AssertionError):  # strangers come and go there
-        until(lambda: not _files() - elsewhere, "nothing is left", 5)
-    assert not _files() - elsewhere
-
-
-def _files() -> set[str]:
-    """What lies in shared memory; an older way of sharing would leave something there."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-
-
-@pytest.fixture(scope="session")
-def zmq_started() -> None:
-    """pyzmq has one thread, for the process's whole life, from the first frame sent uncopied."""
-    import zmq
-
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
-        one.bind("inproc://first")
-        two.connect("inproc://first")
-        one.send(memoryview(bytearray(1 << 20)), copy=False)
-        two.recv()
+from battle import Field
+from victims import battlefield as battlefield
+from victims import start as start
+from victims import zmq_started as zmq_started
 
 
 @pytest.fixture(params=["pooled", "sealed"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safe import Safe
 from zmq_places import free_port
 from zmq_strangers import Raw, dialled
 
@@ -28,7 +28,6 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.messages import Fetch, Meet, Message, Refused, Want, encode, own_hello
 from omni_kvlink.connectors.ucx.door import UcxDoor
 from omni_kvlink.connectors.ucx.plane import Plane
-from omni_kvlink.connectors.zmq.keys import generate
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
@@ -119,27 +118,6 @@ def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
 def test_transports_that_ucx_has_not() -> None:
     with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
-
-
-class Safe:
-    """Key files of a producer, of a reader that it knows, and of one that it does not."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        (directory / "guests").mkdir()
-        for name in ("producer", "reader", "stranger"):
-            generate(str(directory), name)
-        shutil.copy(directory / "reader.public", directory / "guests")
-
-    @property
-    def serving(self) -> dict[str, str]:
-        return {"keys": self._path("producer.secret"), "peers": self._path("guests")}
-
-    def reading(self, who: str = "reader") -> dict[str, str]:
-        return {"keys": self._path(f"{who}.secret"), "peers": self._path("producer.public")}
-
-    def _path(self, name: str) -> str:
-        return str(self._directory / name)
 
 
 def test_keys(tmp_path: Path) -> None:

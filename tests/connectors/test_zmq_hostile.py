@@ -181,6 +181,21 @@ def test_an_offer_said_twice_is_one(liar: Liar, reader: KVLink) -> None:
     assert liar.hear_until(Release) == Release(1, 7, "read")
 
 
+def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
+    """Whole, and well-made: but not what was asked for."""
+    payload = _payload(Recipe("other").make(), "other")
+    ended = get(reader)
+    liar.hear_until(Want)
+    liar.say(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    error = ended.exception(5)
+    assert type(error) is WireError
+    assert "asked for 'k', the payload says it is 'other'" in str(error)
+    released = liar.hear_until(Release)
+    assert isinstance(released, Release)
+    assert released.outcome == "rejected"
+    until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
+
+
 @pytest.mark.parametrize("draft", [0, 512])
 def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int) -> None:
     """The stream is rejected, its memory comes back, the connection goes on."""
@@ -271,12 +286,12 @@ def test_greetings(hello: Message, kind: type[Exception]) -> None:
         liar.close()
 
 
-def _payload(data: Any) -> bytes:
+def _payload(data: Any, key: str = "k") -> bytes:
     """The bytes that a producer would send."""
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
         with KVLink.connect(producer.url, timeout=1) as reader:
-            want = reader.begin_get("k", timeout=1)
+            want = reader.begin_get(key, timeout=1)
             region = want.wait(timeout=1).region
             assert region is not None
             return bytes(region.view())

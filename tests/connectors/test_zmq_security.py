@@ -8,9 +8,9 @@ import stat
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from safe import Safe
 from zmq_places import free_port, fresh_url
 
 from omni_kvlink import ConnectorError, KVLink, TransferTimeout
@@ -20,29 +20,6 @@ from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
-
-
-class Safe:
-    """Key files of a producer, of a reader that it knows, and of one that it does not."""
-
-    def __init__(self, directory: Path):
-        self.guests = directory / "guests"
-        self.guests.mkdir()
-        for name in ("producer", "reader", "stranger"):
-            generate(str(directory), name)
-        shutil.copy(directory / "reader.public", self.guests)
-        self.directory = directory
-
-    def key(self, name: str) -> str:
-        return str(self.directory / name)
-
-    @property
-    def serving(self) -> dict[str, Any]:
-        return {"keys": self.key("producer.secret"), "peers": str(self.guests), "quota": 8 << 20}
-
-    def reading(self, who: str = "reader", whom: str = "producer") -> dict[str, Any]:
-        keys = {"keys": self.key(f"{who}.secret"), "peers": self.key(f"{whom}.public")}
-        return {**keys, "quota": 8 << 20}
 
 
 @pytest.fixture

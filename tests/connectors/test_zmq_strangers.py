@@ -105,7 +105,7 @@ def test_what_does_not_even_speak_zmq(producer: KVLink, unharmed: None, what: st
     with socket.create_connection((host, int(port)), 5) as sock:
         sock.sendall(NO_ZMQ[what])
         if what == "mechanism":  # the other could be ZMQ of long ago, so far
-            until(lambda: refused(producer, "handshake") == 1, "it was counted")
+            until(lambda: refused(producer, "no greeting") == 1, "it was counted")
 
 
 def test_other_versions(producer: KVLink, unharmed: None) -> None:

@@ -113,7 +113,7 @@ class ZmqSession(RemoteSession):
         self._port: Port | None = None
         self._hello = own_hello()
         self.hasty, self.ways = False, tuple[str, ...]()
-        self._greeted = self._was_there = self._is_gone = False
+        self._greeted = self._was_there = self._is_known = self._is_gone = False
         self._problem = ""
 
     def answer(self, error: KVLinkError | None = None) -> None:
@@ -180,9 +180,9 @@ class ZmqSession(RemoteSession):
 
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
-            self._was_there = True
+            self._was_there, self._is_known = True, False
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._port is not None:
-            self._problem = ""
+            self._problem, self._is_known = "", True
             _ = self._port.socket.EVENTS  # makes ZMQ notice that it may send now
             self._carry(self._hello)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -194,7 +194,7 @@ class ZmqSession(RemoteSession):
             )
         elif event == zmq.EVENT_CONNECT_RETRIED and self.hasty:
             self.answer(PeerLostError(f"{self._url}: nobody serves it"))
-        elif is_broken(event):
+        elif is_broken(event) or (event == zmq.EVENT_DISCONNECTED and not self._is_known):
             self._problem = "of another kind, or with the wrong key"
         elif event == zmq.EVENT_DISCONNECTED and self._greeted:
             self._is_gone = True

@@ -211,9 +211,12 @@ class ZmqDoor(Door):
         if event == zmq.EVENT_ACCEPTED:
             self._connected[value] = None
         elif event == zmq.EVENT_DISCONNECTED:
+            stranger = value in self._connected and self._connected[value] is None
             reader = self._connected.pop(value, None)
             if reader is not None:
                 self._leaving.append(reader)
+            elif stranger:  # ZMQ does not say of each why it was refused
+                self._count("no greeting")
         elif is_broken(event):
             self._count("handshake")
 

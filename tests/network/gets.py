@@ -1,0 +1,45 @@
+"""`get`s in the background: each is right, or a typed error, in time."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from battle import timed
+
+from omni_kvlink import KVLinkError
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote
+
+
+class Get:
+    """One that verifies every byte."""
+
+    def __init__(self, reader: Remote, recipe: Recipe, timeout: float):
+        self._recipe, self._timeout, self._begun = recipe, timeout, time.monotonic()
+        self.future: Future[str] = reader.ask("get", key=recipe.key, timeout=timeout, verify="full")
+        self._ended = timed(self.future)
+
+    @property
+    def moment(self) -> float:
+        """When it ended; waits for that."""
+        return self._ended.result(self._timeout + PATIENCE)
+
+    def arrived(self) -> bool:
+        """Whether the bytes are here; else there is a typed error. Waits for that."""
+        late = self.moment - self._begun - self._timeout
+        assert late < SLACK, f"{self._recipe.key!r} ended {late:.3f} s after its deadline"
+        error = self.future.exception()
+        if error is None:
+            assert self.future.result() == fingerprint(self._recipe.make())
+            return True
+        assert isinstance(error, KVLinkError), f"{self._recipe.key!r}: {error!r}"
+        return False
+
+
+def insist(reader: Remote, recipe: Recipe) -> None:
+    """Ask until it arrives."""
+    deadline = time.monotonic() + PATIENCE
+    while not (get := Get(reader, recipe, max(0.0, deadline - time.monotonic()))).arrived():
+        if time.monotonic() > deadline:
+            get.future.result()

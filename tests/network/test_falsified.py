@@ -1,0 +1,46 @@
+"""Bytes of an encrypted link that are changed on their way end no process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from battle import Start
+from proxy import FALSE, Proxy
+from safe import Safe
+from zmq_places import free_port
+
+from omni_kvlink import KVLink
+from omni_kvlink.connectors.zmq import sockets as zmq_sockets
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import PATIENCE, Remote, until
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000
+
+
+def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
+    """Somebody on the way needs no key for that; the producer lives, and serves the next reader."""
+    safe, victim, port = Safe(tmp_path), start(), free_port()
+    producer, proxy = Remote(victim, "p"), Proxy(port)
+    producer.do("serve", url=f"zmq+tcp://127.0.0.1:{port}", quota=8 << 20, **safe.serving)
+    url = f"zmq+tcp://127.0.0.1:{proxy.port}"
+    try:
+        for seed in range(12):
+            with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20, **safe.reading()) as reader:
+                proxy.misbehave(FALSE[seed % 4], str(seed), mean=1)
+                want = reader.begin_get("never", timeout=PATIENCE)
+                connection = proxy.connections[-1]
+                until(lambda it=connection: it.falsified > 0, "it was falsified")  # type: ignore[misc]
+                time.sleep(0.02)  # the producer has it now
+                connection.end()
+                proxy.behave()
+                want.cancel()
+        time.sleep(HEARTBEATS)
+        assert victim.process.poll() is None
+        producer.do("put", recipe=sized("k", 1 << 20).to_dict())
+        with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20, **safe.reading()) as reader:
+            reader.get("k", timeout=PATIENCE, verify="full").release()
+    finally:
+        proxy.close()

@@ -1,0 +1,178 @@
+"""Between two network namespaces: packets get lost, the cable is pulled, a host's process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from battle import kill
+from gets import Get
+from hosts import HAS_UCX, SCHEMES, Hosts, Pair
+
+from omni_kvlink import PeerLostError, TransferTimeout
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, until
+
+DEAD, CUT = 1.0, 5.0
+"""Seconds in which a peer's death, and a cable that was pulled, are noticed."""
+HUGE = sized("huge", 64 << 20)
+
+
+@pytest.fixture(params=SCHEMES)
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(hosts: Hosts, scheme: str) -> Iterator[Pair]:
+    pair = hosts.join(scheme)
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("percent", "nbytes", "at_least"), [(1, 300_000, 12), (5, 300_000, 6), (20, 30_000, 1)]
+)
+def test_random_loss(hosts: Hosts, pair: Pair, percent: int, nbytes: int, at_least: int) -> None:
+    """Slower, or a typed error in time; when the loss is over all is well."""
+    lose(hosts, pair, [sized(f"k{n}", nbytes, seed=n) for n in range(12)], percent, at_least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("percent", [1, 5, 20])
+def test_random_loss_for_long(hosts: Hosts, pair: Pair, percent: int) -> None:
+    for turn in range(10):
+        recipes = [sized(f"{turn}.{n}", 1 << 20, seed=n) for n in range(20)]
+        lose(hosts, pair, recipes, percent, at_least=0)
+
+
+def lose(hosts: Hosts, pair: Pair, recipes: list[Recipe], percent: int, at_least: int) -> None:
+    with hosts.cable.losing(percent):
+        for recipe in recipes:
+            pair.put(recipe)
+        gets = [pair.get(recipe, timeout=5) for recipe in recipes]
+        arrived = sum(get.arrived() for get in gets)
+        assert hosts.cable.lost() > 3, "hardly anything was lost"
+    assert arrived >= at_least
+    pair.works(f"after {recipes[0].key}")
+
+
+def test_the_cable_is_unplugged_for_a_moment(hosts: Hosts, pair: Pair) -> None:
+    recipes = [sized(f"k{n}", 2 << 20, seed=n) for n in range(24)]
+    for recipe in recipes:
+        pair.put(recipe)
+    gets = [pair.get(recipe, timeout=10) for recipe in recipes]
+    until(lambda: any(get.future.done() for get in gets), "they come")
+    hosts.cable.pull()
+    try:
+        time.sleep(1)
+    finally:
+        hosts.cable.plug()
+    assert sum([get.arrived() for get in gets]) > 0
+    pair.works("after")
+
+
+def test_the_cable_is_pulled(hosts: Hosts, scheme: str) -> None:
+    """Both sides notice, whether they waited for a word or were amid a payload's bytes."""
+    idle, busy = hosts.join(scheme), hosts.join(scheme)
+    waiting = idle.get(sized("never", 1))
+    busy.put(HUGE)
+    coming = busy.get(HUGE)
+    until(lambda: busy.reader.do("stats")["memory"]["used"] > 0, "bytes come")
+    hosts.cable.pull()
+    moment = time.monotonic()
+    try:
+        for pair in (idle, busy):
+            until(lambda p=pair: not p.producer.do("stats")["readers"], "the producer noticed", CUT)
+        assert time.monotonic() - moment < CUT
+        assert not waiting.arrived()
+        assert isinstance(waiting.future.exception(), PeerLostError)
+        coming.arrived()
+        assert max(waiting.moment, coming.moment) - moment < CUT
+    finally:
+        hosts.cable.plug()
+    for pair in (idle, busy):
+        pair.works("after")
+        pair.close()
+
+
+def stopped_amid(victim: ProcessPeer, pair: Pair, timeout: float) -> Get:
+    """A `get` of HUGE during which the victim was frozen."""
+    for _ in range(20):
+        pair.put(HUGE)
+        get = pair.get(HUGE, timeout)
+        until(lambda it=get: it.future.done() or is_coming(pair), "bytes come")  # type: ignore[misc]
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        time.sleep(0.2)  # what is in the sockets comes all the same
+        if not get.future.done():
+            return get
+        os.kill(victim.process.pid, signal.SIGCONT)
+        assert get.arrived()
+    raise AssertionError("it could not be stopped in time")
+
+
+def is_coming(pair: Pair) -> bool:
+    used: int = pair.reader.do("stats")["memory"]["used"]
+    return used > 0
+
+
+def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
+    """The deadline is kept; when the rest comes, its place is another payload's."""
+    victim = hosts.victim(hosts.cable.left)
+    pair = hosts.join("zmq+tcp", producer=victim)
+    next_one = sized("next", 64 << 20, seed=5)
+    pair.put(next_one)
+    get = stopped_amid(victim, pair, timeout=1.5)
+    assert not get.arrived()
+    assert isinstance(get.future.exception(), TransferTimeout)
+    until(lambda: not is_coming(pair), "the reader's memory is free")
+    os.kill(victim.process.pid, signal.SIGCONT)
+    assert pair.reader.do("hold", key="next", timeout=PATIENCE) == fingerprint(next_one.make())
+    before = hosts.reader.do("look", key="next")
+    pair.put(sized("last", 1))  # said after all that was late
+    assert pair.get(sized("last", 1)).arrived()
+    assert hosts.reader.do("look", key="next") == before
+    hosts.reader.do("drop", key="next")
+    pair.close()
+
+
+def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
+    """Another has them, as soon as it is given up."""
+    victim = hosts.victim(hosts.cable.right)
+    pair = hosts.join("zmq+tcp", reader=victim)
+    stopped_amid(victim, pair, PATIENCE)
+    moment = time.monotonic()
+    pair.reader = pair.connect(hosts.reader)
+    get = pair.get(HUGE)
+    assert get.arrived()
+    assert get.moment - moment < CUT
+    os.kill(victim.process.pid, signal.SIGCONT)
+    victim.do("forget", link=pair.url)
+    pair.close()
+
+
+def test_dead_peers(hosts: Hosts) -> None:
+    """Who waits for the dead one's payload, and who keeps one for it, knows at once."""
+    victims = {side: hosts.victim(side) for side in (hosts.cable.left, hosts.cable.right)}
+    schemes = ["zmq+tcp", "ucx"] if HAS_UCX else ["zmq+tcp"]
+    forsaken = [hosts.join(scheme, producer=victims[hosts.cable.left]) for scheme in schemes]
+    keeping = [hosts.join(scheme, reader=victims[hosts.cable.right]) for scheme in schemes]
+    waiting = [pair.get(sized("never", 1)) for pair in forsaken]
+    held = [sized(scheme, 1 << 20) for scheme in schemes]
+    for pair, recipe in zip(keeping, held, strict=True):
+        pair.put(recipe)
+        pair.reader.do("hold", key=recipe.key, timeout=PATIENCE)
+    moment = max(kill(victim) for victim in victims.values())
+    for pair, recipe in zip(keeping, held, strict=True):
+        pair.reader = pair.connect(hosts.reader)
+        assert pair.get(recipe, timeout=DEAD).arrived()
+    for get in waiting:
+        assert not get.arrived()
+        assert isinstance(get.future.exception(), PeerLostError)
+        assert get.moment - moment < DEAD
+    for pair in keeping:
+        pair.close()
