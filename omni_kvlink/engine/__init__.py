@@ -23,6 +23,7 @@ from .kv_manager import DiffusionKVManager as DiffusionKVManager
 from .kv_manager import KVManager as KVManager
 from .model import DiffusionPipeline as DiffusionPipeline
 from .model import ModelUtility as ModelUtility
+from .model import model_utility as model_utility
 from .model import register_model as register_model
 from .outputs import ARSchedulerOutput as ARSchedulerOutput
 from .outputs import BatchRunnerOutput as BatchRunnerOutput

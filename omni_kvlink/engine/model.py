@@ -45,6 +45,14 @@ class ModelUtility(ABC):
     def __init__(self, config: StageConfig, device: torch.device):
         self.config, self.device = config, device
 
+    @staticmethod
+    @abstractmethod
+    def prepare(request: OmniDiffusionRequest) -> None:
+        """Put the model's defaults where a request leaves a choice to it; again does nothing.
+
+        Needs no weights: engines ask it before they compare requests.
+        """
+
     @property
     @abstractmethod
     def pipeline(self) -> Any:
@@ -71,7 +79,7 @@ class ModelUtility(ABC):
         """The KV of a request that has run, `request.past_key_values`, in the schema's form.
 
         A `KVCacheTransferData`, or a `KVCacheBundle` of those where there are several contexts;
-        dense tensors, borrowed; `block_ids` is empty.
+        borrowed. Where the tensors are dense, `block_ids` is empty.
         """
 
     @abstractmethod
@@ -85,23 +93,23 @@ class ModelUtility(ABC):
     @abstractmethod
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
-    ) -> tuple[Payload, DiffusionOutput]:
-        """Read a prompt into the blocks given: the KV as it lies there, and what else there is."""
+    ) -> DiffusionOutput:
+        """Read a prompt into blocks; `request.past_key_values` is then what `extract` wants."""
 
 
-def load_model(config: StageConfig, device: torch.device) -> ModelUtility:
-    """The model of a stage, loaded.
+def model_utility(config: StageConfig) -> type[ModelUtility]:
+    """The class that knows a stage's model; nothing is loaded.
 
     Raises:
-        ValueError: no such model; what loading raises.
+        ValueError: there is no such model.
     """
     name = config.model_class_name
     target = _ROWS.get(name, name)
     module, separator, attribute = target.partition(":")
     if not separator:
         raise ValueError(f"no model {name!r}; there are {', '.join(_ROWS)}, or 'module:Class'")
-    made: ModelUtility = getattr(importlib.import_module(module), attribute)(config, device)
-    return made
+    found: type[ModelUtility] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 def register_model(name: str, target: str) -> None:
