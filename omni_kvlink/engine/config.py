@@ -89,6 +89,7 @@ class StageConfig:
         dtype: "bfloat16" or "float32".
         device: such as "cuda:1"; "auto" takes the rank's CUDA device, or the CPU.
         max_num_seqs: requests that may run at once.
+        num_threads: of torch, on the CPU; as it finds them if 0.
         kv: see `KVConfig`.
     """
 
@@ -98,6 +99,7 @@ class StageConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     max_num_seqs: int = 1
+    num_threads: int = 0
     kv: KVConfig = dataclasses.field(default_factory=KVConfig)
 
     def __post_init__(self) -> None:

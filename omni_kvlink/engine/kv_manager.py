@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +15,7 @@ from ..link import KVLink, Payload
 from .config import KVConfig
 from .errors import EngineError
 from .holding import Holding, KVState
+from .receiver import Receiver
 from .request import OmniDiffusionRequest
 
 _RECONNECT = 1.0
@@ -57,7 +56,7 @@ class KVManager(Protocol):
 class DiffusionKVManager:
     """Holds the KV of each request from before it runs until after; thread-safe.
 
-    One thread receives and verifies, while the engine's thread computes.
+    One thread receives and verifies, while the engine's thread computes; it also ends what is late.
 
     Args:
         connector: the consumer's end of the link to the stage before; None to use only
@@ -79,7 +78,9 @@ class DiffusionKVManager:
         self._changed = threading.Condition()
         self._held: dict[str, Holding] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="kv-receiver")
+        self._receiver = Receiver(
+            "kv-receiver", next_deadline=self.next_deadline, on_deadline=self._on_deadline
+        )
         self._closed = False
         self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
 
@@ -198,7 +199,6 @@ class DiffusionKVManager:
         if holding is not None:
             holding.close()
             self._count("freed")
-            self._tell()  # there is room again
 
     def stats(self) -> dict[str, Any]:
         with self._changed:
@@ -219,7 +219,7 @@ class DiffusionKVManager:
         for holding in held:
             holding.close()
             self._count("freed")
-        self._receiver.shutdown(wait=True)
+        self._receiver.close()
 
     # The receiver's side.
 
@@ -240,8 +240,15 @@ class DiffusionKVManager:
 
     def _on_answer(self, holding: Holding, _: object) -> None:
         """In a thread of the connector, which must not wait."""
-        with contextlib.suppress(RuntimeError):  # closed meanwhile, and everything given back
-            self._receiver.submit(self._take, holding)
+        self._receiver.submit(self._take, holding)
+
+    def _on_deadline(self) -> None:
+        with self._changed:
+            held = list(self._held.values())
+        for holding in held:
+            if holding.expire():
+                self._count("failed")
+        self._tell()
 
     def _take(self, holding: Holding) -> None:
         """In the receiver: the answer is there."""

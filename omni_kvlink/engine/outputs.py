@@ -36,6 +36,7 @@ class DiffusionOutput:
         text: what the model wrote, in think mode.
         kv_sent: its KV went to the next stage.
         seconds: by phase, such as "queued", "kv_wait", "execute".
+        stages: what each stage gave, where there are several.
     """
 
     request_id: str = ""
@@ -44,6 +45,7 @@ class DiffusionOutput:
     text: str | None = None
     kv_sent: KVSent | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)
 
     def result(self) -> torch.Tensor:
         """The images; raises the request's error if it has one."""

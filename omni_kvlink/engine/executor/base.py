@@ -25,8 +25,8 @@ _ROWS = {
 class Executor(ABC):
     """Runs what a scheduler hands out, on one worker or many.
 
-    Calls come from one thread, but `abort`, `check_health` and `register_failure_callback` may come
-    from any.
+    Calls come from one thread, but `abort`, `fail_kv`, `check_health` and
+    `register_failure_callback` may come from any.
 
     Attributes:
         supports_request_batch: whether the pipeline takes a batch in one pass.
@@ -121,6 +121,11 @@ class Executor(ABC):
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """A running request ends at its next denoising step, in RequestAborted; no other does."""
+
+    def fail_kv(self, request_id: str, reason: str) -> None:
+        """Tell the next stage, where there is one, that this request's KV will not come."""
+        if self.config.kv.sink:
+            self.collective_rpc("fail_kv", args=(request_id, reason))
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of every worker's memory: 1 keeps them elsewhere, 2 drops them."""

@@ -48,6 +48,8 @@ class WorkerBase(ABC):
 
         Subclasses make their runner then.
         """
+        if self.config.num_threads:
+            torch.set_num_threads(self.config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         config = self.config

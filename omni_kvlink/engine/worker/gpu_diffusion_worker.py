@@ -51,6 +51,17 @@ class GPUDiffusionWorker(WorkerBase):
         """Passes through; may be called while `execute_model` runs."""
         self._runner().abort(request_id)
 
+    def fail_kv(self, request_id: str, reason: str) -> None:
+        """Tell the next stage that this request's KV will not come."""
+        handover = self._runner().handover
+        if handover is not None:
+            handover.fail(request_id, reason)
+
+    def sink_url(self) -> str:
+        """What the next stage connects to; empty if there is none."""
+        handover = self._runner().handover
+        return "" if handover is None else handover.link.url
+
     def shutdown(self) -> None:
         super().shutdown()
         if self.model_runner is not None:
