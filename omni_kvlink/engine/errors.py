@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..errors import KVLinkError
+
+_log = logging.getLogger(__name__)
 
 
 class EngineError(KVLinkError, RuntimeError):
@@ -23,3 +27,15 @@ class EngineAsleepError(EngineError):
 
 class EngineDeadError(EngineError, ConnectionError):
     """A worker or stage is gone, and with it what it was doing: restart it."""
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of an error's frames: who keeps the error must not keep the KV cache in their locals.
+
+    Where it was raised is in the log, at level DEBUG.
+    """
+    if error is not None:
+        _log.debug("a request ended in an error", exc_info=error)
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

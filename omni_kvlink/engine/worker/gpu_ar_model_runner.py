@@ -11,7 +11,7 @@ from ...errors import KVLinkError
 from ...link import Payload
 from ..blocks import KVPools
 from ..config import OmniARConfig
-from ..errors import RequestAborted, RequestFailed
+from ..errors import RequestAborted, RequestFailed, forget_frames
 from ..model import ModelUtility, model_utility
 from ..outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
 from ..request import OmniDiffusionRequest
@@ -103,4 +103,5 @@ class GPUARModelRunner:
             failure = RequestFailed(f"request {request.request_id!r} failed: {error!r}")
             failure.__cause__ = error
             error = failure
+        forget_frames(error)
         return DiffusionOutput(request.request_id, error=error)

@@ -13,7 +13,7 @@ from ...errors import KVLinkError
 from ...link import KVLink, Payload
 from ..cache_backend import CacheBackend, make_cache_backend
 from ..config import OmniDiffusionConfig
-from ..errors import EngineError, RequestFailed
+from ..errors import EngineError, RequestFailed, forget_frames
 from ..kv_manager import DiffusionKVManager
 from ..model import ModelUtility, model_utility
 from ..outputs import BatchRunnerOutput, DiffusionOutput
@@ -62,6 +62,7 @@ class GPUDiffusionModelRunner:
                 self._let_go(request)
         for output in outputs.values():
             output.seconds["execute"] = time.perf_counter() - started
+            forget_frames(output.error)
         return BatchRunnerOutput.of([request.request_id for request in requests], outputs)
 
     def abort(self, request_id: str) -> None:
