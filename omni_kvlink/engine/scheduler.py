@@ -103,6 +103,7 @@ class Scheduler(ABC):
             state = self._waiting.pop(request_id, None)
             if state is not None:
                 self._end(state, RequestAborted(f"request {request_id!r} was aborted, waiting"))
+                self._on_waiting()
                 return False
             state = self._running.get(request_id)
             if state is None:
@@ -127,19 +128,23 @@ class Scheduler(ABC):
     ) -> list[DiffusionOutput]:
         """The results of what was scheduled; its memory goes back."""
         with self._changed:
-            return [
+            finished = [
                 self._finish(request_id, self._result(request_id, model_output))
                 for request_id in scheduler_output.request_ids
                 if request_id in self._running  # else a failure ended it meanwhile
             ]
+            self._on_waiting()  # there is room again
+            return finished
 
     def fail_running(self, error: KVLinkError) -> list[DiffusionOutput]:
         """End all that runs: nothing will come of it."""
         with self._changed:
-            return [
+            finished = [
                 self._finish(request_id, DiffusionOutput(request_id, error=error))
                 for request_id in list(self._running)
             ]
+            self._on_waiting()
+            return finished
 
     def fail_all(self, error: KVLinkError) -> list[DiffusionOutput]:
         """End everything."""

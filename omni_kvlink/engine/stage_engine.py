@@ -118,8 +118,9 @@ class StageEngine(ABC, Generic[C]):
         self._start()
 
     def stats(self) -> dict[str, Any]:
-        """Queues, steps and what is held, as JSON values."""
-        return self.scheduler.stats()
+        """Queues, steps, what is held, and the link to the next stage, as JSON values."""
+        link = self.executor.collective_rpc("sink_stats")[0] if self.config.kv.sink else None
+        return {**self.scheduler.stats(), **({} if link is None else {"link": link})}
 
     def close(self) -> None:
         """End every request with ClosedError, and give back all memory; again does nothing."""

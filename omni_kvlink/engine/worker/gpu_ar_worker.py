@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..config import OmniARConfig
 from ..errors import EngineError
@@ -53,6 +54,10 @@ class GPUARWorker(WorkerBase):
     def sink_url(self) -> str:
         """What the next stage connects to."""
         return self._runner().handover.link.url
+
+    def sink_stats(self) -> dict[str, Any]:
+        """Of the link to the next stage."""
+        return self._runner().handover.link.stats()
 
     def abort(self, request_id: str) -> None:
         """Passes through; may be called while `execute_model` runs."""

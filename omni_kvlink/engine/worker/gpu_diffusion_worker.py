@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..config import OmniDiffusionConfig
 from ..errors import EngineError
@@ -61,6 +62,11 @@ class GPUDiffusionWorker(WorkerBase):
         """What the next stage connects to; empty if there is none."""
         handover = self._runner().handover
         return "" if handover is None else handover.link.url
+
+    def sink_stats(self) -> dict[str, Any]:
+        """Of the link to the next stage; empty if there is none."""
+        handover = self._runner().handover
+        return {} if handover is None else handover.link.stats()
 
     def shutdown(self) -> None:
         super().shutdown()
