@@ -31,7 +31,7 @@ class EngineCore:
             Nothing of a request: each has its own error. When the workers are gone, that is the
             error of all that ran.
         """
-        if self._max_wait and self.scheduler.num_running == 0:
+        if self._max_wait:
             self.scheduler.wait_for_companions(
                 timeout=self._max_wait, stable=self._max_wait * _STABLE
             )

@@ -209,6 +209,8 @@ class OmniDiffusion:
         """A stage is done with a request: the next one's turn, or the end."""
         output = finished.result()
         stages.append(output)
+        if output.error is not None and number:
+            self.stages[number - 1].discard(request.request_id, str(output.error))
         if output.error is not None or number == len(self.stages) - 1:
             self._finish(request.request_id, output, stages, done)
             return
@@ -216,6 +218,7 @@ class OmniDiffusion:
             following = self._following(number + 1, request, given, output)
             coming = self.stages[number + 1].submit(following)
         except Exception as error:
+            self.stages[number].discard(request.request_id, str(error))
             failed = DiffusionOutput(request.request_id, error=error)
             self._finish(request.request_id, failed, stages, done)
             return

@@ -55,10 +55,6 @@ class Scheduler(ABC):
     # Asked.
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -104,6 +104,10 @@ class StageEngine(ABC, Generic[C]):
         self.core.abort(request_id)
         self._deliver_ended()
 
+    def discard(self, request_id: str, reason: str) -> None:
+        """The next stage will not take what this one sent for a request: its memory goes back."""
+        self.executor.fail_kv(request_id, reason)
+
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between batches, take the weights out of memory; requests fail until `wake_up`."""
         return bool(self._call(partial(self.executor.sleep, level), timeout))

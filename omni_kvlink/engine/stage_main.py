@@ -40,6 +40,7 @@ def serve(channel: Channel) -> None:
         verbs: dict[str, Callable[[dict[str, Any]], None]] = {
             "submit": partial(_submit, channel, engine),
             "abort": lambda message: engine.abort(message["request_id"]),
+            "discard": lambda message: engine.discard(message["request_id"], message["reason"]),
             "call": partial(_call, channel, engine),
         }
         while True:

@@ -84,6 +84,10 @@ class StageProcess:
         """End a request, wherever it is; unknown ones are left alone."""
         self._send({"op": "abort", "request_id": request_id})
 
+    def discard(self, request_id: str, reason: str) -> None:
+        """The next stage will not take what this one sent for a request: its memory goes back."""
+        self._send({"op": "discard", "request_id": request_id, "reason": reason})
+
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between batches, take the weights out of its memory."""
         return bool(self._call("sleep", [level], timeout))

@@ -56,7 +56,7 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
     """Every byte of K and V, and every pixel, as in one process."""
     url = f"shm://e2e-{connector}" if connector == "shm" else "zmq+tcp://127.0.0.1:0"
     kv = KVConfig(sink=url, sink_options={"directory": sockets})
-    ar = OmniARConfig(checkpoint(), dtype="float32", num_blocks=64, block_size=4, kv=kv)
+    ar = OmniARConfig(checkpoint(), dtype="float32", num_blocks=256, block_size=4, kv=kv)
     with (
         StageProcess(ar) as stage,
         KVLink.connect(stage.sink_url, timeout=5, directory=sockets) as consumer,
@@ -78,7 +78,7 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
                     pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
                     assert all(same_bytes(mine, other) for mine, other in pairs)
                 assert output.kv_sent.tokens == expected["gen"].metadata.seq_len
-        assert stage.stats()["free_blocks"] == 64
+        assert stage.stats()["free_blocks"] == 256
 
     with OmniDiffusion(checkpoint(), deployment(connector), dtype="float32") as omni:
         images = omni.generate(
