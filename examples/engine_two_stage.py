@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, name: str, deploy: Any, checkpoint: str) -> bo
             prompts, wishes, timeout=args.timeout, progress=sys.stderr.isatty(), output_type="pt"
         )
         seconds = time.perf_counter() - started
-        ar, dit = omni.stats()
+        dit = omni.stats()[1]
     print(f"{name}: {args.requests} requests in {dit['steps']} batches, {seconds:.2f} s")
     print(f"  {dit['kv']['nbytes']:,} bytes of KV received, {dit['kv']['charged']} held at the end")
     return compare(checkpoint, prompts, wishes, images)
