@@ -37,7 +37,7 @@ def paint(worker):
 worker = GPUDiffusionWorker(0, 0, OmniDiffusionConfig(sys.argv[1], stage="all", dtype="float32"))
 worker.init_device()
 before = paint(worker)
-weights, awake = weights_nbytes(worker.utility.modules()), resident()
+weights, awake = weights_nbytes(worker.runner.utility.modules()), resident()
 worker.sleep(int(sys.argv[2]))
 asleep = resident()
 worker.wake_up()

@@ -26,10 +26,10 @@ from .base import Executor, FailureCallback
 class InProcess(Executor):
     """What executors with their one worker in this process have in common."""
 
-    worker: WorkerBase
+    worker: WorkerBase[Any]
 
     @staticmethod
-    def make_worker(config: StageConfig) -> WorkerBase:
+    def make_worker(config: StageConfig) -> WorkerBase[Any]:
         """The worker of a stage's kind."""
         raise NotImplementedError
 
@@ -37,8 +37,8 @@ class InProcess(Executor):
         self._is_shut = False
         self.worker = self.make_worker(self.config)
         self.worker.init_device()
-        self.kv_manager = self.worker.kv_manager
-        pipeline = self.worker.utility.pipeline
+        self.kv_manager = self.worker.runner.kv_manager
+        pipeline = self.worker.runner.utility.pipeline
         self.supports_request_batch = getattr(pipeline, "supports_request_batch", False)
 
     def collective_rpc(
@@ -68,6 +68,9 @@ class InProcess(Executor):
     def determine_available_memory(self) -> list[int]:
         return [self.worker.determine_available_memory()]
 
+    def abort(self, request_id: str) -> None:
+        self.worker.abort(request_id)
+
     def shutdown(self) -> None:
         self._is_shut = True
         self.worker.shutdown()
@@ -90,9 +93,6 @@ class UniprocExecutor(InProcess):
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         return self.worker.execute_model(scheduler_output.requests)
 
-    def abort(self, request_id: str) -> None:
-        self.worker.abort(request_id)
-
 
 class ARExecutor(InProcess):
     """An AR stage in this process."""
@@ -113,9 +113,6 @@ class ARExecutor(InProcess):
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         raise NotImplementedError("prompts are read by execute_model")
-
-    def abort(self, request_id: str) -> None:
-        self.worker.abort(request_id)
 
 
 def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:

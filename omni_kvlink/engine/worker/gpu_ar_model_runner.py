@@ -12,6 +12,7 @@ from ...link import Payload
 from ..blocks import KVPools
 from ..config import OmniARConfig
 from ..errors import RequestAborted, RequestFailed, forget_frames
+from ..kv_manager import DiffusionKVManager
 from ..model import ModelUtility, model_utility
 from ..outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
 from ..request import OmniDiffusionRequest
@@ -29,7 +30,9 @@ class GPUARModelRunner:
 
     def __init__(self, config: OmniARConfig, device: torch.device):
         self.config, self.device = config, device
-        self.handover = Handover(config.kv)
+        self.kv_manager: DiffusionKVManager | None = None  # no KV comes from elsewhere
+        self.handover: Handover | None = Handover(config.kv)
+        self._sink = self.handover
         self.utility: ModelUtility = model_utility(config)(config, device)
         layers, row = self.utility.kv_row()
         self.pools = KVPools(
@@ -69,7 +72,7 @@ class GPUARModelRunner:
 
     def close(self) -> None:
         """Close the link; what the next stage has not fetched is lost."""
-        self.handover.close()
+        self._sink.close()
 
     def _execute(
         self, request: OmniDiffusionRequest, blocks: dict[str, list[int]]
@@ -80,7 +83,7 @@ class GPUARModelRunner:
             output = self.utility.prefill(request, self.pools, blocks)
             output.seconds["prefill"] = time.perf_counter() - started
             self._check_wanted(request)
-            output.kv_sent = self.handover.send(self._extract_kv_cache(request))
+            output.kv_sent = self._sink.send(self._extract_kv_cache(request))
             output.seconds["execute"] = time.perf_counter() - started
             return output
         except Exception as error:
@@ -98,7 +101,7 @@ class GPUARModelRunner:
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
         """The request's error, which whoever waits for its KV shall hear at once."""
-        self.handover.fail(request.request_id, str(error) or repr(error))
+        self._sink.fail(request.request_id, str(error) or repr(error))
         if not isinstance(error, KVLinkError):
             failure = RequestFailed(f"request {request.request_id!r} failed: {error!r}")
             failure.__cause__ = error

@@ -64,7 +64,9 @@ def test_asleep_nothing_runs_and_awake_all_is_as_before(
     before = worker.execute_model([own("r")]).runner_outputs[0].result.result()
     assert worker.sleep(level)
     assert not worker.sleep(level)
-    assert sum(p.nbytes for m in worker.utility.modules().values() for p in m.parameters()) == 0
+    assert (
+        sum(p.nbytes for m in worker.runner.utility.modules().values() for p in m.parameters()) == 0
+    )
     with pytest.raises(EngineAsleepError, match="wake_up"):
         worker.execute_model([own("r")])
     assert not worker.wake_up(["kv_cache"])
@@ -75,7 +77,7 @@ def test_asleep_nothing_runs_and_awake_all_is_as_before(
 
 
 def test_level_1_keeps_weights_that_no_checkpoint_has(worker: GPUDiffusionWorker) -> None:
-    weight = worker.utility.modules()["model"].llm2vae.weight
+    weight = worker.runner.utility.modules()["model"].llm2vae.weight
     weight.data += 1
     changed = weight.data.clone()
     worker.sleep(1)
