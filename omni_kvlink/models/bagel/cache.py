@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, device, dtype
@@ -34,8 +34,8 @@ class NaiveCache:
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.key_cache: dict[int, Tensor | None] = dict.fromkeys(range(num_layers))
-        self.value_cache: dict[int, Tensor | None] = dict.fromkeys(range(num_layers))
+        self.key_cache: MutableMapping[int, Tensor | None] = dict.fromkeys(range(num_layers))
+        self.value_cache: MutableMapping[int, Tensor | None] = dict.fromkeys(range(num_layers))
 
     @property
     def num_layers(self) -> int:
@@ -55,6 +55,10 @@ class NaiveCache:
         """Keeps, and returns, the past of a layer with its new rows behind it."""
         self.key_cache[layer], self.value_cache[layer] = merged = joined(past, k, v)
         return merged
+
+    def snapshot(self) -> NaiveCache:
+        """A cache that later updates of this one do not reach. Copies no tensor."""
+        return snapshot(self)
 
 
 @dataclass
@@ -78,10 +82,8 @@ class BagelContext:
 
     def snapshot(self) -> BagelContext:
         """A context that later updates of this one do not reach. Copies no tensor."""
-        cache = NaiveCache(len(self.past_key_values.key_cache))
-        for layer in range(cache.num_layers):
-            cache.key_cache[layer] = self.past_key_values.key_cache[layer]
-            cache.value_cache[layer] = self.past_key_values.value_cache[layer]
+        past = self.past_key_values
+        cache = past.snapshot() if isinstance(past, NaiveCache) else snapshot(past)
         return BagelContext(list(self.kv_lens), list(self.ropes), cache)
 
     def moved(self, into: NaiveCache) -> BagelContext:
@@ -104,6 +106,7 @@ class BagelContexts:
         cfg_img: the texts without the images; the same as `gen` for plain text-to-image.
         image_shape: height and width in pixels, or None where no image is asked for.
         text: what the model wrote in think mode, otherwise None.
+        extra: what came with them from another stage, as JSON values.
     """
 
     gen: BagelContext
@@ -111,6 +114,16 @@ class BagelContexts:
     cfg_img: BagelContext
     image_shape: tuple[int, int] | None = None
     text: str | None = field(default=None)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def snapshot(of: LayerCache) -> NaiveCache:
+    """A cache with the same tensors."""
+    cache = NaiveCache(len(of.key_cache))
+    for layer in range(cache.num_layers):
+        cache.key_cache[layer] = of.key_cache[layer]
+        cache.value_cache[layer] = of.value_cache[layer]
+    return cache
 
 
 def joined(past: Layer | None, k: Tensor, v: Tensor) -> Layer:

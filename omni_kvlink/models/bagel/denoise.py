@@ -1,13 +1,15 @@
-"""The denoising loop: from noise to a latent, over the three contexts of a request."""
+"""The denoising loop: from noise to a latent, over the three contexts of each request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .cache import BagelContexts
+from .hooks import DenoiseHooks, RunLayers
 from .model import BagelModel
 from .sampling import DenoiseParams, guide, schedule
 
@@ -16,41 +18,89 @@ OnStep = Callable[[int, int], None]
 
 def denoise_rows(
     model: BagelModel,
-    contexts: BagelContexts,
+    contexts: Sequence[BagelContexts],
     markers: Tensor,
-    noise: Tensor,
+    noise: Sequence[Tensor],
     grid: tuple[int, int],
     params: DenoiseParams,
     on_step: OnStep | None = None,
-) -> Tensor:
-    """Integrates the flow from noise [h * w, patch_dim] to the latent's rows, float32.
+    *,
+    hooks: DenoiseHooks,
+) -> list[Tensor]:
+    """Integrates the flow from noise [h * w, patch_dim] to each latent's rows, float32.
 
-    The three caches are read, never changed.
+    The caches are read, never changed. Several requests go through the model together.
 
     Args:
+        contexts: of each request.
         markers: the rows [2, hidden] before and after the latent rows.
+        noise: of each request.
         grid: h and w.
         on_step: called after each step with (steps done, steps in all).
     """
-    x = noise.to(model.device, torch.float32)
+    alone = len(contexts) == 1
+    x = noise[0] if alone else torch.stack([own.to(model.device) for own in noise], dim=1)
+    x = x.to(model.device, torch.float32)
+    ends = markers if alone else markers[:, None].expand(-1, len(contexts), -1)
     times, spans = schedule(params)
     for step, (t, span) in enumerate(zip(times, spans, strict=True)):
         rows = model.latent_rows(x, *grid, t[None].to(model.device))
-        block = torch.cat([markers[:1], rows, markers[1:]])
-        flow = _flow(model, contexts, block, params, guided=params.guided_at(t))
+        block = torch.cat([ends[:1], rows, ends[1:]])
+        branches = _branches(params, guided=params.guided_at(t))
+        flows = _flows(model, contexts, block, branches, step, hooks)
         # The product has the flow's dtype, x stays float32.
-        x = x - flow * span.to(model.device)
+        x = x - _guided(flows, params, alone=alone) * span.to(model.device)
         if on_step is not None:
             on_step(step + 1, params.num_steps)
-    return x
+    return [x] if alone else list(x.unbind(dim=1))
 
 
-def _flow(
-    model: BagelModel, contexts: BagelContexts, x: Tensor, params: DenoiseParams, *, guided: bool
-) -> Tensor:
-    flow = model.velocity(contexts.gen, x)
+def _branches(params: DenoiseParams, *, guided: bool) -> list[str]:
+    """The contexts that a step reads."""
     if not (guided and params.needs_cfg_text):
+        return ["gen"]
+    return ["gen", "cfg_text", "cfg_img"] if params.needs_cfg_img else ["gen", "cfg_text"]
+
+
+def _flows(
+    model: BagelModel,
+    contexts: Sequence[BagelContexts],
+    block: Tensor,
+    branches: Sequence[str],
+    step: int,
+    hooks: DenoiseHooks,
+) -> dict[str, Tensor]:
+    """The flow of every branch, computed or had from a hook."""
+
+    def through(branch: str, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        assert hooks.layers is not None
+        return hooks.layers(branch, step, rows, run, count)
+
+    def whole_pass(branch: str) -> Tensor:
+        own = [getattr(one, branch) for one in contexts]
+        hooked = None if hooks.layers is None else partial(through, branch)
+        return model.velocity(own, block, hooked)
+
+    def compute(branch: str) -> Tensor:
+        if hooks.velocity is None:
+            return whole_pass(branch)
+        return hooks.velocity(branch, step, block, partial(whole_pass, branch))
+
+    if hooks.branches is not None:
+        return hooks.branches(branches, compute)
+    return {branch: compute(branch) for branch in branches}
+
+
+def _guided(flows: dict[str, Tensor], params: DenoiseParams, *, alone: bool) -> Tensor:
+    """One flow of all branches; norms are taken over each request by itself."""
+    flow, text, image = (flows.get(branch) for branch in ("gen", "cfg_text", "cfg_img"))
+    assert flow is not None
+    if text is None:
         return flow
-    text = model.velocity(contexts.cfg_text, x)
-    image = model.velocity(contexts.cfg_img, x) if params.needs_cfg_img else None
-    return guide(flow, text, image, params)
+    if alone:
+        return guide(flow, text, image, params)
+    own = [
+        guide(flow[:, i], text[:, i], None if image is None else image[:, i], params)
+        for i in range(flow.shape[1])
+    ]
+    return torch.stack(own, dim=1)

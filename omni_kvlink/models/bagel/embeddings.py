@@ -79,10 +79,10 @@ def sincos_table(side: int, hidden_size: int) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines [n, 1, head_dim] for positions [n], computed in float32."""
+    """Cosines and sines [*shape, 1, head_dim] for positions of any shape, computed in float32."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions.float()[:, None] * (1.0 / theta ** (steps / head_dim))
-    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    angles = positions.float()[..., None] * (1.0 / theta ** (steps / head_dim))
+    angles = torch.cat([angles, angles], dim=-1)[..., None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -90,7 +90,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns each pair (i, i + head_dim / 2) of [n, heads, head_dim] by its row's angle."""
+    """Turns each pair (i, i + head_dim / 2) of [..., heads, head_dim] by its row's angle."""
     cos, sin = rotary
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -2,12 +2,13 @@
 
 The understanding expert ("und") reads text, ViT patches and the two marker rows around every image
 block; the generation expert (names ending in `_moe_gen`) reads the latent patches between the
-markers. Attention is shared. One sequence at a time, rows [n, hidden].
+markers. Attention is shared. Rows are [n, hidden]; a batch of sequences with as many new rows each,
+but pasts of their own, is [n, batch, hidden]: everything but attention then runs once for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -18,10 +19,13 @@ from torch.nn import functional as F
 from .cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from .config import LanguageConfig
 from .embeddings import Rotary, blank_embedding, rotary_tables, rotate
+from .hooks import RunLayers
 
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
 """New rows of a layer's K and V in, the whole of both out."""
+Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
+"""Takes rows through the layers, or past them: `through(x, run, count)`."""
 
 
 def by_expert(
@@ -83,6 +87,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return out[0].transpose(0, 1).reshape(n, -1)
 
 
+def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
+    """`attend` for each sequence of a batch, over its own past: [n, batch, heads * dim]."""
+    rows = []
+    for i, merge in enumerate(merges):
+        keys, values = merge(k[:, i], v[:, i])
+        rows.append(attend(q[:, i], keys, values, causal=False))
+    return torch.stack(rows, dim=1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with a norm on q and k; every projection exists once per expert."""
 
@@ -105,15 +118,18 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        merge: Merge,
+        merge: Merge | Sequence[Merge],
         mode: Mode,
         causal: bool,
     ) -> Tensor:
-        """Rows [n, hidden] that have seen the past rows too."""
+        """Rows [n, hidden] that have seen the past rows too; of a batch, each its own."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
-        k, v = merge(k, self._heads("v", x, mode))
+        v = self._heads("v", x, mode)
+        if not callable(merge):
+            return self._project("o", attend_each(q, k, v, merge), mode)
+        k, v = merge(k, v)
         return self._project("o", attend(q, k, v, causal=causal), mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
@@ -121,7 +137,7 @@ class Attention(nn.Module):
         return by_expert(mode, x, und, gen)
 
     def _heads(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        return self._project(which, x, mode).view(x.shape[0], -1, self.head_dim)
+        return self._project(which, x, mode).view(*x.shape[:-1], -1, self.head_dim)
 
     def _normed(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         heads = self._heads(which, x, mode)
@@ -154,7 +170,7 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary,
-        merge: Merge,
+        merge: Merge | Sequence[Merge],
         mode: Mode,
         causal: bool,
     ) -> Tensor:
@@ -207,6 +223,37 @@ class Decoder(nn.Module):
             merge = partial(joined, rows) if into is None else partial(into.merge, i, rows)
             x = layer(x, rotary, merge, mode, causal)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
+
+    def denoise(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        pasts: Sequence[LayerCache],
+        through: Through | None = None,
+    ) -> Tensor:
+        """Runs latent rows between their markers; keeps nothing of them.
+
+        Args:
+            x: [n, hidden] of one sequence, or [n, batch, hidden].
+            positions: [n], or [n, batch].
+            pasts: a cache for each sequence; read only.
+            through: decides which layers run.
+
+        Returns:
+            Normed hidden rows, in the shape of x.
+        """
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+
+        def run(rows: Tensor, start: int, stop: int) -> Tensor:
+            for i in range(start, stop):
+                merges = [partial(joined, layer_tensors(past, i)) for past in pasts]
+                merge = merges if rows.ndim == 3 else merges[0]
+                rows = self.layers[i](rows, rotary, merge, "gen", False)
+            return rows
+
+        count = len(self.layers)
+        x = run(x, 0, count) if through is None else through(x, run, count)
+        return by_expert("gen", x, self.norm, self.norm_moe_gen)
 
 
 class LanguageModel(nn.Module):

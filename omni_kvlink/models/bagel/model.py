@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from .cache import BagelContext, NaiveCache
 from .config import BagelConfig
 from .embeddings import PositionEmbedding, TimestepEmbedder, patchify
-from .language import LanguageModel, Mode
+from .language import LanguageModel, Mode, Through
 from .vision import TwoLayerMLP, VisionModel
 
 Stage = Literal["all", "ar", "dit"]
@@ -54,9 +55,13 @@ class BagelModel(nn.Module):
         return rows
 
     def latent_rows(self, tokens: Tensor, height: int, width: int, t: Tensor) -> Tensor:
-        """Latent tokens [n, patch_dim] of a grid, at time t [1], as rows [n, hidden]."""
+        """Latent tokens [n, patch_dim] of a grid, at time t [1], as rows [n, hidden].
+
+        Of a batch, [n, batch, patch_dim] as [n, batch, hidden].
+        """
         rows: Tensor = self.vae2llm(tokens.to(self.dtype)) + self.time_embedder(t)
-        rows = rows + self.latent_pos_embed(height, width)
+        places = self.latent_pos_embed(height, width)
+        rows = rows + (places if rows.ndim == 2 else places[:, None])
         return rows
 
     def encoded_latent_rows(self, latent: Tensor) -> Tensor:
@@ -94,11 +99,24 @@ class BagelModel(nn.Module):
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
 
-    def velocity(self, context: BagelContext, x: Tensor) -> Tensor:
-        """The flow [n, patch_dim] at rows x: marker, n latent rows, marker. Caches nothing."""
-        positions = torch.full((x.shape[0],), context.ropes[0], device=self.device)
-        hidden = self.language_model.model(
-            x, positions, context.past_key_values, mode="gen", causal=False
+    def velocity(
+        self,
+        context: BagelContext | Sequence[BagelContext],
+        x: Tensor,
+        through: Through | None = None,
+    ) -> Tensor:
+        """The flow [n, patch_dim] at rows x: marker, n latent rows, marker. Caches nothing.
+
+        Of a batch, rows [n + 2, batch, hidden] and a context each: [n, batch, patch_dim].
+        """
+        contexts = [context] if isinstance(context, BagelContext) else context
+        ropes = torch.tensor([one.ropes[0] for one in contexts], device=self.device)
+        positions = ropes.expand(x.shape[0], -1)
+        hidden = self.language_model.model.denoise(
+            x,
+            positions if x.ndim == 3 else positions[:, 0],
+            [one.past_key_values for one in contexts],
+            through,
         )
         flow: Tensor = self.llm2vae(hidden[1:-1])
         return flow

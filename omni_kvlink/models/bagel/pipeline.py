@@ -13,9 +13,12 @@ from torch import Generator, Tensor
 
 from omni_kvlink.errors import SchemaError
 
+from ...engine.outputs import DiffusionOutput
+from ...engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from .cache import BagelContext, BagelContexts, LayerCache, NaiveCache
 from .denoise import OnStep
 from .images import ImageLike, ResizeRule, image_size, load_image, resize, to_pixels
+from .requests import paint
 from .sampling import DenoiseParams
 from .steps import BagelSteps
 
@@ -33,6 +36,8 @@ class BagelPipeline(BagelSteps):
     The think prompts are this library's wording. A checkpoint that was trained with a certain
     wording does best with it: pass it as `system_prompt`.
     """
+
+    supports_request_batch = True
 
     _last: BagelContexts | None = None
 
@@ -152,6 +157,37 @@ class BagelPipeline(BagelSteps):
         contexts = self.prefill(inputs, generator=generator, **prefill)
         return self.render(contexts, params, generator=generator, on_step=on_step)
 
+    def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """The images of a request, or of a batch in one pass; see `requests.paint`."""
+        batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch([req])
+        outputs, self._last = paint(self, batch, self._read)
+        return outputs
+
+    def count_tokens(
+        self,
+        inputs: Prompt,
+        *,
+        think: bool = False,
+        system_prompt: str | None = None,
+        max_think_tokens: int = 1000,
+    ) -> dict[str, int]:
+        """The most tokens that `prefill` can put into "gen" and "cfg_img" for an image.
+
+        Without think mode these are the tokens exactly, but for a "cfg_img" that shares the rows of
+        gen until a text follows an image.
+        """
+        gen = texts = 0
+        if think:
+            gen = texts = len(self.encode_prompt(system_prompt or THINK_IMAGE_PROMPT))
+            gen += 3 * max_think_tokens + 2  # a byte that is no text comes back as three
+        for item in _as_list(inputs):
+            if isinstance(item, str):
+                tokens = len(self.encode_prompt(item))
+                gen, texts = gen + tokens, texts + tokens
+            else:
+                gen += self._count_image(item)
+        return {"gen": gen, "cfg_img": texts}
+
     def get_past_key_values(self) -> LayerCache:
         """The `gen` cache of the last request."""
         return self._last_contexts().gen.past_key_values
@@ -197,6 +233,20 @@ class BagelPipeline(BagelSteps):
             pixels = to_pixels(resize(image, self._vae_rule()))
             context = self.append_vae_latent(context, self.encode_image(pixels, generator))
         return self.append_vit_image(context, to_pixels(resize(image, self._vit_rule())))
+
+    def _read(self, request: OmniDiffusionRequest) -> BagelContexts:
+        """The prompt of a request that no other stage has read."""
+        wishes = request.sampling_params
+        shape = None if wishes.height is None else (wishes.height, wishes.width or wishes.height)
+        return self.prefill(request.prompt, image_shape=shape, generator=wishes.generator)
+
+    def _count_image(self, item: ImageLike) -> int:
+        """Tokens of an image's two blocks, with their markers."""
+        height, width = self._vae_rule().size(*image_size(load_image(item)))
+        stride, patch = self.config.latent_stride, self.config.vit.patch_size
+        latent = (height // stride) * (width // stride)
+        height, width = self._vit_rule().size(height, width)
+        return latent + (height // patch) * (width // patch) + 4
 
     def _vae_rule(self) -> ResizeRule:
         return ResizeRule(*self.config.vae_image_size, self.config.latent_stride)

@@ -15,6 +15,7 @@ from .cache import BagelContext, BagelContexts, check_context
 from .config import BagelConfig
 from .denoise import OnStep, denoise_rows
 from .embeddings import unpatchify
+from .hooks import DenoiseHooks
 from .loading import load_autoencoder, load_config, load_model
 from .model import BagelModel, Stage
 from .sampling import DenoiseParams
@@ -30,6 +31,7 @@ class BagelSteps:
     Attributes:
         config: the checkpoint's configuration.
         stage: "all"; "ar" reads prompts and writes text; "dit" denoises and decodes.
+        hooks: what an engine put into the denoising loop; none at first.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class BagelSteps:
         self.config, self.stage = config, stage
         self.model, self.autoencoder = model, autoencoder
         self.special_tokens, self.tokenizer = special_tokens, tokenizer
+        self.hooks = DenoiseHooks()
 
     @classmethod
     def from_pretrained(
@@ -172,7 +175,48 @@ class BagelSteps:
             SchemaError: a context is incomplete or does not fit the model, or the noise has
                 another shape than `contexts.image_shape` asks for.
         """
+        return self.denoise_batch([contexts], [noise], params, on_step)[0]
+
+    @torch.no_grad()
+    def denoise_batch(
+        self,
+        contexts: Sequence[BagelContexts],
+        noise: Sequence[Tensor],
+        params: DenoiseParams,
+        on_step: OnStep | None = None,
+    ) -> list[Tensor]:
+        """`denoise` for several requests with images of one size, in one pass.
+
+        In float32 a latent differs from that of `denoise` by less than 1e-5 of its largest value;
+        products of larger matrices may be summed in another order.
+
+        Raises:
+            SchemaError: as in `denoise`, or the images differ in size.
+        """
         self._require("flow head", self.stage != "ar")
+        shapes = {one.image_shape for one in contexts}
+        if len(shapes) != 1:
+            raise SchemaError(
+                f"one batch for images of {sorted(map(str, shapes))}; wanted one size"
+            )
+        height, width = self._grid(contexts[0].image_shape)
+        for one, own in zip(contexts, noise, strict=True):
+            self.check_request(one, own, params)
+        rows = denoise_rows(
+            self.model,
+            contexts,
+            self._markers(),
+            noise,
+            (height, width),
+            params,
+            on_step,
+            hooks=self.hooks,
+        )
+        patch = self.config.latent_patch_size
+        return [unpatchify(own, height, width, patch) for own in rows]
+
+    def check_request(self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams) -> None:
+        """Raises SchemaError unless `denoise` has all it needs for this request."""
         height, width = self._grid(contexts.image_shape)
         if tuple(noise.shape) != (height * width, self.config.patch_dim):
             wanted = (height * width, self.config.patch_dim)
@@ -182,10 +226,6 @@ class BagelSteps:
             self._check("cfg_text", contexts.cfg_text)
         if params.needs_cfg_img:
             self._check("cfg_img", contexts.cfg_img)
-        rows = denoise_rows(
-            self.model, contexts, self._markers(), noise, (height, width), params, on_step
-        )
-        return unpatchify(rows, height, width, self.config.latent_patch_size)
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:

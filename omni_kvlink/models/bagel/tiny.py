@@ -54,11 +54,16 @@ def tiny_config() -> BagelConfig:
     )
 
 
-def make_tiny_checkpoint(directory: str | Path, seed: int = 0) -> Path:
+def make_tiny_checkpoint(
+    directory: str | Path, seed: int = 0, config: BagelConfig | None = None
+) -> Path:
     """Writes a checkpoint in the published layout; the same seed gives the same bytes.
 
     Weights are bfloat16, the autoencoder's float32, as published. They are scaled so that an image
     varies from cell to cell and depends on the prompt, the noise and every layer of the cache.
+
+    Args:
+        config: other sizes than `tiny_config`'s, with the same vocabulary.
 
     Returns:
         The directory.
@@ -66,7 +71,7 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0) -> Path:
     Raises:
         ImportError: the tokenizers package is not installed.
     """
-    root, config = Path(directory), tiny_config()
+    root, config = Path(directory), config or tiny_config()
     root.mkdir(parents=True, exist_ok=True)
     _write_configs(root, config)
     _write_tokenizer(root)

@@ -1,0 +1,167 @@
+"""How a stage of the engine is set up. All of it is plain values, to travel to worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..link import Verify
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionParallelConfig:
+    """How many ranks share the work of a diffusion stage; each degree divides it another way.
+
+    Attributes:
+        data_parallel_size: groups that paint different requests.
+        cfg_parallel_size: ranks that compute one guidance branch each; 1, 2 or 3.
+        tensor_parallel_size: ranks that hold a share of the heads each.
+        sequence_parallel_size: ranks that hold a share of the latent rows each.
+    """
+
+    data_parallel_size: int = 1
+    cfg_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    sequence_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} {getattr(self, field.name)}: 1 or more")
+        if self.cfg_parallel_size > 3:
+            raise ValueError(f"cfg_parallel_size {self.cfg_parallel_size}: at most 3 branches")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return (
+            self.data_parallel_size
+            * self.cfg_parallel_size
+            * self.tensor_parallel_size
+            * self.sequence_parallel_size
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class KVConfig:
+    """Where a stage's KV comes from and goes to, and how much of it may be held.
+
+    Attributes:
+        source: URL to connect to, of the stage before; empty if there is none.
+        sink: URL to serve, for the stage after; empty if there is none.
+        source_options, sink_options: fields of the connectors' `Options`.
+        budget: bytes of received KV that may be held at once.
+        reserve: bytes set aside for a KV whose size nobody said; a share of the budget if 0.
+        timeout: seconds until a request's KV must have come.
+        connect_timeout: seconds until the stage before must serve.
+        put_timeout: seconds to wait for room in the sink.
+        ttl: seconds in which the next stage must fetch what was sent.
+        prefetch: receive for waiting requests while others run.
+        verify: "full" checks every byte that comes; "auto" what `KVLink.get` checks.
+    """
+
+    source: str = ""
+    sink: str = ""
+    source_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sink_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    budget: int = 4 << 30
+    reserve: int = 0
+    timeout: float = 60.0
+    connect_timeout: float = 60.0
+    put_timeout: float = 60.0
+    ttl: float = 120.0
+    prefetch: bool = True
+    verify: Verify = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """What every stage has.
+
+    Attributes:
+        model: directory of the checkpoint.
+        model_class_name: whose `ModelUtility` loads and serves it; "bagel", or "module:Class".
+        stage: the share of the model, in the model's own words.
+        dtype: "bfloat16" or "float32".
+        device: such as "cuda:1"; "auto" takes the rank's CUDA device, or the CPU.
+        max_num_seqs: requests that may run at once.
+        num_threads: of torch, on the CPU; as it finds them if 0.
+        kv: see `KVConfig`.
+    """
+
+    model: str
+    model_class_name: str = "bagel"
+    stage: str = "dit"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    max_num_seqs: int = 1
+    num_threads: int = 0
+    kv: KVConfig = dataclasses.field(default_factory=KVConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    def device_of(self, local_rank: int) -> torch.device:
+        """The device of a rank on this machine."""
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniDiffusionConfig(StageConfig):
+    """A diffusion stage.
+
+    Attributes:
+        request_batch_max_wait_ms: milliseconds that a first request may wait for companions.
+        step_execution: scheduling between denoising steps; this engine has none.
+        parallel_config: see `DiffusionParallelConfig`.
+        cache_backend: "none", or the name of a `CacheBackend`.
+        cache_config: the backend's own settings.
+        distributed_executor_backend: "uni", "mp", "ray", "diffusers" or "module:Class"; by the
+            number of ranks if empty.
+        distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port".
+    """
+
+    request_batch_max_wait_ms: float = 0.0
+    step_execution: bool = False
+    parallel_config: DiffusionParallelConfig = dataclasses.field(
+        default_factory=DiffusionParallelConfig
+    )
+    cache_backend: str = "none"
+    cache_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    distributed_executor_backend: str = ""
+    distributed_init_method: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_execution:
+            raise ValueError("step_execution: this engine batches whole requests; leave it off")
+        if self.request_batch_max_wait_ms < 0:
+            raise ValueError(f"request_batch_max_wait_ms {self.request_batch_max_wait_ms}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniARConfig(StageConfig):
+    """An AR stage.
+
+    Attributes:
+        num_blocks, block_size: of the paged KV pool: blocks, and tokens in each.
+        think: write a plan first, which becomes part of the prompt.
+    """
+
+    stage: str = "ar"
+    num_blocks: int = 1024
+    block_size: int = 16
+    think: bool = False

@@ -1,0 +1,61 @@
+"""A thread that does one thing after the other, and looks up when a deadline passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+class Receiver:
+    """Jobs in their order, none of which raises; sleeps while there are none.
+
+    Args:
+        next_deadline: on `time.monotonic`'s clock; asked again after each job and each `look`.
+        on_deadline: called when it passed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        next_deadline: Callable[[], float | None],
+        on_deadline: Callable[[], None],
+    ):
+        self._next_deadline, self._on_deadline = next_deadline, on_deadline
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], Any]] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> None:
+        """Do this after all that was submitted before; after `close`, nothing is done."""
+        with self._changed:
+            self._jobs.append(partial(call, *args))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Finish the job at hand, leave the others; again does nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            deadline = self._next_deadline()
+            with self._changed:
+                if self._is_closed:
+                    return
+                now = time.monotonic()
+                late = deadline is not None and deadline <= now
+                if not self._jobs and not late:
+                    self._changed.wait(None if deadline is None else deadline - now)
+                    continue
+                job = self._on_deadline if late else self._jobs.popleft()
+            job()

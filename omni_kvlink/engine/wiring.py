@@ -1,0 +1,130 @@
+"""From a deployment to the configuration of each stage, and the links between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from ..connectors.base import Options
+from ..errors import SchemaError
+from .config import DiffusionParallelConfig, KVConfig, OmniARConfig, OmniDiffusionConfig
+from .deploy import ConnectorSpec, DeployConfig, StageDeploy
+
+_OPTIONS = {field.name for field in dataclasses.fields(Options)}
+_PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
+_AR_FIELDS = {"max_num_seqs", "block_size", "dtype", "device", "num_threads", "model_class_name"}
+
+
+def stage_configs(
+    deploy: DeployConfig, model: str, overrides: Mapping[str, Any]
+) -> list[OmniARConfig | OmniDiffusionConfig]:
+    """A configuration for each stage; a stage's sink is what the next one's connector names.
+
+    Args:
+        model: directory of the checkpoint.
+        overrides: fields for every stage, such as dtype.
+
+    Raises:
+        SchemaError: a setting does not fit.
+    """
+    configs: list[OmniARConfig | OmniDiffusionConfig] = []
+    sinks = [_sink(stage.connector) for stage in deploy.stages[1:]] + [("", {})]
+    for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), sinks, strict=True):
+        values = {**stage.settings, **overrides}
+        own_kv = {**values.pop("kv", {}), "sink": sink, "sink_options": options}
+        values.pop("own_process", None)
+        values |= {"model": model, "kv": own_kv, "stage": kind}
+        values.setdefault("device", _device(stage, kind))
+        tokens = values.pop("max_num_batched_tokens", None)
+        try:
+            if kind == "ar":
+                configs.append(_ar(values, tokens, think=deploy.pipeline == "bagel_think"))
+            else:
+                configs.append(_dit(values))
+        except (msgspec.ValidationError, ValueError) as error:
+            raise SchemaError(f"stage {stage.stage_id}: {error}") from None
+    return configs
+
+
+def fed_by(config: OmniDiffusionConfig, url: str, before: KVConfig) -> OmniDiffusionConfig:
+    """A stage's configuration, now that the stage before serves at `url`."""
+    kv = dataclasses.replace(config.kv, source=url, source_options=_reader(before.sink_options))
+    return dataclasses.replace(config, kv=kv)
+
+
+def environment(stage: StageDeploy) -> dict[str, str]:
+    """What a process of this stage may see of the machine."""
+    return {"CUDA_VISIBLE_DEVICES": stage.devices} if stage.devices and _has_cuda() else {}
+
+
+def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
+    own = {name: value for name, value in values.items() if name in _AR_FIELDS}
+    own |= {name: values[name] for name in ("model", "kv", "stage")}
+    config: OmniARConfig = msgspec.convert({**own, "think": think}, OmniARConfig)
+    if tokens is None:
+        return config
+    return dataclasses.replace(config, num_blocks=-(-tokens // config.block_size))
+
+
+def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
+    parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
+    values.pop("block_size", None)
+    config: OmniDiffusionConfig = msgspec.convert(
+        {**values, "parallel_config": parallel}, OmniDiffusionConfig
+    )
+    return config
+
+
+def _sink(spec: ConnectorSpec | None) -> tuple[str, dict[str, Any]]:
+    """The URL to serve, and its options, of a connector by any of its known names."""
+    if spec is None or spec.name == "SharedMemoryConnector":
+        own = {} if spec is None else spec.extra
+        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", _options(own)
+    if spec.name.startswith("Mooncake"):
+        return _mooncake(spec.extra)
+    if spec.name == "KVLinkConnector":
+        if "url" not in spec.extra:
+            raise SchemaError("KVLinkConnector: extra needs a url, such as zmq+tcp://127.0.0.1:0")
+        return str(spec.extra["url"]), _options(spec.extra)
+    raise SchemaError(
+        f"no connector {spec.name!r}; there are SharedMemoryConnector, Mooncake…Connector and "
+        "KVLinkConnector"
+    )
+
+
+def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The same network by this library's connectors: rdma by UCX, tcp by ZMQ."""
+    host, port = extra.get("host", "auto"), extra.get("zmq_port", 0)
+    scheme = "ucx" if extra.get("protocol", "rdma") == "rdma" else "zmq+tcp"
+    options = _options(extra)
+    if "memory_pool_size" in extra:
+        options["quota"] = int(extra["memory_pool_size"])
+    if extra.get("device_name"):
+        options["ucx_devices"] = str(extra["device_name"])
+    return f"{scheme}://{'127.0.0.1' if host == 'auto' else host}:{port}", options
+
+
+def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in extra.items() if name in _OPTIONS}
+
+
+def _reader(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Both ends find each other by the directory; keys are each end's own."""
+    return {name: value for name, value in options.items() if name in ("directory", "mode")}
+
+
+def _device(stage: StageDeploy, kind: str) -> str:
+    """A process that sees only its own devices counts from 0; this one counts all."""
+    if not (stage.devices and _has_cuda()) or kind == "ar":
+        return "auto"
+    return f"cuda:{stage.devices.split(',')[0]}"
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

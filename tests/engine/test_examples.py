@@ -1,0 +1,32 @@
+"""The engine's examples run, and say that what they made is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, where: Path, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_many_requests_over_three_connectors(tmp_path: Path) -> None:
+    said = run("engine_two_stage.py", tmp_path, "--requests", "6", "--steps", "4", "--batch", "1")
+    assert said.count("6 of 6 images bit-exact") == 3
+    assert said.count(" 0 held at the end") == 3
+
+
+def test_three_stages(tmp_path: Path) -> None:
+    assert "both as in one process: bit-exact" in run("intermediate_stage.py", tmp_path)
+    assert (tmp_path / "out" / "final.png").exists()

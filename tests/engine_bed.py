@@ -1,0 +1,117 @@
+"""What the engine's tests start from: a checkpoint, a link, requests, and what they should give."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni_kvlink import KVCacheBundle, KVLink
+from omni_kvlink.adapters import BagelAdapter, pack_generator
+from omni_kvlink.engine import (
+    KVConfig,
+    OmniDiffusionConfig,
+    OmniDiffusionRequest,
+    OmniDiffusionSamplingParams,
+)
+from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
+
+SHAPE = (16, 24)
+STEPS = 5
+WAIT = 30.0
+_numbers = itertools.count()
+
+
+@cache
+def checkpoint() -> str:
+    """Made once, and gone with the process."""
+    directory = tempfile.TemporaryDirectory(prefix="kvl-engine-")
+    _kept.append(directory)
+    return str(make_tiny_checkpoint(Path(directory.name)))
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def pipeline() -> BagelPipeline:
+    """The whole model in this process, float32: what everything is compared with."""
+    return BagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
+
+
+def wishes(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
+    how = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS, "seed": seed}
+    return OmniDiffusionSamplingParams(**{**how, **fields})
+
+
+def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
+    """A request whose KV comes from the stage before; `fields` of it, or of its wishes."""
+    own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
+    own = {"need_kv_receive": True, **own}
+    return OmniDiffusionRequest(prompt, wishes(seed, **fields), name, **own)
+
+
+REQUEST_FIELDS = {"need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout"}
+
+
+def bundle(
+    name: str, prompt: Any = "a fox", seed: int = 0, shape: tuple[int, int] = SHAPE
+) -> KVCacheBundle:
+    """What the AR stage would send for it."""
+    generator = torch.Generator().manual_seed(seed)
+    contexts = pipeline().prefill(prompt, image_shape=shape, generator=generator)
+    pipeline().forget()
+    return BagelAdapter().export_contexts(
+        {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
+        request_id=name,
+        image_shape=contexts.image_shape,
+        extra={"generator": pack_generator(generator)},
+    )
+
+
+def alone(prompt: Any = "a fox", seed: int = 0, **fields: Any) -> torch.Tensor:
+    """The image of a request without an engine, uint8 [H, W, 3]."""
+    shape = fields.pop("height", SHAPE[0]), fields.pop("width", SHAPE[1])
+    how = {"num_timesteps": fields.pop("num_inference_steps", STEPS), **fields}
+    edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
+    defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
+    params = DenoiseParams(**{**vars(defaults), **how})
+    generator = torch.Generator().manual_seed(seed)
+    image = pipeline().generate(prompt, params, generator=generator, image_shape=shape)
+    pipeline().forget()
+    return image
+
+
+def url(scheme: str = "shm") -> str:
+    if scheme == "zmq":
+        return "zmq+tcp://127.0.0.1:0"
+    return f"{scheme}://engine-test-{next(_numbers)}"
+
+
+@contextmanager
+def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
+    """The AR stage's end, in this process; nothing of its memory may be used at the end."""
+    options = {"directory": sockets, "quota": 64 << 20, **options}
+    with KVLink.serve(url(scheme), **options) as served:
+        yield served
+        deadline = time.monotonic() + 5
+        while served.stats()["memory"]["used"] and time.monotonic() < deadline:
+            time.sleep(0.01)  # releases are on their way
+        assert served.stats()["memory"]["used"] == 0, served.stats()
+
+
+def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
+    """A diffusion stage that receives from a link; `kv_…` are fields of its `KVConfig`."""
+    kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
+    kv = {"timeout": WAIT, **kv}
+    if source is not None:
+        kv |= {"source": source.url, "source_options": {"directory": sockets}}
+    how: dict[str, Any] = {"dtype": "float32", **fields}
+    return OmniDiffusionConfig(checkpoint(), kv=KVConfig(**kv), **how)

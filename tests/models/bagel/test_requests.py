@@ -1,0 +1,182 @@
+"""Requests of an engine: one by one, in a batch, and where an engine steps into the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni_kvlink.engine import (
+    DiffusionRequestBatch,
+    OmniDiffusionRequest,
+    OmniDiffusionSamplingParams,
+    RequestAborted,
+    RequestFailed,
+)
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams
+from omni_kvlink.models.bagel.requests import fill_params
+
+from .conftest import SHAPE
+
+Seeded = Callable[[int], torch.Generator]
+EDIT = DenoiseParams(num_timesteps=5, cfg_img_scale=2.0, cfg_interval=(0.8, 1.0))
+RULES = ("global", "channel", "text_channel")
+
+
+def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
+    how = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": 5, "seed": seed}
+    return OmniDiffusionRequest(prompt, OmniDiffusionSamplingParams(**{**how, **fields}), name)
+
+
+def jobs(
+    pipeline: BagelPipeline, seeded: Seeded, count: int
+) -> tuple[list[BagelContexts], list[Tensor]]:
+    """Prompts of different lengths, one of them with an image."""
+    contexts, noise = [], []
+    for number in range(count):
+        prompt: Any = ["a fox " * (number + 1), "in the snow"]
+        contexts.append(pipeline.prefill(prompt, image_shape=SHAPE))
+        noise.append(pipeline.initial_noise(SHAPE, seeded(number)))
+    return contexts, noise
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_batch_is_what_each_would_be_alone(
+    exact: BagelPipeline, seeded: Seeded, rule: Any
+) -> None:
+    params = DenoiseParams(num_timesteps=8, cfg_img_scale=1.5, cfg_renorm_type=rule)
+    contexts, noise = jobs(exact, seeded, 4)
+    together = exact.denoise_batch(contexts, noise, params)
+    for one, own, latent in zip(contexts, noise, together, strict=True):
+        alone = exact.denoise(one, own, params)
+        assert (latent - alone).abs().max() < 1e-5 * alone.abs().max()
+    assert (together[0] - together[1]).abs().max() > 0.1
+
+
+def test_a_batch_of_one_is_exact(pipeline: BagelPipeline, seeded: Seeded) -> None:
+    contexts, noise = jobs(pipeline, seeded, 1)
+    assert torch.equal(
+        pipeline.denoise_batch(contexts, noise, EDIT)[0],
+        pipeline.denoise(contexts[0], noise[0], EDIT),
+    )
+
+
+def test_a_batch_has_images_of_one_size(exact: BagelPipeline, seeded: Seeded) -> None:
+    contexts = [exact.prefill("a fox", image_shape=shape) for shape in (SHAPE, (8, 8))]
+    noise = [exact.initial_noise(one.image_shape, seeded(0)) for one in contexts]
+    with pytest.raises(SchemaError, match="one size"):
+        exact.denoise_batch(contexts, noise, EDIT)
+
+
+def test_forward_is_generate(pipeline: BagelPipeline, seeded: Seeded) -> None:
+    assert pipeline.supports_request_batch
+    (output,) = pipeline.forward(request("r", seed=4))
+    expected = pipeline.generate(
+        "a fox", DenoiseParams(num_timesteps=5), generator=seeded(4), image_shape=SHAPE
+    )
+    assert output.request_id == "r"
+    assert torch.equal(output.result()[0], expected)
+    assert pipeline.get_kv_metadata()["kv_lens"] == [7]
+    pipeline.forget()
+
+
+def test_forward_of_a_batch_gives_each_its_own(exact: BagelPipeline, seeded: Seeded) -> None:
+    batch = DiffusionRequestBatch([request("a", seed=1), request("b", "two hats", seed=2)])
+    one, two = exact.forward(batch)
+    assert [one.request_id, two.request_id] == ["a", "b"]
+    for output, prompt, seed in ((one, "a fox", 1), (two, "two hats", 2)):
+        expected = exact.generate(
+            prompt, DenoiseParams(num_timesteps=5), generator=seeded(seed), image_shape=SHAPE
+        )
+        assert (output.result()[0].int() - expected.int()).abs().max() <= 1
+
+
+def test_one_requests_fault_is_its_own(exact: BagelPipeline) -> None:
+    bad = request("bad")
+    bad.need_kv_receive = True
+    strange = request("strange")
+    strange.past_key_values = {"key_cache": []}
+    first, second, third = exact.forward(DiffusionRequestBatch([bad, request("good"), strange]))
+    with pytest.raises(SchemaError, match="without its KV"):
+        first.result()
+    with pytest.raises(SchemaError, match="BagelContexts"):
+        third.result()
+    assert second.error is None
+
+
+def test_what_no_one_foresaw_is_request_failed(exact: BagelPipeline) -> None:
+    with pytest.raises(RequestFailed, match="TypeError"):
+        exact.forward(request("r", 7))[0].result()
+
+
+def test_who_is_cancelled_changes_nobodys_image(exact: BagelPipeline) -> None:
+    batch = [request(name, seed=seed) for seed, name in enumerate("abc")]
+    before = exact.forward(DiffusionRequestBatch(batch))
+    again = [request(name, seed=seed) for seed, name in enumerate("abc")]
+    again[1].is_cancelled = lambda: True
+    after = exact.forward(DiffusionRequestBatch(again))
+    assert torch.equal(before[0].result(), after[0].result())
+    assert torch.equal(before[2].result(), after[2].result())
+    with pytest.raises(RequestAborted):
+        after[1].result()
+
+
+def test_defaults_are_those_of_the_prompt(photo: Tensor) -> None:
+    text, edit = OmniDiffusionSamplingParams(), OmniDiffusionSamplingParams(guidance_scale=3.0)
+    fill_params(text, "a fox")
+    fill_params(edit, [photo, "blue"])
+    assert (text.guidance_scale, text.guidance_scale_2, text.num_inference_steps) == (4.0, 1.0, 50)
+    assert (edit.guidance_scale, edit.guidance_scale_2) == (3.0, 2.0)
+    assert edit.cfg_renorm_type == "text_channel"
+
+
+# ---- hooks
+
+
+def latent(pipeline: BagelPipeline, seeded: Seeded, count: int = 1) -> list[Tensor]:
+    return pipeline.denoise_batch(*jobs(pipeline, seeded, count), EDIT)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hooks_that_compute_everything_change_nothing(
+    exact: BagelPipeline, seeded: Seeded, count: int
+) -> None:
+    before, seen = latent(exact, seeded, count), set()
+
+    def velocity(branch: str, step: int, rows: Tensor, compute: Any) -> Tensor:
+        seen.add(("velocity", branch, step))
+        assert rows.ndim == (2 if count == 1 else 3)
+        return compute()
+
+    def layers(branch: str, step: int, rows: Tensor, run: Any, total: int) -> Tensor:
+        seen.add(("layers", branch, step))
+        return run(run(rows, 0, 1), 1, total)
+
+    def branches(names: Any, compute: Any) -> dict[str, Tensor]:
+        seen.add(("branches", *names))
+        return {name: compute(name) for name in reversed(names)}
+
+    hooks = exact.hooks
+    hooks.velocity, hooks.layers, hooks.branches = velocity, layers, branches
+    try:
+        after = latent(exact, seeded, count)
+    finally:
+        hooks.velocity = hooks.layers = hooks.branches = None
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert ("velocity", "cfg_img", 0) in seen
+    assert ("layers", "gen", 3) in seen
+    assert ("branches", "gen", "cfg_text", "cfg_img") in seen
+    assert ("branches", "gen") in seen  # outside the guided interval
+
+
+def test_a_hook_decides_what_is_computed(exact: BagelPipeline, seeded: Seeded) -> None:
+    before = latent(exact, seeded)[0]
+    exact.hooks.layers = lambda branch, step, rows, run, total: run(rows, 0, total - 1)
+    try:
+        assert not torch.equal(before, latent(exact, seeded)[0])
+    finally:
+        exact.hooks.layers = None
