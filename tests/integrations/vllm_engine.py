@@ -92,6 +92,13 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def waiting(self) -> int:
+        """Readers that wait at this producer's link for a cache that is not there yet."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        link = get_kv_transfer_group()._worker._saver._link
+        return int(link.stats()["transfers"]["waiting"])
+
     def preemptions(self) -> float:
         return self.metrics()["vllm:num_preemptions"]
 

@@ -240,7 +240,7 @@ class Loader:
         try:
             self._peers.link(drop.url, timeout=self._timeout).abort(drop.key, drop.reason)
         except Exception as error:
-            log.warning("cache %r was not given back: %s", drop.key, error)
+            log.warning("cache %r was not given back: %s", drop.key, str(error))
 
     def _settle(self, loading: Loading) -> None:
         load, error = loading.load, loading.error
@@ -259,4 +259,6 @@ class Loader:
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")
-        log.error("cache %r of request %s was not loaded: %s", load.key, load.request_id, error)
+        log.error(
+            "cache %r of request %s was not loaded: %s", load.key, load.request_id, str(error)
+        )

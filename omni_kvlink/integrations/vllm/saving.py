@@ -130,7 +130,7 @@ class Saver:
         except Exception as error:
             self._meter.count("send_failed")
             trace = None if isinstance(error, KVLinkError) else error
-            log.error("cache %r was not sent: %s", saving.cache.key, error, exc_info=trace)
+            log.error("cache %r was not sent: %s", saving.cache.key, str(error), exc_info=trace)
             saving.fail(self._link, error)
 
     def _settle(self, receipt: Receipt) -> None:
@@ -141,4 +141,4 @@ class Saver:
         try:
             receipt.wait(timeout=0.0)
         except Exception as error:
-            log.warning("%s", error)
+            log.warning("%s", str(error))
