@@ -236,3 +236,21 @@ def test_stats_add_up() -> None:
     total = KVLinkStats(first.aggregate(second).to_dict()).reduce()
     assert (total["sent"], total["load ms"]) == (2, 500.0)
     assert set(COUNTS) <= set(total)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> None:
+    """In step with a pass its last block is the engine's to compute, and not written."""
+    whole = {"tokens": 3 * BLOCK}
+    halves.saver.begin([Cache(**{**vars(CACHE), **whole})])
+    for number in range(len(LAYERS)):
+        halves.saver.layer(number)
+    halves.saver.finish()
+    halves.loader.start([load([1, 3, 8], is_async=is_async, **whole)])
+    halves.loader.wait_for_layer(len(LAYERS) - 1)
+    if is_async:
+        assert halves.settled() == {"r"}
+    assert halves.loader.finished() == set()
+    for layer in LAYERS:
+        assert halves.same(layer, [5, 2], [1, 3])
+        assert halves.mine[layer][8].any() == is_async

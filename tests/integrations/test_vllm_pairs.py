@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm_bed import BLOCK, prompt
 
+from omni_kvlink import KVLink, TransferFailed
+
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
@@ -105,3 +107,25 @@ def test_engines_that_do_both(start: Any) -> None:
     finally:
         one.close()
         two.close()
+
+
+def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None:
+    """A flipped bit on the way in: the request is computed here, its reader gets no wrong cache."""
+    flips = Path(__file__).with_name("vllm_flipping.py")
+    producer = start("p", "producer", extra={"url": "flip://p"}, script=flips)
+    relay = start("relay", "both", policy="recompute", extra={"load": "sync"})
+    try:
+        cold = relay.generate(TOKENS, tokens=1)["tokens"]
+        relay.do("forget")
+        producer.prefill(TOKENS, transfer_id="bad")
+        both = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "bad"}
+        with KVLink.connect("shm://relay", timeout=5, directory=str(directory)) as reader:
+            want = reader.begin_get("bad", timeout=5)
+            assert relay.generate(TOKENS, both, tokens=1)["tokens"] == cold
+            with pytest.raises(TransferFailed, match=r"its blocks .* were not loaded"):
+                want.wait(timeout=5)
+        relay.do("settle")
+        assert relay.count("load_corrupt") == relay.count("send_failed") == 1
+    finally:
+        producer.close()
+        relay.close()

@@ -15,7 +15,7 @@ from ...errors import IntegrityError, TransferFailed
 from ...link import KVLink, ReceivedStream
 from ...paged import Pages
 from ...places import write
-from .payload import FULL, TAIL, Pools
+from .payload import HEAD, LAST, Pools
 from .peers import Peers
 from .stats import Meter
 from .step import Drop, Load
@@ -164,10 +164,10 @@ class Loading:
         """By branch, the blocks to fill and how many leading ones are here already."""
         split, skip = self._pools.split(self.load), self.load.skip
         found = {}
-        if len(split.get(FULL, ())) > skip:
-            found[FULL] = (self._pools.pages(split[FULL][skip:]), skip)
-        if TAIL in split and self.load.is_async:
-            found[TAIL] = (self._pools.pages(split[TAIL]), 0)
+        if len(split.get(HEAD, ())) > skip:
+            found[HEAD] = (self._pools.pages(split[HEAD][skip:]), skip)
+        if self.load.is_async:  # else the engine computes it, as after a local hit
+            found[LAST] = (self._pools.pages(split[LAST]), 0)
         return found
 
     def _end(self, error: Exception | None) -> None:
@@ -202,18 +202,25 @@ class Loader:
             if not loading.load.is_async:
                 loading.wait_for_layer(layer)
 
+    def end(self) -> set[int]:
+        """The forward pass is over: blocks of its own loads that are not what they should be."""
+        for request_id, loading in list(self._loading.items()):
+            if not loading.load.is_async:
+                loading.wait()
+                del self._loading[request_id]
+                self._settle(loading)
+        return self._invalid
+
     def finished(self) -> set[str]:
         """Requests whose asynchronous load has ended, however; failed blocks go to `invalid`."""
+        self.end()
         ended = set()
         for request_id, loading in list(self._loading.items()):
             loading.expire()
-            if not loading.load.is_async:
-                loading.wait()
             if loading.over.is_set():
                 del self._loading[request_id]
                 self._settle(loading)
-                if loading.load.is_async:
-                    ended.add(request_id)
+                ended.add(request_id)
         return ended
 
     def invalid(self) -> set[int]:
@@ -254,11 +261,10 @@ class Loader:
             return
         if loading.stopped:  # its request has ended, and nobody asks for these blocks
             return
-        last = len(load.blocks) if load.is_async else load.tokens // self._pools.format.block_size
-        self._invalid.update(load.blocks[load.skip : last])
+        wanted = len(load.blocks) if load.is_async else self._pools.head(load)
+        self._invalid.update(load.blocks[load.skip : wanted])
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")
-        log.error(
-            "cache %r of request %s was not loaded: %s", load.key, load.request_id, str(error)
-        )
+        said = f"{type(error).__name__}: {error}"
+        log.error("cache %r of request %s was not loaded: %s", load.key, load.request_id, said)

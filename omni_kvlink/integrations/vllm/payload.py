@@ -16,8 +16,8 @@ from ...wire import Manifest
 from .blocks import BlockFormat
 from .step import Cache
 
-FULL, TAIL = "full", "tail"
-"""The branches: the full blocks, and the last one where it is partly filled."""
+HEAD, LAST = "head", "last"
+"""The branches: the block of the prompt's last token, and all before it, where there are any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,18 @@ class Pools:
     format: BlockFormat
     layers: Sequence[torch.Tensor]
 
+    def head(self, cache: Cache) -> int:
+        """Blocks before the one of the last token."""
+        return (cache.tokens - 1) // self.format.block_size
+
     def split(self, cache: Cache) -> dict[str, list[int]]:
         """A cache's blocks by branch; a branch without any is left out."""
-        full = cache.tokens // self.format.block_size
-        wanted = -(-cache.tokens // self.format.block_size)
-        if len(cache.blocks) < wanted:
+        head = self.head(cache)
+        if len(cache.blocks) <= head:
             raise SchemaError(
-                f"{len(cache.blocks)} blocks for {cache.tokens} tokens; wanted {wanted}"
+                f"{len(cache.blocks)} blocks for {cache.tokens} tokens; wanted {head + 1}"
             )
-        parts = {FULL: cache.blocks[:full], TAIL: cache.blocks[full:wanted]}
+        parts = {HEAD: cache.blocks[:head], LAST: cache.blocks[head : head + 1]}
         return {name: blocks for name, blocks in parts.items() if blocks}
 
     def pages(self, blocks: Sequence[int]) -> Pages:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from ...connectors.base import Receipt
-from ...errors import DuplicateKeyError, KVLinkError
+from ...errors import DuplicateKeyError, KVLinkError, TransferFailed
 from ...link import KVLink, PutStream
 from ...paged import Pages
 from .payload import Pools
@@ -82,6 +82,13 @@ class Saver:
         for saving in self._savings:
             self._do(saving, partial(saving.write, layer))
 
+    def spoil(self, blocks: set[int]) -> None:
+        """These blocks are not what they should be: no cache that has one of them goes out."""
+        for saving in self._savings:
+            wrong = blocks.intersection(saving.cache.blocks)
+            if wrong:
+                self._do(saving, partial(_refuse, saving.cache, wrong))
+
     def finish(self) -> None:
         """Wait until all is copied and committed: the blocks may change afterwards."""
         for saving in self._savings:
@@ -142,3 +149,7 @@ class Saver:
             receipt.wait(timeout=0.0)
         except Exception as error:
             log.warning("%s", str(error))
+
+
+def _refuse(cache: Cache, blocks: set[int]) -> None:
+    raise TransferFailed(f"its blocks {sorted(blocks)} were not loaded", key=cache.key)

@@ -18,8 +18,8 @@ class Settings:
         peers: the producers that a consumer may read from. A request names one of them by
             `remote_url`; the first is meant where it names none.
         load: "async" takes the whole prompt between forward passes, while other requests go on;
-            "sync" takes the full blocks during the request's own pass, as a local prefix-cache hit
-            would have them, and the pass waits for each layer.
+            "sync" takes the blocks that a local prefix-cache hit would have, all but the last
+            token's, during the request's own pass, which waits for each layer.
         model: names the weights; both sides must say the same. The engine's `model` if empty.
         timeout: seconds from asking for a cache to having it.
         ttl: seconds that a finished prefill waits for its readers.

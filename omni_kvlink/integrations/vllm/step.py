@@ -35,7 +35,7 @@ class Load(Cache):
     Attributes:
         url: the producer's; the first of the peers if empty.
         skip: leading blocks that are here already.
-        is_async: whether the last, partly filled block is wanted too, and nothing waits.
+        is_async: whether the block of the last token is wanted too, and no forward pass waits.
     """
 
     url: str = ""

@@ -79,6 +79,8 @@ class Worker:
     def end(self) -> None:
         """The pass is over; blocks may change when this returns."""
         if self._saver is not None:
+            if self._loader is not None:  # a pass may send on what it loaded
+                self._saver.spoil(self._loader.end())
             self._saver.finish()
 
     def finished(self) -> tuple[set[str], set[str]]:
