@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,26 @@ def test_with_a_part_of_the_prompt_in_the_prefix_cache(
     again = consumer.generate(tokens)
     assert again["tokens"] == wanted["tokens"]
     assert again["cached"] == 4 * BLOCK
+    assert consumer.do("forget")
+
+
+def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any) -> None:
+    """Both sides are given one name; a forward pass waits for the layers that it needs."""
+    tokens = prompt(5 * BLOCK + 3, seed=21)
+    wanted = oracle(consumer, tokens)
+    key = f"early-{time.monotonic_ns()}"
+    with ThreadPoolExecutor(1) as thread:
+        asked = {"do_remote_prefill": True, "transfer_id": key}
+        decoding = thread.submit(consumer.generate, tokens, asked)
+        deadline = time.monotonic() + 20
+        while not producer.do("waiting"):
+            assert time.monotonic() < deadline, "nobody asked for the cache"
+        producer.prefill(tokens, transfer_id=key)
+        got = decoding.result(60)
+    assert got["tokens"] == wanted["tokens"]
+    if consumer.load == "sync":
+        assert got["logprobs"] == wanted["logprobs"]
+    assert got["cached"] >= 5 * BLOCK
     assert consumer.do("forget")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,24 +84,6 @@ def test_a_request_is_aborted_before_it_is_scheduled(
     assert time.monotonic() - began < 4
     assert producer.do("free_blocks") == free
     assert "the request ended before it was scheduled" in producer.said()
-
-
-def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: EngineProcess) -> None:
-    """Both sides are given one name; whoever comes first waits for the other."""
-    consumer.do("forget")
-    tokens = prompt(9 * BLOCK + 3, seed=21)
-    cold = consumer.generate(tokens)["tokens"]
-    consumer.do("forget")
-    key = f"early-{time.monotonic_ns()}"
-    with ThreadPoolExecutor(1) as thread:
-        wanted = {"do_remote_prefill": True, "transfer_id": key}
-        decoding = thread.submit(consumer.generate, tokens, wanted)
-        deadline = time.monotonic() + 20
-        while not producer.do("waiting"):
-            assert time.monotonic() < deadline, "nobody asked for the cache"
-        producer.prefill(tokens, transfer_id=key)
-        got = decoding.result(60)
-    assert (got["tokens"], got["cached"]) == (cold, len(tokens))
 
 
 def test_a_preempted_request_is_computed_again(

@@ -61,7 +61,7 @@ def test_nobody_comes(start: Any) -> None:
 
 def test_no_room(start: Any, directory: Path) -> None:
     """A forward pass does not wait for memory: the reader is told, and the engine goes on."""
-    serve = {"quota": 300_000, "directory": str(directory)}
+    serve = {"quota": 200_000, "directory": str(directory)}
     producer = start("p", "producer", extra={"serve": serve, "delay_free": False})
     consumer = start(
         "d", "consumer", policy="recompute", extra={"connect": {"directory": str(directory)}}
