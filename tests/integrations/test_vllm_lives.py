@@ -95,6 +95,7 @@ def test_a_preempted_request_is_computed_again(
     cold = [consumer.generate(tokens, tokens=250)["tokens"] for tokens in prompts]
     consumer.do("forget")
     before, received = consumer.do("preemptions"), consumer.count("received")
+    failed = consumer.count("load_failed")
     for number, tokens in enumerate(prompts):
         params = producer.prefill(tokens)
         consumer.do("add", name=f"long-{number}", prompt=tokens, params=params, tokens=250)
@@ -102,6 +103,7 @@ def test_a_preempted_request_is_computed_again(
     assert [over[f"long-{number}"]["tokens"] for number in (0, 1)] == cold
     assert consumer.do("preemptions") > before
     assert consumer.count("received") == received + 2
+    assert consumer.count("load_failed") == failed, "a cache is not asked for again"
     producer.do("settle")
 
 
