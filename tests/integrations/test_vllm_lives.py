@@ -31,7 +31,7 @@ def producer(start: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def consumer(start: Any, producer: Any) -> Any:
-    small = {"num_gpu_blocks_override": FEW, "max_model_len": 512}
+    small = {"num_gpu_blocks_override": FEW, "max_model_len": 512, "enable_prefix_caching": False}
     engine = start("d", "consumer", policy="recompute", extra={"timeout": 20}, **small)
     yield engine
     engine.close()

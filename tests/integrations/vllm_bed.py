@@ -38,6 +38,7 @@ class EngineProcess:
             "model": str(model),
             "max_model_len": 1024,
             "dtype": "float32",
+            "enable_prefix_caching": True,
             "transfer": transfer,
             **config,
         }

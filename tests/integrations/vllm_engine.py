@@ -28,7 +28,6 @@ class Engine:
         self.llm = LLM(
             enforce_eager=True,
             block_size=32,
-            enable_prefix_caching=True,
             disable_log_stats=False,
             kv_transfer_config=transfer and KVTransferConfig(**transfer),
             **config,
