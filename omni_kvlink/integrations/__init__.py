@@ -1,1 +1,1 @@
-"""Engines that host the library: a room each, imported only by who has the engine."""
+"""Plug-ins for outside engines: each is imported by its own name, and imports its engine."""
