@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 from vllm_bed import EngineProcess, transfer
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pd_vllm.py"
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import vllm_model
-
     path = tmp_path_factory.mktemp("qwen2")
-    vllm_model.make(path)
+    runpy.run_path(str(EXAMPLE))["make_model"](path)
     return path
 
 

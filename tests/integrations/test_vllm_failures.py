@@ -134,6 +134,7 @@ def test_the_producer_is_killed(start: Any, consumer: Any, policy: str, producer
         names, over = running.result(60)
     assert time.monotonic() - moment < 10, "it waited for its deadline"
     check(consumer, policy, names, over)
+    producer.close()
     successor = start("p", "producer", extra={"url": "flip://p"}, script=FLIPPING)
     producer.__dict__.update(vars(successor))  # for the tests to come
     got = consumer.generate(TOKENS, fetch(producer.prefill(TOKENS)["transfer_id"]))

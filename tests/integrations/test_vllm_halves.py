@@ -52,6 +52,13 @@ class Halves:
         self.peers = Peers(["shm://halves"], {"directory": directory})
         self.loader = Loader(as_pools(self.mine), self.peers, self.got, timeout=5.0)
 
+    def send(self, cache: Cache) -> None:
+        """A forward pass that computes this cache."""
+        self.saver.begin([cache])
+        for number in range(len(LAYERS)):
+            self.saver.layer(number)
+        self.saver.finish()
+
     def settled(self) -> set[str]:
         """What the loader says has ended, when anything has."""
         deadline = time.monotonic() + 10
@@ -119,10 +126,7 @@ def test_the_engine_computes_while_a_layer_is_copied(
 
 
 def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
-    halves.saver.begin([CACHE])
-    for number in range(len(LAYERS)):
-        halves.saver.layer(number)
-    halves.saver.finish()
+    halves.send(CACHE)
     halves.loader.start([load([1, 3, 8], skip=1)])
     assert halves.settled() == {"r"}
     for layer in LAYERS:
@@ -139,10 +143,7 @@ def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
     assert halves.loader.invalid() == {1, 3, 8}
     halves.saver.hold({"q"})
     assert halves.saver.released() == {"q"}
-    halves.saver.begin([CACHE])
-    for number in range(len(LAYERS)):
-        halves.saver.layer(number)
-    halves.saver.finish()
+    halves.send(CACHE)
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert halves.loader.invalid() == set()
@@ -151,10 +152,7 @@ def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
 def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
     """The second cache of one name fails, and does not take the first one with it."""
     for request in ("r", "again"):
-        halves.saver.begin([Cache(request, "key", "digest", TOKENS, [5, 2, 7], 1)])
-        for number in range(len(LAYERS)):
-            halves.saver.layer(number)
-        halves.saver.finish()
+        halves.send(Cache(request, "key", "digest", TOKENS, [5, 2, 7], 1))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert halves.loader.invalid() == set()
@@ -242,10 +240,7 @@ def test_stats_add_up() -> None:
 def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> None:
     """In step with a pass its last block is the engine's to compute, and not written."""
     whole = {"tokens": 3 * BLOCK}
-    halves.saver.begin([Cache(**{**vars(CACHE), **whole})])
-    for number in range(len(LAYERS)):
-        halves.saver.layer(number)
-    halves.saver.finish()
+    halves.send(Cache(**{**vars(CACHE), **whole}))
     halves.loader.start([load([1, 3, 8], is_async=is_async, **whole)])
     halves.loader.wait_for_layer(len(LAYERS) - 1)
     if is_async:

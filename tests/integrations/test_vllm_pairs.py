@@ -33,7 +33,7 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
             "the blocks of shm://p do not fit this engine",
             f"model is '{model}' there and 'qwen' here",
             "dtype is 'bfloat16' there and 'float32' here",
-            "block_nbytes is 8192 there and 16384 here",
+            "block_nbytes is 16384 there and 32768 here",
         ):
             assert said in consumer.said()
         producer.do("settle")
@@ -61,7 +61,7 @@ def test_nobody_comes(start: Any) -> None:
 
 def test_no_room(start: Any, directory: Path) -> None:
     """A forward pass does not wait for memory: the reader is told, and the engine goes on."""
-    serve = {"quota": 200_000, "directory": str(directory)}
+    serve = {"quota": 400_000, "directory": str(directory)}
     producer = start("p", "producer", extra={"serve": serve, "delay_free": False})
     consumer = start(
         "d", "consumer", policy="recompute", extra={"connect": {"directory": str(directory)}}
