@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx test-hf lint format nightly asan tsan clean
+.PHONY: demo test test-ucx test-hf test-vllm lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -45,6 +45,13 @@ test-hf-%: .venv-hf/%/.ready
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q transformers==$*
 	touch $@
 
+# In an environment of its own, 2 GB: vLLM for the CPU.
+VLLM_TESTS := $(filter-out %_omni%,$(wildcard tests/integrations/test_vllm_*.py))
+
+test-vllm: .venv-vllm/.ready
+	.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/bin/python examples/pd_vllm.py
+
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
 
@@ -63,11 +70,18 @@ tsan:
 	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
 
 clean:
-	rm -rf $(VENV) .venv-hf build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf .venv-vllm build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv-vllm/.ready: setup.py constraints.txt tests/integrations/vllm.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -q -c constraints.txt torch
+	$(@D)/bin/python -m pip install -q --no-deps -r tests/integrations/vllm.txt
+	$(@D)/bin/python -m pip install -q --no-deps -e .
 	touch $@

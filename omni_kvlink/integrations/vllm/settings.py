@@ -1,0 +1,68 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import SchemaError
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How one engine takes part.
+
+    Args:
+        url: what a producer serves, such as `shm://prefill-0`.
+        peers: the producers that a consumer may read from. A request names one of them by
+            `remote_url`; the first is meant where it names none.
+        load: "async" takes the whole prompt between forward passes, while other requests go on;
+            "sync" takes the blocks that a local prefix-cache hit would have, all but the last
+            token's, during the request's own pass, which waits for each layer.
+        model: names the weights; both sides must say the same. The engine's `model` if empty.
+        timeout: seconds from asking for a cache to having it.
+        ttl: seconds that a finished prefill waits for its readers.
+        delay_free: a producer keeps a request's blocks until every reader has let go.
+        serve: options of `KVLink.serve`, such as quota, directory, keys, peers.
+        connect: options of `KVLink.connect`.
+
+    Raises:
+        SchemaError: a value is of another kind, or missing for the engine's role.
+    """
+
+    url: str = ""
+    peers: tuple[str, ...] = ()
+    load: str = "async"
+    model: str = ""
+    timeout: float = 30.0
+    ttl: float = 60.0
+    delay_free: bool = True
+    serve: dict[str, Any] = dataclasses.field(default_factory=dict)
+    connect: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> Settings:
+        """Check what the engine was given."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(extra) - set(names))
+        if unknown:
+            raise _error(f"has no {', '.join(unknown)}; there are {', '.join(names)}")
+        values = dict(extra)
+        if not isinstance(values.get("peers", []), (list, tuple)):
+            raise _error('peers is a list of URLs, such as ["shm://prefill-0"]')
+        values["peers"] = tuple(values.get("peers", ()))
+        settings = cls(**values)
+        if settings.load not in ("sync", "async"):
+            raise _error(f"load {settings.load!r}; wanted 'sync' or 'async'")
+        if not (settings.timeout > 0 and settings.ttl > 0):
+            raise _error(f"timeout {settings.timeout}, ttl {settings.ttl}: more than 0 s")
+        if produces and not settings.url:
+            raise _error('url is missing: what this producer serves, such as "shm://prefill-0"')
+        if consumes and not settings.peers:
+            raise _error('peers is missing: the producers to read from, ["shm://prefill-0"]')
+        return settings
+
+
+def _error(text: str) -> SchemaError:
+    return SchemaError(f"kv_connector_extra_config: {text}")

@@ -1,0 +1,134 @@
+"""What the connector counts, for vLLM's log and for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0]
+BYTES = [float(1 << power) for power in range(14, 36, 2)]
+
+SERIES = {
+    "save_seconds": ("seconds to copy a prompt's cache into the link", SECONDS),
+    "save_bytes": ("bytes of a cache that was sent", BYTES),
+    "wait_seconds": ("seconds from asking for a cache to its beginning", SECONDS),
+    "load_seconds": ("seconds from its beginning to its last byte in the engine's blocks", SECONDS),
+    "load_bytes": ("bytes of a cache that was received", BYTES),
+}
+"""Histograms: a value for each transfer."""
+
+COUNTS = {
+    "sent": "caches that every reader has let go of",
+    "send_failed": "caches that could not be saved, were rejected, given up or lost",
+    "send_expired": "caches that nobody came for in time",
+    "received": "caches that were loaded",
+    "load_failed": "caches that were not loaded: blocks reported to the scheduler",
+    "load_corrupt": "of those, caches whose bytes were not the committed ones",
+    "dropped": "caches that were not needed any more",
+}
+"""Counters."""
+
+
+class KVLinkStats(KVConnectorStats):
+    """Transfers of one interval; `data` holds JSON values."""
+
+    data: dict[str, Any]
+
+    def __init__(self, data: dict[str, Any] | None = None):
+        super().__init__(data=data or {})
+        if not data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {name: [] for name in SERIES} | dict.fromkeys(COUNTS, 0)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVLinkStats:
+        for name, value in other.data.items():
+            self.data[name] += value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Numbers for a line of vLLM's log: counts, means in ms and MB."""
+        found: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
+        for name in SERIES:
+            values = self.data[name]
+            scale, unit = (1e3, "ms") if name.endswith("seconds") else (1e-6, "MB")
+            if values:
+                label = f"{name.removesuffix('_seconds').removesuffix('_bytes')} {unit}"
+                found[label] = round(scale * sum(values) / len(values), 3)
+        return found
+
+
+class Meter:
+    """Counts for the next interval; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = KVLinkStats()
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self._stats.data[name] += 1
+
+    def observe(self, **values: float) -> None:
+        with self._lock:
+            for name, value in values.items():
+                self._stats.data[name].append(value)
+
+    def take(self) -> KVLinkStats | None:
+        """What was counted since the last time; None if nothing was."""
+        with self._lock:
+            taken, self._stats = self._stats, KVLinkStats()
+        return None if taken.is_empty() else taken
+
+
+class KVLinkPrometheus(KVConnectorPromMetrics):
+    """The same as metrics `vllm:omni_kvlink_…`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._series = {
+            name: self._per_engine(
+                self._histogram_cls(
+                    name=f"vllm:omni_kvlink_{name}",
+                    documentation=text,
+                    buckets=buckets,
+                    labelnames=labelnames,
+                )
+            )
+            for name, (text, buckets) in SERIES.items()
+        }
+        self._counts = {
+            name: self._per_engine(
+                self._counter_cls(
+                    name=f"vllm:omni_kvlink_{name}", documentation=text, labelnames=labelnames
+                )
+            )
+            for name, text in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, metric in self._series.items():
+            for value in transfer_stats_data[name]:
+                metric[engine_idx].observe(value)
+        for name, metric in self._counts.items():
+            metric[engine_idx].inc(transfer_stats_data[name])
+
+    def _per_engine(self, metric: Any) -> Any:
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)

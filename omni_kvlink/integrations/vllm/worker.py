@@ -1,0 +1,143 @@
+"""The worker's half: the links, the engine's pools, and what is under way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+
+from ...errors import SchemaError
+from ...link import KVLink
+from .blocks import BlockFormat, byte_pools
+from .loading import Loader
+from .payload import Pools
+from .peers import Peers
+from .saving import Saver
+from .settings import Settings
+from .stats import Meter
+from .step import Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+QUOTA = 4 << 30
+
+
+class Worker:
+    """One engine's end of its links; opened when the engine has its pools."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: Mapping[str, torch.Tensor],
+    ):
+        self.meter = Meter()
+        transfer = vllm_config.kv_transfer_config
+        pools = _pools(settings, vllm_config, kv_cache_config, kv_caches)
+        self._numbers = {name: index for index, name in enumerate(pools.format.layers)}
+        self._saver: Saver | None = None
+        self._loader: Loader | None = None
+        if transfer.is_kv_producer:
+            nbytes = sum(pool.numel() for pool in pools.layers)
+            options = {"quota": max(QUOTA, nbytes), **settings.serve}
+            link = KVLink.serve(settings.url, **options)
+            self._saver = Saver(link, pools, settings, self.meter)
+        if transfer.is_kv_consumer:
+            peers = Peers(settings.peers, settings.connect)
+            self._loader = Loader(pools, peers, self.meter, timeout=settings.timeout)
+
+    def begin(self, step: Step) -> None:
+        """Before the forward pass."""
+        if self._saver is not None:
+            for key, reason in step.failed.items():
+                self._saver.fail(key, reason)
+            self._saver.hold(step.held)
+            self._saver.begin(step.saves)
+
+    def load(self, step: Step) -> None:
+        """Begin to fetch: before the pass what it needs, else after it was launched."""
+        if self._loader is not None:
+            for drop in step.drops:
+                self._loader.drop(drop)
+            self._loader.start(step.loads)
+
+    def before(self, layer: str) -> None:
+        """The pass reads a layer's blocks next."""
+        if self._loader is not None and layer in self._numbers:
+            self._loader.wait_for_layer(self._numbers[layer])
+
+    def after(self, layer: str) -> None:
+        """The pass has written a layer's blocks."""
+        if self._saver is not None and layer in self._numbers:
+            self._saver.layer(self._numbers[layer])
+
+    def end(self) -> None:
+        """The pass is over; blocks may change when this returns."""
+        if self._saver is not None:
+            if self._loader is not None:  # a pass may send on what it loaded
+                self._saver.spoil(self._loader.end())
+            self._saver.finish()
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose caches were sent, and those whose caches came, or did not."""
+        sent = self._saver.released() if self._saver is not None else set[str]()
+        return sent, self._loader.finished() if self._loader is not None else set()
+
+    def invalid(self) -> set[int]:
+        return self._loader.invalid() if self._loader is not None else set()
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+        if self._loader is not None:
+            self._loader.close()
+
+
+def _pools(
+    settings: Settings,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> Pools:
+    spec = _spec(kv_cache_config)
+    cache_config = vllm_config.cache_config
+    layers = byte_pools(
+        kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=spec.block_size
+    )
+    context = vllm_config.compilation_config.static_forward_context
+    isas = {str(getattr(context.get(name), "isa", "")) for name in layers}
+    first = next(iter(layers.values()))
+    format = BlockFormat(
+        vllm=vllm.__version__,
+        model=settings.model or str(vllm_config.model_config.model),
+        kind=type(spec).__name__,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_size=spec.block_size,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        block_nbytes=first[0].numel(),
+        layout=str(cache_config.get_resolved_kv_cache_layout()),
+        isa=",".join(sorted(isas)),
+        layers=list(layers),
+    )
+    return Pools(format, list(layers.values()))
+
+
+def _spec(kv_cache_config: KVCacheConfig) -> Any:
+    """Of the one group of full-attention layers.
+
+    Raises:
+        SchemaError: there are others: windows and states are not whole blocks of the prompt.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if [type(spec).__name__ for spec in specs] != ["FullAttentionSpec"]:
+        raise SchemaError(
+            f"the engine's cache is {[type(spec).__name__ for spec in specs]}; this connector "
+            "moves one group of full attention"
+        )
+    return specs[0]

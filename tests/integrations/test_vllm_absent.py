@@ -1,0 +1,27 @@
+"""Without vLLM: importing costs nothing, using the connector says what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def said(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_importing_the_integrations_imports_no_engine() -> None:
+    code = "import sys, omni_kvlink.integrations; print('vllm' in sys.modules)"
+    done = said(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_the_connector_without_vllm() -> None:
+    """None in sys.modules is how Python says that there is no such module."""
+    code = "import sys; sys.modules['vllm'] = None; import omni_kvlink.integrations.vllm"
+    done = said(code)
+    assert done.returncode != 0
+    assert "UnavailableError: the vLLM connector cannot be loaded" in done.stderr
+    assert "pip install 'vllm==0.30.*'" in done.stderr

@@ -1,0 +1,130 @@
+"""A real vLLM engine in a process of its own, told what to do in lines of JSON.
+
+python vllm_engine.py FD CONFIG: reads calls from the socket FD, answers each; see `EngineProcess`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+STEPS = 100_000
+
+
+class Engine:
+    """vLLM's own synchronous engine, driven step by step."""
+
+    def __init__(self, config: dict[str, Any]):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = config.pop("transfer")
+        self.llm = LLM(
+            enforce_eager=True,
+            block_size=32,
+            disable_log_stats=False,
+            kv_transfer_config=transfer and KVTransferConfig(**transfer),
+            **config,
+        )
+        self.engine = self.llm.llm_engine
+        self.over: dict[str, dict[str, Any]] = {}
+
+    def add(
+        self, name: str, prompt: list[int], tokens: int = 8, params: dict[str, Any] | None = None
+    ) -> None:
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            logprobs=1,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+
+    def run(self, names: list[str], limit: int = STEPS) -> dict[str, Any]:
+        """Step until all of these have ended; what each ended with."""
+        for _ in range(limit):
+            if all(name in self.over for name in names):
+                return {name: self.over.pop(name) for name in names}
+            self.step()
+        raise TimeoutError(f"after {limit} steps only {sorted(self.over)} of {names} have ended")
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for output in self.engine.step():
+                if output.finished:
+                    done = output.outputs[0]
+                    self.over[output.request_id] = {
+                        "tokens": list(done.token_ids),
+                        "logprobs": [
+                            entry[token].logprob
+                            for token, entry in zip(done.token_ids, done.logprobs, strict=True)
+                        ],
+                        "cached": output.num_cached_tokens,
+                        "reason": done.finish_reason,
+                        "params": output.kv_transfer_params,
+                    }
+
+    def settle(self, limit: int = STEPS) -> int:
+        """Step until the scheduler has nothing left to wait for; how many steps that took."""
+        for step in range(limit):
+            if not self.core.scheduler.has_requests():
+                return step
+            self.step()
+        raise TimeoutError(f"the scheduler is still busy after {limit} steps")
+
+    def abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+
+    def forget(self) -> bool:
+        """Empty the prefix cache."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def free_blocks(self) -> int:
+        return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def waiting(self) -> int:
+        """Readers that wait at this producer's link for a cache that is not there yet."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        link = get_kv_transfer_group()._worker._saver._link
+        return int(link.stats()["transfers"]["waiting"])
+
+    def preemptions(self) -> float:
+        return self.metrics()["vllm:num_preemptions"]
+
+    def metrics(self) -> dict[str, Any]:
+        found = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", None)
+            found[metric.name] = metric.count if value is None else value
+        return found
+
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core.engine_core
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
+    engine = Engine(json.loads(sys.argv[2]))
+    print(json.dumps({"answer": "ready"}), file=channel, flush=True)
+    for line in channel:
+        call = json.loads(line)
+        try:
+            answer = {"answer": getattr(engine, call["do"])(**call["with"])}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""An engine whose link flips one byte of each payload named `bad…`, after its digest was taken.
+
+The scheme `flip` is shared memory with such a fault; readers connect to it as `shm`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm_engine
+
+from omni_kvlink.connectors import registry, shm
+from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.wire import Manifest
+
+
+def serve(address: str, options: Options) -> Any:
+    producer = shm.BACKEND.serve(address, options)
+    begin, announce = producer.begin, producer.announce
+    plans: dict[str, Manifest] = {}
+
+    def begin_it(lease: Any, draft: bytes, *, readers: int) -> None:
+        plan = Manifest.decode(draft, lease.region.nbytes)
+        plans[str(id(lease))] = plan
+        begin(lease, draft, readers=readers)
+
+    def flip_it(lease: Any, first: int, digests: tuple[bytes, ...]) -> None:
+        plan = plans[str(id(lease))]
+        if plan.request_id.startswith("bad") and first == 1:  # a block's bytes in layer 1
+            lease.region.view()[plan.header_nbytes + plan.tensors[first].start + 100] ^= 1
+        announce(lease, first, digests)
+
+    producer.begin, producer.announce = begin_it, flip_it  # type: ignore[method-assign]
+    return producer
+
+
+FLIPPING = Backend(serve, shm.BACKEND.connect)
+
+if __name__ == "__main__":
+    registry.register("flip", "vllm_flipping:FLIPPING")
+    vllm_engine.main()
