@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ try:
     from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 except ImportError as error:
     raise UnavailableError(
-        f"vLLM-Omni cannot be imported: {error}; `pip install vllm-omni` beside the vLLM it names"
+        f"vLLM-Omni cannot be imported: {error}; with its vLLM there, "
+        "`pip install --no-deps vllm-omni` installs it"
     ) from error
 
 NAME = "OmniKVLinkConnector"
@@ -55,20 +57,20 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
     """
 
     supports_raw_data = True
-    _closed = True
-    """Until `__init__` is through: `__del__` closes half-built objects, too."""
+    _end: weakref.finalize[..., OmniKVLinkConnector] | None = None
+    """None until `__init__` is through: `__del__` closes half-built objects, too."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.settings = Settings.of(config)
         backend(self.settings.transport)
-        self._pid = os.getpid()
         self._links, self._asking = Links(self.settings), Asking()
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(
             ("puts", "gets", "bytes_transferred", "timeouts", "failures"), 0
         )
-        self._closed = False
+        self._pid = os.getpid()
+        self._end = weakref.finalize(self, _close, self._pid, self._asking, self._links)
 
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
@@ -185,11 +187,12 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
 
     def close(self) -> None:
         """Free what can be freed; payloads not read yet are lost. A second call does nothing."""
-        if self._closed or self._pid != os.getpid():
-            return
-        self._closed = True
-        self._asking.close()
-        self._links.close()
+        if self._end is not None:
+            self._end()
+
+    @property
+    def _closed(self) -> bool:
+        return self._end is None or not self._end.alive
 
     def _get(
         self, place: Place, key: str, deadline: float, *, find: float
@@ -241,12 +244,15 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
             raise ClosedError("the connector belongs to the process that made it")
 
 
-def register() -> None:
-    """Make `OmniKVLinkConnector` known to vLLM-Omni in this process; a second call does nothing.
+def _close(pid: int, asking: Asking, links: Links) -> None:
+    """Also when the process ends; in a forked child nothing: the links are its parent's."""
+    if pid == os.getpid():
+        asking.close()
+        links.close()
 
-    Raises:
-        ValueError: another connector has this name.
-    """
+
+def register_connector() -> None:
+    """What `register` does, once vLLM-Omni can be imported."""
     if NAME not in _registered:
         OmniConnectorFactory.register_connector(NAME, OmniKVLinkConnector)
         _registered.add(NAME)
