@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -273,3 +274,19 @@ def test_it_is_found_by_its_entry_point() -> None:
         assert (config.pop("type"), config["role"]) == (NAME, role)
         with OmniConnectorFactory.create_connector(ConnectorSpec(NAME, config)) as made:
             assert made.settings.name == "bagel"
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq+tcp"])
+def test_the_example_says_exact(transport: str, sockets: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm_omni_connector.py"), transport],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "XDG_RUNTIME_DIR": sockets},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 layers × 1000 tokens" in done.stdout
+    assert ": exact" in done.stdout
+    os.rmdir(os.path.join(sockets, "kvlink"))  # empty: nothing was left
