@@ -164,7 +164,7 @@ def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
         sender.put(*EDGE, CACHE, packed())
         link = sender._links.sender(module.Place.of(*EDGE, CACHE))
-        memory = link._end._pool.mapping(0).region.view()
+        memory = link._end.pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
         with pytest.raises(IntegrityError):
             reader.get(*EDGE, CACHE)
