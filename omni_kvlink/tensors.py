@@ -49,8 +49,7 @@ def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list
         specs: which tensors.
         data: where the data section starts, in bytes.
     """
-    # One buffer for all, and one call a tensor: a payload has hundreds.
-    flat = torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore]
+    flat = byte_tensor(region)  # one buffer for all, and one call a tensor: a payload has hundreds
     typed: dict[str, torch.Tensor] = {}
     views = []
     for spec in specs:
@@ -61,6 +60,11 @@ def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list
         first = (data + spec.start) // whole.itemsize
         views.append(whole.as_strided(spec.shape, _contiguous(spec.shape), first))
     return views
+
+
+def byte_tensor(region: Region) -> torch.Tensor:
+    """The region as uint8 `[nbytes]`; it lives as long as the tensor."""
+    return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
 
 
 @functools.lru_cache(maxsize=64)

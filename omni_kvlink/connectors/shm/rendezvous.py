@@ -33,7 +33,7 @@ def socket_path(name: str, directory: str = "") -> str:
         raise ValueError(
             f"shm://{name}: a name is 1 to 48 letters, digits, '.', '_' or '-', a letter first"
         )
-    directory = directory or _default_directory()
+    directory = directory or default_directory()
     check_private(directory)
     path = os.path.join(directory, f"{name}.sock")
     if len(os.fsencode(path)) > 90:  # sun_path holds 107, the draft's suffix needs some
@@ -88,7 +88,7 @@ def dial(path: str, timeout: float, stop: int) -> socket.socket:
         ClosedError: `stop` became readable.
     """
     deadline = time.monotonic() + timeout
-    with _watching(os.path.dirname(path)) as events:
+    with watching(os.path.dirname(path)) as events:
         while True:
             left = deadline - time.monotonic()
             found = _try_dial(path, max(left, 0.001))
@@ -114,7 +114,8 @@ def peer_identity(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _default_directory() -> str:
+def default_directory() -> str:
+    """Of this user; made and checked by whoever uses it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.path.isdir(runtime):
         return os.path.join(runtime, "kvlink")
@@ -151,7 +152,7 @@ def _is_alive(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _watching(directory: str) -> Iterator[int]:
+def watching(directory: str) -> Iterator[int]:
     """An inotify descriptor that becomes readable when a file is renamed into the directory."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -159,7 +160,7 @@ def _watching(directory: str) -> Iterator[int]:
         problem = os.strerror(ctypes.get_errno())
         if fd >= 0:
             os.close(fd)
-        raise ConnectorError(f"cannot watch {directory} for the producer's socket: {problem}")
+        raise ConnectorError(f"cannot watch {directory} for the producer: {problem}")
     try:
         yield fd
     finally:

@@ -1,0 +1,193 @@
+"""vLLM-Omni's own manager at both ends, in processes of their own, over each transport: exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from omni_caches import LAYOUTS, Cache
+from omni_stage import Stage
+
+from omni_kvlink.testing.rig import until
+
+TRANSPORTS = ["shm", "zmq+ipc", "zmq+tcp", "ucx"]
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Stage]]:
+    stages = [Stage() for _ in range(3)]
+    yield stages
+    for stage in stages:
+        stage.end()
+
+
+@pytest.fixture
+def stages(processes: list[Stage]) -> Iterator[list[Stage]]:
+    """Three processes without managers; what a test made is closed."""
+    yield processes
+    for stage in reversed(processes):  # senders last
+        stage.do("close")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def kvlink(request: pytest.FixtureRequest, sockets: str) -> dict[str, Any]:
+    """Settings for each transport; the sockets' directory must be empty at the end."""
+    return settings(request.param, sockets)
+
+
+def settings(transport: str, sockets: str, **more: Any) -> dict[str, Any]:
+    if transport == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed: pip install 'omni-kvlink[ucx]'")
+    options = {"directory": sockets, "quota": 64 << 20}
+    return {"transport": transport, "name": f"t{next(_names)}", "options": options, **more}
+
+
+def pair(stages: list[Stage], kvlink: dict[str, Any]) -> tuple[Stage, Stage]:
+    sender, receiver, _ = stages
+    assert sender.do("make", role="sender", kvlink=kvlink)
+    assert receiver.do("make", role="receiver", kvlink=kvlink)
+    return sender, receiver
+
+
+def send(stage: Stage, request: str, cache: Cache, **more: Any) -> float:
+    began: float = stage.do("send", request=request, cache=dataclasses.asdict(cache), **more)
+    return began
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_arrives_exactly(
+    layout: str, dtype: str, kvlink: dict[str, Any], stages: list[Stage]
+) -> None:
+    """Blocks out of order, the last one partly filled; then again, in memory that was used."""
+    sender, receiver = pair(stages, kvlink)
+    for seed in (1, 2):
+        cache = Cache(layout, dtype, seed=seed)
+        about = {"kv_lens": [27], "ropes": [5], "image_shape": [64, 48], "prompt": "ein Füchslein"}
+        send(sender, f"r{seed}", cache, metadata=about)
+        got = receiver.do("receive", request=f"r{seed}")
+        assert got["layers"] == cache.wanted()
+        assert got["metadata"] == {
+            "block_size": 8,
+            "num_layers": 3,
+            "dtype": dtype,
+            "seq_len": 27,
+            **about,
+        }
+        assert (got["request_id"], got["block_ids"]) == (f"r{seed}", [9, 2, 7, 0])
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 32])
+def test_lengths_around_a_block(length: int, sockets: str, stages: list[Stage]) -> None:
+    sender, receiver = pair(stages, settings("shm", sockets))
+    cache = Cache(seq_len=length)
+    send(sender, "r", cache)
+    assert receiver.do("receive", request="r")["layers"] == cache.wanted()
+
+
+@pytest.mark.parametrize("layout", ["stacked", "packed"])
+def test_one_rank_to_two(layout: str, kvlink: dict[str, Any], stages: list[Stage]) -> None:
+    sender, *receivers = stages
+    sender.do("make", role="sender", kvlink=kvlink, tp=(1, 2))
+    for rank, receiver in enumerate(receivers):
+        receiver.do("make", role="receiver", kvlink=kvlink, tp=(1, 2), rank=rank)
+        receiver.begin("receive", request="r")
+    cache = Cache(layout, "bfloat16")
+    send(sender, "r", cache)
+    for rank, receiver in enumerate(receivers):
+        wanted = dataclasses.replace(cache, shard=rank, shards=2).wanted()
+        assert receiver.result()["layers"] == wanted
+
+
+@pytest.mark.parametrize("layout", ["stacked", "packed"])
+def test_two_ranks_to_one(layout: str, kvlink: dict[str, Any], stages: list[Stage]) -> None:
+    receiver, *senders = stages
+    receiver.do("make", role="receiver", kvlink=kvlink, tp=(2, 1))
+    cache = Cache(layout, "bfloat16")
+    for rank, sender in enumerate(senders):
+        sender.do("make", role="sender", kvlink=kvlink, tp=(2, 1), rank=rank)
+    receiver.begin("receive", request="r")
+    for rank, sender in reversed([*enumerate(senders)]):
+        send(sender, "r", dataclasses.replace(cache, shard=rank, shards=2))
+    assert receiver.result()["layers"] == cache.wanted()
+
+
+def test_two_ranks_to_two(kvlink: dict[str, Any], stages: list[Stage]) -> None:
+    """Rank to rank, in two processes: rank 1, whose names must not be rank 0's."""
+    sender, receiver, _ = stages
+    sender.do("make", role="sender", kvlink=kvlink, tp=(2, 2), rank=1)
+    receiver.do("make", role="receiver", kvlink=kvlink, tp=(2, 2), rank=1)
+    cache = Cache(shard=1, shards=2)
+    send(sender, "r", cache)
+    assert receiver.do("receive", request="r")["layers"] == cache.wanted()
+
+
+def test_a_waiting_receiver_is_woken(kvlink: dict[str, Any], stages: list[Stage]) -> None:
+    """The manager would look after 0.63 s and again after 1.14 s."""
+    sender, receiver = pair(stages, kvlink)
+    for request in ("first", "second"):
+        receiver.begin("receive", request=request)
+        time.sleep(0.7)
+        began = send(sender, request, Cache())
+        got = receiver.result()
+        assert got["layers"] == Cache().wanted()
+        assert got["there"] - began < 0.3
+
+
+def test_several_readers_have_it_each(sockets: str, stages: list[Stage]) -> None:
+    kvlink = settings("shm", sockets, readers=2)
+    sender, *receivers = stages
+    sender.do("make", role="sender", kvlink=kvlink)
+    for receiver in receivers:
+        receiver.do("make", role="receiver", kvlink=kvlink)
+        receiver.begin("receive", request="r")
+    send(sender, "r", Cache())
+    assert [one.result()["layers"] for one in receivers] == [Cache().wanted()] * 2
+    until(lambda: sender.do("health", role="sender")["unread"] == 0, "both let go")
+
+
+@pytest.mark.parametrize("cache", [Cache(block_ids=(9, 2, 99, 0)), Cache(block_ids=(9, 2, 7))])
+def test_a_short_cache_is_refused_and_nobody_waits(
+    cache: Cache, kvlink: dict[str, Any], stages: list[Stage]
+) -> None:
+    """The manager leaves out block 99, which the pool does not have, and sends the rest."""
+    sender, receiver = pair(stages, kvlink)
+    send(sender, "whole", Cache())
+    assert receiver.do("receive", request="whole")["layers"] == Cache().wanted()
+    receiver.begin("receive", request="short")
+    send(sender, "short", cache)
+    got = receiver.result()
+    assert got["layers"] is None
+    assert got["took"] < 5.0  # neither the connector's nor the manager's time-out
+    assert sender.do("health", role="sender")["failures"] > 0
+    said = receiver.do("get", key="omni_0_to_1_kv_cache_short", timeout=5.0)
+    assert said.startswith("TransferFailed")
+    assert "24 tokens, but seq_len is 27" in said
+
+
+def test_the_sender_dies_while_the_receiver_waits(
+    kvlink: dict[str, Any], stages: list[Stage]
+) -> None:
+    """At once, and the next sender of this name is found."""
+    victim, (_, receiver, sender) = Stage(), stages
+    victim.do("make", role="sender", kvlink=kvlink)
+    receiver.do("make", role="receiver", kvlink=kvlink)
+    send(victim, "r", Cache())
+    assert receiver.do("receive", request="r")["layers"] == Cache().wanted()
+    receiver.begin("receive", request="lost")
+    time.sleep(0.3)
+    died = time.monotonic()
+    victim.kill()
+    got = receiver.result()
+    assert got["layers"] is None
+    assert got["there"] - died < 2.0
+    sender.do("make", role="sender", kvlink=kvlink)
+    receiver.begin("receive", request="found")
+    send(sender, "found", Cache(seed=3))
+    assert receiver.result()["layers"] == Cache(seed=3).wanted()
