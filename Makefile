@@ -46,7 +46,7 @@ test-hf-%: .venv-hf/%/.ready
 	touch $@
 
 # In an environment of its own, 2 GB: vLLM for the CPU.
-VLLM_TESTS := $(filter-out %_omni%,$(wildcard tests/integrations/test_vllm_*.py))
+VLLM_TESTS := $(filter-out tests/integrations/test_vllm_omni%,$(wildcard tests/integrations/test_vllm_*.py))
 
 test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 
 from omni_kvlink import KVLink, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import Landing, TorchCopier
-from omni_kvlink.link import PutStream, put_stream
+from omni_kvlink.link import PutStream, put_stream, sending
 from omni_kvlink.memory import Region
 from omni_kvlink.places import Place
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
@@ -137,13 +137,13 @@ def test_announcements_fit_into_messages(
 ) -> None:
     """Of a large layer K and V are announced one by one; a larger tensor is refused at once."""
     producer, consumer = ends
-    monkeypatch.setattr(put_stream, "MAX_DIGITS", 8)
+    monkeypatch.setattr(sending, "MAX_DIGITS", 8)
     with producer.stream_put(RECIPE.make()) as out:
         write(out)
         stream = consumer.stream_get("s", timeout=5)
         assert [layer.index for layer in stream] == [0, 1, 2]
     stream.release()
-    monkeypatch.setattr(put_stream, "MAX_DIGITS", 7)
+    monkeypatch.setattr(sending, "MAX_DIGITS", 7)
     with pytest.raises(SchemaError, match="cannot be streamed"):
         producer.stream_put(Recipe("other", layers=3, tokens=10, dim=24).make())
     until_freed(producer)
