@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,12 @@ from omni_kvlink.connectors.registry import backend, split_url
 
 from .stages import REQUESTS, Stages, assert_equals_one_process, in_place, prefill, two_stages
 
-URLS = ["zmq+tcp://127.0.0.1:0", "zmq+ipc://{root}/link.sock", "ucx://127.0.0.1:0"]
+URLS = [
+    "zmq+tcp://127.0.0.1:0",
+    "zmq+ipc://{root}/link.sock",
+    "ucx://127.0.0.1:0",
+    f"auto://bagel-test-{os.getpid()}?tcp=127.0.0.1:0",
+]
 DTYPE = "bfloat16"
 
 
