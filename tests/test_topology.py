@@ -387,6 +387,9 @@ def test_bundles_of_other_branches() -> None:
     for other, words in ((fewer, "branches gen, other"), (moved, "not the same reference")):
         with pytest.raises(SchemaError, match=words):
             merge_heads([part, slice_heads(other, 1, 2)], Shard(0, 1, (0, 2)))
+    single = slice_heads(whole("b", heads=2), 1, 2)
+    with pytest.raises(SchemaError, match="is a KVCacheTransferData, a part KVCacheBundle"):
+        merge_heads(list[KVCacheTransferData | KVCacheBundle]([part, single]), Shard(0, 1, (0, 2)))
     mixed = KVCacheBundle("r", {"a": held(whole(), Shard(1, 2, (0, 4))), "b": whole()})
     with pytest.raises(SchemaError, match="of several ranks"):
         slice_heads(mixed, 0, 1)

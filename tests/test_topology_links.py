@@ -17,7 +17,7 @@ import torch
 from pages import COPIERS
 from test_topology import blank_like, contents, held, held_latent, whole
 
-from omni_kvlink import KVCacheTransferData, KVLink, Received, Shard
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.places import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
@@ -52,8 +52,8 @@ class Stages:
 
 
 def fill(got: Sequence[Received], mine: KVCacheTransferData) -> None:
-    parts = [one.data for one in got if isinstance(one.data, KVCacheTransferData)]
-    for received, target in zip(got, head_targets(parts, into=mine), strict=True):
+    targets = head_targets([one.data for one in got], into=mine)
+    for received, target in zip(got, targets, strict=True):
         received.scatter(target)
         assert received.ledger.copies == 1
         received.release()
@@ -101,6 +101,7 @@ def test_merged_from_views(sockets: str) -> None:
             one.release()
         for receipt in receipts:
             receipt.wait(timeout=5)
+        assert isinstance(merged, KVCacheBundle)
         assert {name: contents(merged[name]) for name in merged} == {
             name: contents(data[name]) for name in data
         }
@@ -152,6 +153,7 @@ def test_layer_by_layer(sockets: str) -> None:
             for layer in range(2):
                 out.write_layer(layer, *tensors[2 * layer : 2 * layer + 2])
         with reader.get(part.key("r"), timeout=5, verify="full") as found:
+            assert isinstance(found, KVCacheTransferData)
             assert contents(found) == contents(part.of(data))
             assert found.metadata.shard == part.shard
 
@@ -257,13 +259,14 @@ def taken(work):
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
 blocks = {name: [torch.ones(32768, 8, 64)] for name in ("key_cache", "value_cache")}
 about = {"kv_lens": [32768], "ropes": [1], "num_layers": 1}
-part = slice_heads(KVCacheTransferData("r", blocks, (), about), 2, 6)  # 32 MiB of each 64
+data = KVCacheTransferData("r", blocks, (), about)
+part = slice_heads(data, 2, 6)  # 32 MiB of each 64
 plan = part.plan()
 region = Mapping.anonymous(plan.nbytes).region
 digests = copier.gather(part.tensors(), plan, region)  # threads and caches are there now
-print(taken(lambda: copier.gather(part.tensors(), plan, region)))
+print(taken(lambda: copier.gather(slice_heads(data, 2, 6).tensors(), plan, region)))
 manifest = plan.with_digests(digests)
-print(taken(lambda: copier.scatter(manifest, region, part.tensors())))
+print(taken(lambda: copier.scatter(manifest, region, slice_heads(data, 2, 6).tensors())))
 print(taken(lambda: [tensor.contiguous() for tensor in part.tensors()]))
 """
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ..branch import Shard
-from ..bundle import KVCacheBundle
 from ..errors import SchemaError
 from ..metadata import KVMetadata
 from ..schema import SINGLE, KVCacheTransferData
-from .shards import P, first_head, request_of, shard_in, suffix, words
+from .shards import Payload, first_head, request_of, shard_in, suffix, words
 
 _PLACED = ("kv_lens", "ropes", "num_layers", "dtype", "layout")
 """Metadata that a target has in common with what is written into it."""
@@ -18,7 +17,7 @@ _SAME = (*_PLACED, "block_size", "image_shape", "extra")
 """Metadata that the parts of one cache have in common."""
 
 
-def check_parts(parts: Sequence[P], shard: Shard) -> str:
+def check_parts(parts: Sequence[Payload], shard: Shard) -> str:
     """They are all the heads, once each, of one request; gives its id."""
     start, stop = shard.heads
     if not parts:
@@ -41,14 +40,16 @@ def check_parts(parts: Sequence[P], shard: Shard) -> str:
     return request_id
 
 
-def check_target(part: P, target: P) -> None:
+def check_target(part: Payload, target: Payload) -> None:
     """Refuse a target of other lengths, positions or branches; whoever copies checks the rest."""
     _check_alike(part, target, _PLACED, "the target")
 
 
-def _check_alike(part: P, other: P, fields: Sequence[str], who: str) -> None:
+def _check_alike(part: Payload, other: Payload, fields: Sequence[str], who: str) -> None:
     """Refuse two whose branches are not those of one cache."""
     mine, theirs = _described(part), _described(other)
+    if type(part) is not type(other):
+        raise SchemaError(f"{who} is a {type(other).__name__}, a part {type(part).__name__}")
     if list(mine) != list(theirs):
         raise SchemaError(f"{who}: branches {', '.join(theirs)}, those of a part {', '.join(mine)}")
     for name, (reference, row, metadata) in mine.items():
@@ -70,7 +71,7 @@ def _check_alike(part: P, other: P, fields: Sequence[str], who: str) -> None:
 Described: TypeAlias = tuple[tuple[str, str, int], tuple[int, ...], KVMetadata]
 
 
-def _described(data: KVCacheTransferData | KVCacheBundle) -> dict[str, Described]:
+def _described(data: Payload) -> dict[str, Described]:
     """By branch: what it refers to, the shape of one head (or latent), and its metadata."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: _description(data, ("", "", 0))}

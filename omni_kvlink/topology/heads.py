@@ -16,6 +16,7 @@ from ..schema import SINGLE, KVCacheTransferData
 from .fit import check_parts, check_target
 from .shards import (
     P,
+    Payload,
     caches_of,
     first_head,
     heads_of,
@@ -46,7 +47,7 @@ def slice_heads(data: P, start: int, stop: int) -> P:
     return _rebuilt(data, caches, request_id, shard)
 
 
-def head_targets(parts: Sequence[P], *, into: P) -> list[P]:
+def head_targets(parts: Sequence[Payload], *, into: P) -> list[P]:
     """Where each part belongs in the receiver's own tensors or pages: `received.scatter(target)`.
 
     Args:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ..branch import Shard
 from ..bundle import KVCacheBundle
 from ..errors import SchemaError
 from ..schema import SINGLE, KVCacheTransferData
 
-P = TypeVar("P", KVCacheTransferData, KVCacheBundle)
+Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
+P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)
 
 
 def suffix(shard: Shard) -> str:
     return f"/rank{shard.rank}of{shard.world}:{shard.heads[0]}-{shard.heads[1]}"
 
 
-def request_of(data: KVCacheTransferData | KVCacheBundle) -> str:
+def request_of(data: Payload) -> str:
     """The request's own id, also of what is a part."""
     for cache in caches_of(data).values():
         if cache.metadata.shard is not None:
@@ -28,7 +29,7 @@ def words(shard: Shard) -> str:
     return f"rank {shard.rank} of {shard.world}, heads {shard.heads[0]}…{shard.heads[1]}"
 
 
-def caches_of(data: KVCacheTransferData | KVCacheBundle) -> dict[str, KVCacheTransferData]:
+def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
     """Those with tensors of their own, by branch."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: data}
@@ -36,7 +37,7 @@ def caches_of(data: KVCacheTransferData | KVCacheBundle) -> dict[str, KVCacheTra
     return {name: cache for name, cache in branches if isinstance(cache, KVCacheTransferData)}
 
 
-def rank_of(data: KVCacheTransferData | KVCacheBundle) -> tuple[int, int]:
+def rank_of(data: Payload) -> tuple[int, int]:
     """Rank and world of all branches; an empty one need not say it."""
     shards = [
         cache.metadata.shard
@@ -49,7 +50,7 @@ def rank_of(data: KVCacheTransferData | KVCacheBundle) -> tuple[int, int]:
     return found.pop()
 
 
-def held(data: KVCacheTransferData | KVCacheBundle) -> tuple[int, int]:
+def held(data: Payload) -> tuple[int, int]:
     """The heads of the first branch that says so; slicing then checks every branch."""
     found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
     return found[0] if found else (0, 1)
@@ -64,7 +65,7 @@ def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
     return 0, 1 if cache.metadata.layout == "ND" else int(cache.tensors()[0].shape[1])
 
 
-def shard_in(part: KVCacheTransferData | KVCacheBundle) -> Shard:
+def shard_in(part: Payload) -> Shard:
     """The one shard of all its branches."""
     found = {cache.metadata.shard for cache in caches_of(part).values()}
     shard = found.pop() if len(found) == 1 else None
@@ -73,5 +74,5 @@ def shard_in(part: KVCacheTransferData | KVCacheBundle) -> Shard:
     return shard
 
 
-def first_head(part: KVCacheTransferData | KVCacheBundle) -> int:
+def first_head(part: Payload) -> int:
     return shard_in(part).heads[0]
