@@ -244,17 +244,7 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.memory import Mapping
 from omni_kvlink.topology import slice_heads
-
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-def taken(work):
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
-    before = status("VmRSS")
-    kept = work()
-    return status("VmHWM") - before
+from watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
 blocks = {name: [torch.ones(32768, 8, 64)] for name in ("key_cache", "value_cache")}
@@ -275,7 +265,7 @@ print(taken(lambda: [tensor.contiguous() for tensor in part.tensors()]))
 def test_slices_need_no_temporary(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_TEMPORARY, name],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=100,
