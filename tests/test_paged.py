@@ -134,17 +134,7 @@ import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.memory import Mapping
-
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-def taken(work):
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
-    before = status("VmRSS")
-    kept = work()
-    return status("VmHWM") - before
+from watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
 pools = [torch.ones(2304, 16, 8, 32) for part in range(2)]  # 36 MiB each
@@ -171,7 +161,7 @@ print(taken(lambda: [place.dense() for place in data.tensors()]))
 def test_pages_need_no_temporary(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_TEMPORARY, name],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,0 +1,78 @@
+"""Whose heads a cache holds, by its metadata, and how a part of it is named."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+from ..branch import Shard
+from ..bundle import KVCacheBundle
+from ..errors import SchemaError
+from ..schema import SINGLE, KVCacheTransferData
+
+Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
+P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)
+
+
+def suffix(shard: Shard) -> str:
+    return f"/rank{shard.rank}of{shard.world}:{shard.heads[0]}-{shard.heads[1]}"
+
+
+def request_of(data: Payload) -> str:
+    """The request's own id, also of what is a part."""
+    for cache in caches_of(data).values():
+        if cache.metadata.shard is not None:
+            return data.request_id.removesuffix(suffix(cache.metadata.shard))
+    return data.request_id
+
+
+def words(shard: Shard) -> str:
+    return f"rank {shard.rank} of {shard.world}, heads {shard.heads[0]}…{shard.heads[1]}"
+
+
+def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
+    """Those with tensors of their own, by branch."""
+    if isinstance(data, KVCacheTransferData):
+        return {SINGLE: data}
+    branches = data.branches.items()
+    return {name: cache for name, cache in branches if isinstance(cache, KVCacheTransferData)}
+
+
+def rank_of(data: Payload) -> tuple[int, int]:
+    """Rank and world of all branches; an empty one need not say it."""
+    shards = [
+        cache.metadata.shard
+        for cache in caches_of(data).values()
+        if cache.metadata.shard or not cache.is_empty
+    ]
+    found = {(shard.rank, shard.world) if shard else (0, 1) for shard in shards} or {(0, 1)}
+    if len(found) > 1:
+        raise SchemaError(f"the branches are of several ranks: {sorted(found)} (rank, world)")
+    return found.pop()
+
+
+def held(data: Payload) -> tuple[int, int]:
+    """The heads of the first branch that says so; slicing then checks every branch."""
+    found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
+    return found[0] if found else (0, 1)
+
+
+def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
+    """None for an empty cache that says nothing."""
+    if cache.metadata.shard is not None:
+        return cache.metadata.shard.heads
+    if cache.is_empty:
+        return None
+    return 0, 1 if cache.metadata.layout == "ND" else int(cache.tensors()[0].shape[1])
+
+
+def shard_in(part: Payload) -> Shard:
+    """The one shard of all its branches."""
+    found = {cache.metadata.shard for cache in caches_of(part).values()}
+    shard = found.pop() if len(found) == 1 else None
+    if shard is None:
+        raise SchemaError(f"{part!r} is no part: its metadata.shard is missing, or not one")
+    return shard
+
+
+def first_head(part: Payload) -> int:
+    return shard_in(part).heads[0]
