@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,15 +259,14 @@ def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> 
     for order in (("first", "second"), ("second",)):
         with link(sockets) as producer:
             how = {"cache_backend": name, "cache_config": LOOSE[name]}
-            engine = DiffusionEngine(config(producer, sockets, **how))
-            for key in order:
-                producer.put(bundle(key, seed=len(key)))
-                done = engine.submit(request(key, seed=len(key), **wish)).result(WAIT)
-                images[len(order), key] = done.result()[0]
-            memory = engine.executor.worker.model_runner.cache_backend.memory
-            assert memory.reused["gen"] > 0
-            assert engine.executor.kv_manager.stats()["charged"] == 0
-            engine.close()
+            with closing(DiffusionEngine(config(producer, sockets, **how))) as engine:
+                for key in order:
+                    producer.put(bundle(key, seed=len(key)))
+                    done = engine.submit(request(key, seed=len(key), **wish)).result(WAIT)
+                    images[len(order), key] = done.result()[0]
+                memory = engine.executor.worker.model_runner.cache_backend.memory
+                assert memory.reused["gen"] > 0
+                assert engine.executor.kv_manager.stats()["charged"] == 0
     assert torch.equal(images[2, "second"], images[1, "second"])
     assert not torch.equal(images[2, "second"], alone(seed=len("second"), **wish))
 
@@ -276,3 +280,20 @@ def test_a_deployment_names_its_backend(name: str) -> None:
         images = omni.generate(["a fox"], wish, timeout=WAIT, output_type="pt")
     expected = alone(seed=1, num_inference_steps=9)
     assert torch.equal(images[0][0], expected) == (name == "none")
+
+
+def test_the_benchmark_counts_and_compares(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "cache_backends.py"
+    how = ["--steps", "8", "--layers", "3", "--rounds", "1", "--json", str(tmp_path / "found")]
+    done = subprocess.run(
+        [sys.executable, str(script), *how], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "says nothing about the quality" in done.stdout
+    for row in json.loads((tmp_path / "found").read_text())["results"]["rows"]:
+        threshold = row["settings"].get(THRESHOLD.get(row["backend"], ""), 0)
+        assert row["steps_computed"] + row["steps_skipped"] == 8
+        exact = row["latent_max_abs_error"] == 0 and row["image_psnr_db"] is None
+        assert exact == (row["steps_skipped"] == 0)
+        assert not (threshold == 0 and row["steps_skipped"])
+        assert not (threshold >= 0.1 and row["steps_skipped"] == 0)
