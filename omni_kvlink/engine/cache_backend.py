@@ -7,7 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-_ROWS: dict[str, str] = {}
+_ROWS: dict[str, str] = {
+    "tea_cache": "omni_kvlink.engine.tea_cache:TeaCache",
+    "block_cache": "omni_kvlink.engine.block_cache:BlockCache",
+}
 """Backends by name, as "module:Class"; imported when they are used."""
 
 
@@ -50,7 +53,7 @@ def make_cache_backend(name: str, config: Mapping[str, Any]) -> CacheBackend | N
     """The backend of this name; None for "none".
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or it does not take these settings.
     """
     if name == "none":
         return None
