@@ -14,33 +14,37 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers_bed import (
+    EXAMPLE,
+    SIZE,
+    WAIT,
+    alone,
+    close_to,
+    config,
+    executor,
+    request,
+    result,
+    run,
+)
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 
-from diffusers import DDIMScheduler, DiffusionPipeline, DiTPipeline
+from diffusers import DDIMScheduler, DiffusionPipeline, DiTPipeline, StableDiffusion3Pipeline
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     DiffusionEngine,
-    DiffusionSchedulerOutput,
     EngineAsleepError,
     EngineDeadError,
     EngineError,
-    Executor,
     KVConfig,
     NoWorkersError,
     OmniDiffusion,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-    OmniDiffusionSamplingParams,
     RequestAborted,
     RequestFailed,
 )
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusers_executor.py"
-WAIT = 60.0
-SIZE = (32, 48)
+from omni_kvlink.engine.executor.diffusers import DiffusersPipelineExecutor
 
 
 @pytest.fixture(scope="module")
@@ -57,56 +61,11 @@ def pipe(checkpoint: str) -> Any:
     return loaded
 
 
-def alone(pipe: Any, prompt: str, seed: int, steps: int = 3) -> torch.Tensor:
-    """The pipeline's own image, uint8 [H, W, 3]."""
-    generator = torch.Generator().manual_seed(seed)
-    images = pipe(
-        prompt,
-        height=SIZE[0],
-        width=SIZE[1],
-        num_inference_steps=steps,
-        generator=generator,
-        output_type="np",
-    ).images
-    return torch.from_numpy(images[0]).mul(255).round().to(torch.uint8)
-
-
-def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    """In a batch, float32 sums may differ in their last bits: a level of 255, at most."""
-    return bool((image.int() - expected.int()).abs().max() <= 1)
-
-
-def config(checkpoint: str, **fields: Any) -> OmniDiffusionConfig:
-    how = {"dtype": "float32", "distributed_executor_backend": "diffusers", **fields}
-    return OmniDiffusionConfig(checkpoint, **how)
-
-
-def request(name: str, prompt: Any = "a fox", seed: int = 0, **wishes: Any) -> OmniDiffusionRequest:
-    own = {key: wishes.pop(key) for key in list(wishes) if key.startswith("need_")}
-    how = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": seed, **wishes}
-    return OmniDiffusionRequest(prompt, OmniDiffusionSamplingParams(**how), name, **own)
-
-
 @pytest.fixture(scope="module")
 def shared(checkpoint: str) -> Iterator[Any]:
     made = executor(checkpoint)
     yield made
     made.shutdown()
-
-
-def executor(checkpoint: str, **fields: Any) -> Any:
-    made = config(checkpoint, **fields)
-    return Executor.get_class(made)(made)
-
-
-def run(executor: Any, *requests: OmniDiffusionRequest) -> list[Any]:
-    output = executor.execute_model(DiffusionSchedulerOutput(list(requests)))
-    assert output.req_ids == [request.request_id for request in requests]
-    return [output.result_of(name) for name in output.req_ids]
-
-
-def result(executor: Any, one: OmniDiffusionRequest) -> torch.Tensor:
-    return run(executor, one)[0].result()[0]
 
 
 def test_requests_through_the_engine(checkpoint: str, pipe: Any) -> None:
@@ -356,6 +315,41 @@ def test_a_pipeline_without_a_prompt_is_refused(checkpoint: str, pipe: Any) -> N
     )
     with pytest.raises(EngineError, match="prompt"):
         executor(str(other))
+
+
+class OneByOne(StableDiffusion3Pipeline):
+    """Takes one text, and knows one size."""
+
+    def __call__(
+        self,
+        prompt: str,
+        generator: torch.Generator,
+        output_type: str,
+        height: int = SIZE[0],
+        width: int = SIZE[1],
+        num_inference_steps: int = 3,
+    ) -> Any:
+        assert isinstance(prompt, str)
+        how = {"num_inference_steps": num_inference_steps, "output_type": output_type}
+        return super().__call__(prompt, generator=generator, height=SIZE[0], width=SIZE[1], **how)
+
+
+class OneByOneExecutor(DiffusersPipelineExecutor):
+    def load_pipeline(self) -> Any:
+        return OneByOne(**DiffusionPipeline.from_pretrained(self.config.model).components)
+
+
+def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) -> None:
+    name = f"{__name__}:OneByOneExecutor"
+    made = executor(checkpoint, max_num_seqs=4, distributed_executor_backend=name)
+    assert not made.supports_request_batch
+    for seed, output in enumerate(run(made, request("a"), request("b", seed=1))):
+        assert torch.equal(output.result()[0], alone(pipe, "a fox", seed))
+    with pytest.raises(RequestFailed, match=r"paints \(32, 48\), not \(64, 64\)"):
+        run(made, request("c", height=64, width=64))[0].result()
+    with pytest.raises(EngineError, match="no guidance_scale"):
+        run(made, request("d", guidance_scale=2.0))[0].result()
+    made.shutdown()
 
 
 def test_a_deploy_file_names_it(checkpoint: str, pipe: Any) -> None:
