@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx test-hf test-vllm test-vllm-omni lint format nightly asan tsan clean
+.PHONY: demo test test-ucx test-hf test-diffusers test-vllm test-vllm-omni lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -26,6 +26,13 @@ test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors tests/network -k ucx $(ARGS)
 
+# An environment which sees the torch of $(VENV), and all else that is there.
+define sharing_torch
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth"
+endef
+
 # Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
 HF_VERSIONS := 4.50.3 4.57.6 5.23.0
 HF_TESTS := tests/adapters/test_hf.py tests/adapters/test_hf_absent.py \
@@ -39,10 +46,20 @@ test-hf-%: .venv-hf/%/.ready
 	.venv-hf/$*/bin/python -m pytest --timeout=400 $(HF_TESTS) $(ARGS)
 
 .venv-hf/%/.ready: $(VENV)/.ready
-	$(BIN)/python -m venv --clear --without-pip $(@D)
-	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth"
+	$(sharing_torch)
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q transformers==$*
+	touch $@
+
+# Not in `test`: diffusers, and the transformers that its text encoders come from.
+DIFFUSERS_TESTS := $(wildcard tests/engine/test_diffusers*.py) \
+	tests/models/bagel/test_against_diffusers.py
+
+test-diffusers: .venv-diffusers/.ready
+	.venv-diffusers/bin/python -m pytest $(DIFFUSERS_TESTS) $(ARGS)
+
+.venv-diffusers/.ready: $(VENV)/.ready
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.23.0
 	touch $@
 
 # In an environment of its own, 2 GB: vLLM for the CPU.

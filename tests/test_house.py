@@ -339,6 +339,7 @@ LATER = (
     "omni_kvlink.bench",
     "zmq",
     "ucxx",
+    "diffusers",
     "transformers",
     "tokenizers",
     "PIL",

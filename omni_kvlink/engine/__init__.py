@@ -19,6 +19,7 @@ from .diffusion_engine import DiffusionEngine as DiffusionEngine
 from .errors import EngineAsleepError as EngineAsleepError
 from .errors import EngineDeadError as EngineDeadError
 from .errors import EngineError as EngineError
+from .errors import NoWorkersError as NoWorkersError
 from .errors import RequestAborted as RequestAborted
 from .errors import RequestFailed as RequestFailed
 from .executor import Executor as Executor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .config import OmniDiffusionConfig
 from .executor import Executor
-from .model import model_utility
 from .request import OmniDiffusionRequest
 from .stage_engine import StageEngine
 from .sync_scheduler import SyncScheduler
@@ -18,7 +17,7 @@ class DiffusionEngine(StageEngine[OmniDiffusionConfig]):
         return SyncScheduler(self.config, executor.kv_manager), executor
 
     def _prepare(self, request: OmniDiffusionRequest) -> None:
-        model_utility(self.config).prepare(request)
+        self.executor.prepare(request)
 
     def take_handed_on(self) -> list[OmniDiffusionRequest]:
         """Requests whose KV went to the next stage since this was asked last."""

@@ -29,6 +29,10 @@ class EngineDeadError(EngineError, ConnectionError):
     """A worker or stage is gone, and with it what it was doing: restart it."""
 
 
+class NoWorkersError(EngineError, NotImplementedError):
+    """This executor has no workers to call: use its own methods."""
+
+
 def forget_frames(error: BaseException | None) -> None:
     """Let go of an error's frames: who keeps the error must not keep the KV cache in their locals.
 

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 from ..config import OmniDiffusionConfig, StageConfig
 from ..errors import EngineError
 from ..kv_manager import KVManager
+from ..model import model_utility
 from ..outputs import BatchRunnerOutput, DiffusionSchedulerOutput, ModelRunnerOutput
+from ..request import OmniDiffusionRequest
 
 FailureCallback: TypeAlias = Callable[[EngineError], None]
 
@@ -62,6 +64,14 @@ class Executor(ABC):
     @abstractmethod
     def _init_executor(self) -> None:
         """Start the workers, and load their models; called once."""
+
+    def prepare(self, request: OmniDiffusionRequest) -> None:
+        """Complete a request before it is queued, with the model's defaults; in any thread.
+
+        Raises:
+            EngineError: it cannot run here.
+        """
+        model_utility(self.config).prepare(request)
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         """Run everything that was scheduled. A request's own error is in its result.

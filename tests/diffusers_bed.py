@@ -1,0 +1,65 @@
+"""What the tests of diffusers' pipelines start from: requests, and what they should give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni_kvlink.engine import (
+    DiffusionSchedulerOutput,
+    Executor,
+    OmniDiffusionConfig,
+    OmniDiffusionRequest,
+    OmniDiffusionSamplingParams,
+)
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "diffusers_executor.py"
+WAIT = 60.0
+SIZE = (32, 48)
+
+
+def alone(pipe: Any, prompt: str, seed: int, steps: int = 3) -> torch.Tensor:
+    """The pipeline's own image, uint8 [H, W, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    images = pipe(
+        prompt,
+        height=SIZE[0],
+        width=SIZE[1],
+        num_inference_steps=steps,
+        generator=generator,
+        output_type="np",
+    ).images
+    return torch.from_numpy(images[0]).mul(255).round().to(torch.uint8)
+
+
+def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
+    """In a batch, float32 sums may differ in their last bits: a level of 255, at most."""
+    return bool((image.int() - expected.int()).abs().max() <= 1)
+
+
+def config(checkpoint: str, **fields: Any) -> OmniDiffusionConfig:
+    how = {"dtype": "float32", "distributed_executor_backend": "diffusers", **fields}
+    return OmniDiffusionConfig(checkpoint, **how)
+
+
+def request(name: str, prompt: Any = "a fox", seed: int = 0, **wishes: Any) -> OmniDiffusionRequest:
+    own = {key: wishes.pop(key) for key in list(wishes) if key.startswith("need_")}
+    how = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": seed, **wishes}
+    return OmniDiffusionRequest(prompt, OmniDiffusionSamplingParams(**how), name, **own)
+
+
+def executor(checkpoint: str, **fields: Any) -> Any:
+    made = config(checkpoint, **fields)
+    return Executor.get_class(made)(made)
+
+
+def run(executor: Any, *requests: OmniDiffusionRequest) -> list[Any]:
+    output = executor.execute_model(DiffusionSchedulerOutput(list(requests)))
+    assert output.req_ids == [request.request_id for request in requests]
+    return [output.result_of(name) for name in output.req_ids]
+
+
+def result(executor: Any, one: OmniDiffusionRequest) -> torch.Tensor:
+    return run(executor, one)[0].result()[0]
