@@ -59,7 +59,11 @@ class AutoConsumer(ZmqConsumer):
     def _open(self, timeout: float, *, hasty: bool = False) -> Session:
         deadline = time.monotonic() + timeout
         met = self._dial(self._make_session(), timeout, hasty=hasty)
-        session, choice = self._nearest(met, deadline)
+        try:
+            session, choice = self._nearest(met, deadline)
+        except BaseException:
+            self._loop.call(met.hang_up)  # nobody else knows it; the context would wait for it
+            raise
         if session is not met:
             self._loop.call(met.hang_up)
         if choice != self._choice:
