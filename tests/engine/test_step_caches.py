@@ -173,6 +173,11 @@ def test_the_block_cache_compares_with_what_was_computed() -> None:
     assert asked == [(0, 1), (1, 3), (3, 3), (0, 1), (3, 3), (0, 1), (1, 3), (3, 3)]
 
 
+def test_at_threshold_0_an_input_that_stands_still_is_computed() -> None:
+    _, ask = hook(0.0)
+    assert [ask(0, 1, 10), ask(1, 1, 11)] == [10, 11]
+
+
 def test_branches_keep_their_own() -> None:
     _, ask = hook()
     assert [ask(0, 1, 10), ask(0, 1, 20, "cfg_text")] == [10, 20]
