@@ -51,7 +51,7 @@ def test_nobody_comes(start: Any) -> None:
         free, began = producer.do("free_blocks"), time.monotonic()
         producer.prefill(TOKENS)
         producer.do("settle")
-        assert 1.9 < time.monotonic() - began < 5
+        assert 1.9 < time.monotonic() - began < 10  # prefilling is in it
         assert producer.do("free_blocks") == free
         assert producer.count("send_expired") == 1
         assert "its time to live passed with 1 readers missing" in producer.said()
