@@ -13,7 +13,6 @@ import threading
 import weakref
 from array import array
 from pathlib import Path
-from types import TracebackType
 
 from . import _native
 from .errors import NativeError
@@ -78,12 +77,7 @@ class Ticket:
     def __enter__(self) -> Ticket:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.finish()
 
 

@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 
@@ -96,12 +95,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from types import TracebackType
 
 from ..link import Payload, ReceivedLayer, ReceivedStream
 
@@ -52,12 +51,7 @@ class AsyncReceivedStream:
     def __enter__(self) -> AsyncReceivedStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     async def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from .. import _faults
 
@@ -24,12 +23,7 @@ class Marks:
         _faults.point = self._pass
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _faults.point = self._before
 
     def _pass(self, name: str) -> None:

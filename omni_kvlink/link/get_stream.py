@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property
-from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -140,12 +139,7 @@ class ReceivedStream:
     def __enter__(self) -> ReceivedStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     # For asyncio users, and for the layers

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import time
 import warnings
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -270,12 +269,7 @@ class KVLink:
     def __enter__(self) -> KVLink:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:

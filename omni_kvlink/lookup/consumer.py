@@ -8,7 +8,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -167,12 +166,7 @@ class LookupConsumer:
     def __enter__(self) -> LookupConsumer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _fetch(self, source: _Source, prompt: bytes, wait: bool, deadline: float) -> Match:

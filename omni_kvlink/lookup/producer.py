@@ -9,7 +9,6 @@ import uuid
 import warnings
 from collections.abc import Iterable
 from queue import SimpleQueue
-from types import TracebackType
 from typing import NamedTuple
 
 from ..errors import ClosedError, DuplicateKeyError, KVLinkError, PeerLostError, SchemaError
@@ -91,12 +90,7 @@ class LookupProducer:
     def __enter__(self) -> LookupProducer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _look_again(self) -> None:
