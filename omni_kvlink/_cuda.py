@@ -12,9 +12,9 @@ import os
 import threading
 import weakref
 from array import array
-from pathlib import Path
 
 from . import _native
+from ._part import CompiledPart
 from .errors import NativeError
 from .memory import MappedPages, Region
 
@@ -216,39 +216,19 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
     return status
 
 
-_loading = threading.Lock()
-_state: ctypes.CDLL | NativeError | None = None
-
-
 def _load() -> ctypes.CDLL:
-    """The library, or the one reason why not, found out once."""
-    global _state
-    if _state is None:
-        with _loading:
-            if _state is None:
-                try:
-                    _state = _open(Path(__file__).parent)
-                except NativeError as error:
-                    _state = error
-    if isinstance(_state, NativeError):
-        raise NativeError(*_state.args)
-    return _state
+    return _part.load()
 
 
-def _open(directory: Path) -> ctypes.CDLL:
-    path, excuse = directory / LIBRARY, directory / EXCUSE
-    if not path.exists():
-        why = excuse.read_text().strip() if excuse.exists() else f"there is no {path.name} in it"
-        raise NativeError(f"omni_kvlink has no CUDA part: {why}; {CURE}")
-    try:
-        library = ctypes.CDLL(str(path))
-        version: int = library.kvlc_version()
-        library.kvlc_last_error.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:
-        raise NativeError(f"{path} cannot be used: {error}; {CURE}") from None
-    if version != ABI:
-        raise NativeError(f"{path} has interface {version}, this package wants {ABI}; {CURE}")
-    return library
+def _declare(library: ctypes.CDLL) -> int:
+    library.kvlc_last_error.restype = ctypes.c_char_p
+    version: int = library.kvlc_version()
+    return version
+
+
+_part = CompiledPart(
+    "CUDA part", library=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
+)
 
 
 def _check(status: int) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from ._part import CompiledPart
 from .errors import NativeError
 
 ABI = 1
@@ -194,50 +193,26 @@ def select(name: str) -> None:
     _select(_load(), name)
 
 
-_lock = threading.Lock()
-_state: ctypes.CDLL | NativeError | None = None
-
-
 def _load() -> ctypes.CDLL:
-    """The library, or the one reason why not, found out once."""
-    global _state
-    if _state is None:
-        with _lock:
-            if _state is None:
-                try:
-                    _state = _open(Path(__file__).parent)
-                except NativeError as error:
-                    _state = error
-    if isinstance(_state, NativeError):
-        raise NativeError(*_state.args)
-    return _state
+    return _part.load()
 
 
-def _open(directory: Path) -> ctypes.CDLL:
-    path, excuse = directory / LIBRARY, directory / EXCUSE
-    if not path.exists():
-        why = excuse.read_text().strip() if excuse.exists() else f"there is no {path.name} in it"
-        raise NativeError(f"omni_kvlink has no compiled part: {why}; {CURE}")
-    try:
-        library = ctypes.CDLL(str(path))
-        version: int = library.kvl_version()
-        _declare(library)
-    except (OSError, AttributeError) as error:
-        raise NativeError(f"{path} cannot be used: {error}; {CURE}") from None
-    if version != ABI:
-        raise NativeError(f"{path} has interface {version}, this package wants {ABI}; {CURE}")
-    forced = os.environ.get(ENVIRONMENT)
-    if forced:
-        _select(library, forced)
-    return library
-
-
-def _declare(library: ctypes.CDLL) -> None:
+def _declare(library: ctypes.CDLL) -> int:
+    version: int = library.kvl_version()
     library.kvl_features.restype = ctypes.c_char_p
     library.kvl_last_error.restype = ctypes.c_char_p
     for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify", "kvl_select"):
         function: Callable[..., int] = getattr(library, name)  # AttributeError: another library
         del function
+    forced = os.environ.get(ENVIRONMENT)
+    if forced and version == ABI:
+        _select(library, forced)
+    return version
+
+
+_part = CompiledPart(
+    "compiled part", library=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
+)
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:

@@ -111,21 +111,21 @@ def test_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_library_that_is_missing_or_another(tmp_path: Path) -> None:
     with pytest.raises(NativeError, match=r"there is no _kvlink_cuda\.so in it; install the CUDA"):
-        _cuda._open(tmp_path)
+        _cuda._part.open(tmp_path)
     (tmp_path / _cuda.EXCUSE).write_text("nvcc failed\n")
     with pytest.raises(NativeError, match="has no CUDA part: nvcc failed; install the CUDA"):
-        _cuda._open(tmp_path)
+        _cuda._part.open(tmp_path)
     (tmp_path / _cuda.LIBRARY).write_text("no library")
     with pytest.raises(NativeError, match="cannot be used"):
-        _cuda._open(tmp_path)
+        _cuda._part.open(tmp_path)
 
 
 @NEEDS_LIBRARY
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(_cuda.__file__).parent / _cuda.LIBRARY, tmp_path)
-    monkeypatch.setattr(_cuda, "ABI", _cuda.ABI + 1)
-    with pytest.raises(NativeError, match=f"has interface {_cuda.ABI - 1}, this package wants"):
-        _cuda._open(tmp_path)
+    monkeypatch.setattr(_cuda._part, "abi", _cuda.ABI + 1)
+    with pytest.raises(NativeError, match=f"has interface {_cuda.ABI}, this package wants"):
+        _cuda._part.open(tmp_path)
 
 
 def test_torch_and_the_library_agree() -> None:

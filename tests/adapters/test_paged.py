@@ -53,7 +53,7 @@ LAYOUTS = (separate, stacked, packed)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
-        monkeypatch.setattr(_native, "_state", NativeError("there is none"))
+        monkeypatch.setattr(_native._part, "state", NativeError("there is none"))
     elif _native.missing():
         pytest.skip(_native.missing() or "")
     return str(request.param)

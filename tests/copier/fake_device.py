@@ -66,9 +66,9 @@ class FakeDevice:
 
 def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Until the test's end, the library in `directory` is the CUDA library."""
-    library = _cuda._open(directory)
+    library = _cuda._part.open(directory)
     device = FakeDevice(library)
-    monkeypatch.setattr(_cuda, "_state", library)
+    monkeypatch.setattr(_cuda._part, "state", library)
     monkeypatch.setattr(_cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(_cuda, "describe", lambda device: "cuda 13.0, Fake")
     monkeypatch.setattr(pinned, "_device_of", lambda place: 0 if device.holds(place) else None)
