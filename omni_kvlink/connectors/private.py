@@ -1,10 +1,11 @@
-"""Directories that are this user's alone, and one process at a time in them."""
+"""Directories that are this user's alone, and one process at a time in them; sockets there."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator
 
@@ -40,3 +41,16 @@ def locked(directory: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def is_alive(path: str, kind: socket.SocketKind) -> bool:
+    """Whether a process listens there, be it too busy or too frozen to accept."""
+    with socket.socket(socket.AF_UNIX, kind) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            return True
+    return True

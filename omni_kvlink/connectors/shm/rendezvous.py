@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 
 from ...errors import BusyError, ClosedError, ConnectorError, TransferTimeout
-from ..private import check_private, locked
+from ..private import check_private, is_alive, locked
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
@@ -51,7 +51,7 @@ def listen(path: str) -> socket.socket:
     draft = f"{path}.{os.getpid()}"
     try:
         with locked(os.path.dirname(path)):
-            if _is_alive(path):
+            if is_alive(path, socket.SOCK_SEQPACKET):
                 raise BusyError(f"{path}: another producer serves this name")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft)
@@ -73,7 +73,7 @@ def unlink(path: str, listener: socket.socket) -> None:
     listener.close()
     # Somebody may have cleared the whole directory away already.
     with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(path)):
-        if not _is_alive(path):
+        if not is_alive(path, socket.SOCK_SEQPACKET):
             os.unlink(path)
 
 
@@ -136,19 +136,6 @@ def _try_dial(path: str, timeout: float) -> socket.socket | None:
         sock.close()
         raise ConnectorError(f"{path}: {error.strerror}") from error
     return sock
-
-
-def _is_alive(path: str) -> bool:
-    """Whether a process listens there, be it too busy or too frozen to accept."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:
-            return True
-    return True
 
 
 @contextlib.contextmanager

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
-import socket
 from collections.abc import Iterator
+from socket import SOCK_STREAM
 from typing import Any
 
 import zmq
 
 from ...errors import BusyError, ConnectorError
-from ..private import check_private, locked
+from ..private import check_private, is_alive, locked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Endpoint:
             ConnectorError: it cannot be served there.
         """
         with self._alone():
-            if self.transport == "ipc" and _is_alive(self.address):
+            if self.transport == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
             try:
                 socket.bind(self.text.replace("//localhost:", "//127.0.0.1:"))
@@ -97,7 +97,7 @@ class Endpoint:
             with contextlib.suppress(FileNotFoundError):  # somebody cleared the directory away
                 stack.enter_context(self._alone(make=False))
             context.term()
-            if self.transport == "ipc" and not _is_alive(self.address):
+            if self.transport == "ipc" and not is_alive(self.address, SOCK_STREAM):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.address)
 
@@ -112,16 +112,3 @@ class Endpoint:
             check_private(directory, forbidden=0o077)
         with locked(directory):
             yield
-
-
-def _is_alive(path: str) -> bool:
-    """Whether a process listens there, be it too busy or too frozen to accept."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:
-            return True
-    return True
