@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from battle import Start
 
+from omni_kvlink.connectors.zmq import sockets as zmq_sockets
 from omni_kvlink.testing import faults
 from omni_kvlink.testing.rig import ProcessPeer, until
 
@@ -49,6 +50,13 @@ def battlefield() -> Iterator[str]:
 def _files() -> set[str]:
     """What lies in shared memory; an older way of sharing would leave something there."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of this process give frozen peers up soon."""
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 400)
 
 
 @pytest.fixture(scope="session")

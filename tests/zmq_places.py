@@ -24,6 +24,8 @@ def free_port() -> int:
 
 
 def fresh_url(transport: str, directory: str) -> str:
-    if transport == "tcp":
-        return f"zmq+tcp://127.0.0.1:{free_port()}"
+    """Of a link over "tcp", "ipc" or "ucx"."""
+    if transport != "ipc":
+        scheme = "ucx" if transport == "ucx" else "zmq+tcp"
+        return f"{scheme}://127.0.0.1:{free_port()}"
     return f"zmq+ipc://{directory}/{next(_numbers)}.sock"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from battle import Field
 from victims import battlefield as battlefield
+from victims import impatient as impatient
 from victims import start as start
 from victims import zmq_started as zmq_started
 

@@ -1,8 +1,9 @@
-"""ZMQ between real processes, killed and frozen: each survivor gets a payload or a typed error."""
+"""Links over sockets between real processes, killed and frozen: a payload, or a typed error."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -13,50 +14,49 @@ from battle import Field, Start, kill, timed
 from zmq_places import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.connectors.zmq import sockets as zmq_sockets
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
-NOTICED = 0.5
-"""Seconds from a kill to every survivor's answer."""
 BIG = sized("k", 3 << 20)
 """Too large to travel with its offer: it comes in chunks."""
 
 
+UCX = pytest.param(
+    "ucx",
+    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
+)
+
+
+@pytest.fixture(params=["tcp", UCX])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def field(request: pytest.FixtureRequest, battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=fresh_url(getattr(request, "param", "tcp"), battlefield))
+def field(way: str, battlefield: str) -> Iterator[Field]:
+    field = Field(battlefield, url=fresh_url(way, battlefield))
     yield field
     field.close()
 
 
-BOTH = pytest.mark.parametrize("field", ["tcp", "ipc"], indirect=True)
-
-
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this process give frozen peers up soon."""
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 400)
+def noticed(way: str) -> float:
+    """Seconds from a kill to every survivor's answer."""
+    return 1.0 if way == "ucx" else 0.5
+
+
+EACH = pytest.mark.parametrize("way", ["tcp", "ipc", UCX])
 
 
 # The producer dies
 
 
-@pytest.mark.parametrize(
-    ("field", "point"),
-    [
-        ("tcp", "put.copied"),
-        ("tcp", "publish.after"),
-        ("tcp", "send.chunk"),
-        ("ipc", "send.chunk"),
-    ],
-    indirect=["field"],
-)
-def test_producer_killed(field: Field, start: Start, point: str) -> None:
+@EACH
+@pytest.mark.parametrize("point", ["put.copied", "publish.after", "send.chunk"])
+def test_producer_killed(field: Field, start: Start, point: str, noticed: float) -> None:
     """The payload arrives whole, or the reader learns at once that it will not."""
     victim = start({point: "kill"})
     producer, reader = field.serve_at(victim), field.connect()
@@ -70,14 +70,16 @@ def test_producer_killed(field: Field, start: Start, point: str) -> None:
         assert waiting.result() == fingerprint(BIG.make())
     else:
         expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
-    assert ended.result(PATIENCE) - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < noticed
     with contextlib.suppress(PeerGone):  # it may have answered the moment before
         dying.result(PATIENCE)
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
-def test_what_was_received_outlives_its_producer(field: Field, start: Start) -> None:
+def test_what_was_received_outlives_its_producer(
+    field: Field, start: Start, noticed: float
+) -> None:
     victim = start()
     producer, reader = field.serve_at(victim), field.connect()
     producer.do("put", recipe=BIG.to_dict())
@@ -88,14 +90,14 @@ def test_what_was_received_outlives_its_producer(field: Field, start: Start) -> 
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'other'",))
-    assert ended.result(PATIENCE) - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < noticed
     assert field.here.do("look", key="k") == before
     assert reader.do("stats")["memory"]["used"] > 0
     field.here.do("drop", key="k")
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
 
 
-@BOTH
+@EACH
 def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
     """Killed and started again: the reader that waits gets the next payload in under 2 s."""
     victim, heir = start(), start()
@@ -116,7 +118,7 @@ def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
     assert reader.do("stats")["sessions"] == 2
 
 
-def test_writer_killed_between_layers(field: Field, start: Start) -> None:
+def test_writer_killed_between_layers(field: Field, start: Start, noticed: float) -> None:
     """What came of a stream stays; who waits for more learns that it will not come."""
     recipe = Recipe("s", layers=3, tokens=700, heads=4, dim=64)
     layers = {
@@ -132,7 +134,7 @@ def test_writer_killed_between_layers(field: Field, start: Start) -> None:
     ended = timed(waiting)
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended.result(PATIENCE) - moment < NOTICED
+    assert ended.result(PATIENCE) - moment < noticed
     reader.handle.do("drop", key="s")
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
 
@@ -140,29 +142,20 @@ def test_writer_killed_between_layers(field: Field, start: Start) -> None:
 # A reader dies
 
 
-def test_reader_killed_while_waiting(field: Field, start: Start) -> None:
+def test_reader_killed_while_waiting(field: Field, start: Start, noticed: float) -> None:
     victim = start()
     producer = field.serve()
     dying = field.connect_at(victim)
     dying.ask("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
     kill(victim)
-    until(lambda: producer.stats()["readers"] == 0, "the producer noticed", NOTICED)
+    until(lambda: producer.stats()["readers"] == 0, "the producer noticed", noticed)
     assert producer.stats()["transfers"]["waiting"] == 0
 
 
-@pytest.mark.parametrize(
-    ("field", "how"),
-    [
-        ("tcp", "hold"),
-        ("tcp", "get.offered"),
-        ("tcp", "fetch.chunk"),
-        ("tcp", "get.mapped"),
-        ("ipc", "fetch.chunk"),
-    ],
-    indirect=["field"],
-)
-def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> None:
+@EACH
+@pytest.mark.parametrize("how", ["hold", "get.offered", "fetch.chunk", "get.mapped"])
+def test_reader_killed_while_leased(field: Field, start: Start, how: str, noticed: float) -> None:
     """What a dead reader had, or was fetching, is there for the next one."""
     victim = start({how: "kill"} if "." in how else None)
     producer = field.serve()
@@ -178,13 +171,13 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
         moment = kill(victim)
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     assert waiting.result(PATIENCE) == fingerprint(BIG.make())
-    assert time.monotonic() - moment < NOTICED
+    assert time.monotonic() - moment < noticed
     receipt.wait(timeout=5)
     assert producer.stats()["transfers"]["redelivered"] == 1
     until_freed(producer)
 
 
-def test_reader_killed_and_nobody_else_comes(field: Field, start: Start) -> None:
+def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed: float) -> None:
     victim = start()
     producer = field.serve()
     dying = field.connect_at(victim)
@@ -192,7 +185,7 @@ def test_reader_killed_and_nobody_else_comes(field: Field, start: Start) -> None
     dying.do("hold", key="k", timeout=5)
     kill(victim)
     expect(
-        TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + NOTICED, words=("expired",)
+        TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, words=("expired",)
     )
     until_freed(producer)
 
@@ -244,8 +237,8 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
 # Forked
 
 
-@BOTH
-def test_fork_of_a_producer(field: Field, start: Start) -> None:
+@EACH
+def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
     """The child may use nothing, and does not hide its parent's death."""
     victim = start()
     producer, reader = field.serve_at(victim), field.connect()
@@ -259,14 +252,14 @@ def test_fork_of_a_producer(field: Field, start: Start) -> None:
     until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
     moment = kill(victim)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
+    assert ended.result(PATIENCE) - moment < noticed, "the child hid its parent's death"
     again = field.serve()  # the address is free, though the child is still there
     receipt = again.put(BIG.make())
     assert reader.do("get", key="k", timeout=2) == fingerprint(BIG.make())
     receipt.wait(timeout=5)
 
 
-def test_fork_of_a_reader(field: Field, start: Start) -> None:
+def test_fork_of_a_reader(field: Field, start: Start, noticed: float) -> None:
     victim = start()
     producer, reader = field.serve(), field.connect_at(victim)
     other = field.connect()
@@ -277,5 +270,5 @@ def test_fork_of_a_reader(field: Field, start: Start) -> None:
     kill(victim)
     started = time.monotonic()
     assert other.do("get", key="k", timeout=5) == fingerprint(BIG.make())
-    assert time.monotonic() - started < NOTICED, "the child hid its parent's death"
+    assert time.monotonic() - started < noticed, "the child hid its parent's death"
     receipt.wait(timeout=5)
