@@ -12,6 +12,10 @@ Payload: TypeAlias = tuple[str, int]
 """A key, and the life of the producer that put it: no two have the same bytes."""
 
 
+UNREAD = ("TransferFailed", "TransferTimeout")
+"""How a reader hears that it will not have a payload."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A line of a diary.
@@ -107,10 +111,17 @@ def _deliveries(
     completed = Counter((r.who, key) for r in readers for key, _ in r.completed)
     read = {(r.who, key) for r in readers for key, _ in r.reads}
     words = {(entry.key, entry.word) for producer in producers for entry in producer.entries}
+    shares = Counter((r.who, payload) for r in readers for payload in r.reads)
+    # A reader that was killed, and asked again for what it had let go of, took another's share.
+    taken = {(key, who) for (who, (key, _)), times in shares.items() if times > 1}
+    heard = {(r.who, entry.key) for r in readers for entry in r.entries if entry.word in UNREAD}
     for key, names in orders.items():
         for name in names:
             if completed[name, key] > 1:
                 yield f"{name} read {key} {completed[name, key]} times"
             told = {(key, "failed"), (key, "expired")} & words
+            by_another = any(owner == key and who != name for owner, who in taken)
+            if by_another and (name, key) in heard:
+                continue
             if (name, key) not in read and not told:
                 yield f"{name} never had {key}, and no receipt says so"

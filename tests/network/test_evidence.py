@@ -17,6 +17,9 @@ def reader(who: str, *keys: str, killed: bool = False, life: int = 0) -> Witness
     return Witness("reader", who, 0, killed, [Entry(key, "read", life) for key in keys])
 
 
+TOLD = Witness("reader", "B", 0, False, [Entry("k", "TransferTimeout")])
+A_TWICE = [producer("released"), reader("A", "k", killed=True), reader("A", "k")]
+"""Killed when it had let go of it, and in doubt: it asked again."""
 OTHER = Witness("producer", "P", 0, True, [Entry("x", "put", 9), Entry("y", "put", 9)])
 FINE = {
     "both had it": [producer("released"), reader("A", "k"), reader("B", "k")],
@@ -32,6 +35,7 @@ FINE = {
         reader("B", "k", killed=True),
     ],
     "one never came": [producer("expired"), reader("A", "k"), reader("B")],
+    "who was in doubt took another's share, who heard of it": [*A_TWICE, TOLD],
     "its producer died": [producer(killed=True), reader("A", "k"), reader("B", "k")],
 }
 CONTRADICTIONS = {
@@ -42,6 +46,7 @@ CONTRADICTIONS = {
     "not ended: ('k', 0): leased": [producer("leased"), reader("A", "k"), reader("B", "k")],
     "not ended: ('k', 0): no": [producer(), reader("A", "k"), reader("B", "k")],
     "B never had k": [producer(killed=True), reader("A", "k"), reader("B")],
+    "B never had k, and": [*A_TWICE, reader("B")],
     "nobody put ('k', 7)": [producer("released"), reader("A", "k", life=7), reader("B", "k")],
     "WRONG": [producer("released"), Witness("reader", "A", 0, False, [Entry("k", "WRONG")])],
     "BROKE": [producer("released"), Witness("reader", "A", 0, False, [Entry("-", "BROKE")])],
