@@ -31,9 +31,10 @@ from omni_kvlink.connectors.zmq import sockets as zmq_sockets
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
+from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
-BIG = sized("big", 24 << 20)
+BIG = sized("big", 3 * WINDOW)
 
 
 @pytest.fixture
@@ -186,13 +187,13 @@ def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: N
     with greeted(producer.url) as peer:
         writer = producer.stream_put(Recipe("s").make())
         peer.say(Want(1, "s", True))
-        offer, _ = peer.hear()
+        offer, draft = peer.hear()
         assert isinstance(offer, Offer)
-        nbytes = offer.location.nbytes
-        peer.say(Fetch(1, offer.epoch, nbytes, nbytes + offer.draft))
+        peer.say(Fetch(1, offer.epoch, *offer.first))
         chunk, header = peer.hear()
         assert isinstance(chunk, Chunk)
-        assert len(header) == offer.draft
+        assert header == draft, "it came with the offer"
+        assert Manifest.decode(draft, offer.location.nbytes).request_id == "s"
         producer.fail("s", "no more")
         failed, _ = peer.hear()
         assert isinstance(failed, Failed)
@@ -229,7 +230,7 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
         peer.say(Release(1, offer.epoch, "read"))
         until(lambda: producer.stats()["transfers"]["released"] == 4, "all were let go of")
         assert sum(flying.values()) > WINDOW
-        assert producer.stats()["memory"]["used"] > 24 << 20, "reused under ZMQ"
+        assert producer.stats()["memory"]["used"] > 3 * WINDOW, "reused under ZMQ"
         for start in range(0, 5 * WINDOW, CHUNK):
             peer.say(Fetch(1, offer.epoch, start, start + CHUNK))
     until(lambda: not flying, "ZMQ let go")

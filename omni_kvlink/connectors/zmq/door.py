@@ -139,13 +139,16 @@ class ZmqDoor(Door):
                 self._say(reader, [encode(message), *beside])
 
     def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
-        """A small payload travels with its offer."""
-        if not isinstance(message, Offer) or message.draft or message.location.nbytes > EAGER:
+        """A small payload, or a stream's draft, travels with its offer."""
+        if not isinstance(message, Offer):
+            return []
+        start, stop = message.first
+        if stop - start > EAGER:
             return []
         transfer = self._producer.leased(reader, message.want, message.epoch)
         if transfer is None:
             return []
-        return [bytes(self._producer.payload(transfer).view(0, message.location.nbytes))]
+        return [bytes(self._producer.payload(transfer).view(start, stop))]
 
     def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
         try:
