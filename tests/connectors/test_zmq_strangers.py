@@ -14,6 +14,7 @@ from zmq_strangers import Raw, dialled, greeted
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.fetch import CHUNK, WINDOW
 from omni_kvlink.connectors.messages import (
+    MAX_MESSAGE,
     Chunk,
     Failed,
     Fetch,
@@ -88,10 +89,15 @@ def test_garbage_before_the_greeting(
         assert producer.stats()["transfers"]["waiting"] == 0
 
 
-def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None) -> None:
-    with greeted(producer.url, RECONNECT_IVL=-1) as peer:
-        peer.say(b"x" * (1 << 20))
-        until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+@pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
+def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
+    with greeted(producer.url, RECONNECT_IVL=-1) as peer, greeted(producer.url) as other:
+        peer.say(b"x" * nbytes)
+        until(lambda: producer.stats()["readers"] == 1, "it was dropped")
+        assert refused(producer, "too long") == 1
+        other.say(Want(1, "k"))
+    until(lambda: producer.stats()["readers"] == 0, "the other left")
+    assert refused(producer, "too long") == 1, "the other was counted"
 
 
 NO_ZMQ = {
