@@ -15,7 +15,6 @@ class Ledger:
     Attributes:
         nbytes: the whole payload, header and padding included.
         copies: times the tensors' bytes were copied in host memory.
-        temporary_nbytes: memory taken beyond the payload itself, in bytes.
         reused_nbytes: bytes not sent, because a branch is a prefix of another or the same.
         copier: which one moved the bytes; "" if none did.
         instructions: the instruction set it used, where it chooses one.
@@ -25,7 +24,6 @@ class Ledger:
 
     nbytes: int = 0
     copies: int = 0
-    temporary_nbytes: int = 0
     reused_nbytes: int = 0
     copier: str = ""
     instructions: str = ""
@@ -45,6 +43,5 @@ class Ledger:
         phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
         return (
             f"{self.nbytes / 1e6:.2f} MB, {self.copies} host copies, "
-            f"{self.temporary_nbytes} temporary bytes, {self.reused_nbytes / 1e6:.2f} MB not sent, "
-            f"digests {self.digests}: {phases}"
+            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}: {phases}"
         )

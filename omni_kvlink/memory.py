@@ -131,7 +131,8 @@ class Mapping:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise _full(nbytes, error) from None
-        _populate(pages, _MADV_POPULATE_WRITE)
+        _advise(pages, mmap.MADV_HUGEPAGE)
+        _advise(pages, _MADV_POPULATE_WRITE)
         return cls(pages, nbytes)
 
     @classmethod
@@ -152,7 +153,7 @@ class Mapping:
             if fd >= 0:
                 os.close(fd)
             raise _full(nbytes, error) from None
-        _populate(pages, _MADV_POPULATE_WRITE)
+        _advise(pages, _MADV_POPULATE_WRITE)
         return cls(pages, nbytes, fd=fd)
 
     @classmethod
@@ -164,7 +165,7 @@ class Mapping:
             raise _full(nbytes, error) from None
         finally:
             os.close(fd)
-        _populate(pages, _MADV_POPULATE_READ)
+        _advise(pages, _MADV_POPULATE_READ)
         return cls(pages, nbytes, readonly=True)
 
     def __del__(self) -> None:
@@ -211,8 +212,8 @@ def _meminfo_available() -> int:
     return 1 << 62
 
 
-def _populate(pages: mmap.mmap, advice: int) -> None:
-    # An older kernel refuses; then the first copy pays the page faults.
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    # A kernel that refuses makes copies slower: the first pays the page faults, or all small pages.
     with contextlib.suppress(OSError, ValueError):
         pages.madvise(advice)
 

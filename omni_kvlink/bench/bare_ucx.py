@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import select
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _native
 from ..connectors.ucx import unavailable
 from ..connectors.ucx.plane import Plane
 from ..connectors.ucx.settings import Settings
@@ -59,14 +61,22 @@ class Bare(Way):
     """ucxx alone, asleep when it has nothing to do; `options` as UCX takes them.
 
     Spinning, as ucxx does by itself, is slower where the cores are not idle.
+
+    Args:
+        step: bytes of each message; one has all if 0.
     """
 
-    def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str]):
+    def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str], step: int = 0):
         self._ucxx, make = load()
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         self._worker = self._ucxx.UCXWorker(self._ucxx.UCXContext(options, features), False, False)
         self._worker.init_blocking_progress_mode()
-        self._array, self._tag = make(buffer), self._ucxx.UCXXTag(1)
+        step = step or len(buffer)
+        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
+        self._messages = [
+            (make(piece), self._ucxx.UCXXTag(tag)) for tag, piece in enumerate(self._pieces)
+        ]
+        self._requests: list[Any] = []
         self.address = bytes(self._worker.address.tobytes()).hex()
 
     def meet(self, address: str) -> None:
@@ -74,23 +84,59 @@ class Bare(Way):
         self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
 
     def send(self) -> None:
-        self._request = self._endpoint.tag_send(self._array, self._tag)
+        self._requests = [self._endpoint.tag_send(*message) for message in self._messages]
         self.wait()
 
     def receive(self) -> None:
-        self._request = self._worker.tag_recv(self._array, self._tag)
+        self._requests = [self._worker.tag_recv(*message) for message in self._messages]
 
     def wait(self) -> None:
-        while True:
-            self._worker.progress()
-            if self._request.completed:
-                break
-            if self._worker.arm():
-                select.select([self._worker.epoll_file_descriptor], [], [])
-        self._request.check_error()
+        while self._is_busy():
+            self._sleep()
+        for request in self._requests:
+            request.check_error()
 
     def close(self) -> None:
         self._endpoint.close_blocking()
+
+    def _is_busy(self) -> bool:
+        self._worker.progress()
+        return not all(request.completed for request in self._requests)
+
+    def _sleep(self, *others: int) -> None:
+        if self._worker.arm():
+            select.select([self._worker.epoll_file_descriptor, *others], [], [])
+
+
+class Copied(Bare):
+    """What a put cannot do without, and no more: a thread copies with digests, step by step, and
+    each step leaves while the next is copied. Nothing is announced, asked for or answered.
+    """
+
+    def send(self) -> None:
+        """The tensors to copy are made at the first call."""
+        if not hasattr(self, "_sources"):
+            self._sources = [piece.copy() for piece in self._pieces]
+        self._requests, self._copied = [], os.eventfd(0, os.EFD_NONBLOCK)
+        thread = threading.Thread(target=self._copy)
+        thread.start()
+        left = iter(self._messages)
+        while self._is_busy() or len(self._requests) < len(self._messages):
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(os.eventfd_read(self._copied)):
+                    self._requests.append(self._endpoint.tag_send(*next(left)))
+                continue
+            self._sleep(self._copied)
+        thread.join()
+        os.close(self._copied)
+
+    def _copy(self) -> None:
+        for source, piece in zip(self._sources, self._pieces, strict=True):
+            batch = _native.Batch(piece.ctypes.data, piece.nbytes, threads=1, stores=_native.STREAM)
+            view = _native.flat_view_words(source.ctypes.data, source.nbytes)
+            batch.add(0, piece.nbytes, view, digest=True)
+            batch.gather()
+            os.eventfd_write(self._copied, 1)
 
 
 class ByPlane(Way):
@@ -172,6 +218,7 @@ def make_ways(nbytes: int, *, is_sender: bool) -> dict[str, Way]:
     return {
         "bare tag send, our settings": Bare(buffer, Settings().options()),
         "bare tag send, UCX's settings": Bare(buffer, plain),
+        f"bare, copied in steps of {CHUNK >> 20} MiB": Copied(buffer, Settings().options(), CHUNK),
         "plane, one message": ByPlane(buffer, nbytes),
         f"plane, messages of {CHUNK >> 20} MiB": ByPlane(buffer, CHUNK),
         "one TCP connection": Tcp(buffer, is_sender),

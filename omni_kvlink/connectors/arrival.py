@@ -17,7 +17,7 @@ from .base import Delivery
 from .fetch import CHUNK, Fetch
 from .messages import Chunk, Committed, Layer, Offer, Outcome, short
 from .progress import Progress
-from .store import Store
+from .store import Store, fill
 
 _HEAD, _WHOLE = "head", "whole"
 Label: TypeAlias = "str | Layer"
@@ -35,7 +35,7 @@ class Arrival:
         store: whose memory it is brought to.
         release: tells the producer, and brings the memory back; callable anywhere, never blocks.
         fetching: told when it is known what to ask for.
-        gift: the whole payload, if it came with the offer.
+        gift: what its reader needs first, if it came with the offer.
         chunk: the most to ask for at a time.
     """
 
@@ -59,7 +59,7 @@ class Arrival:
         self._store, self._release, self._fetching = store, release, fetching
         self._gift = gift
         self._block: Block | None = None
-        self._sink: memoryview | None = None
+        self._sink: Region | None = None
         self._header = b""
         self._manifest: Manifest | None = None
         self._early: list[Layer | Committed] = []
@@ -99,7 +99,7 @@ class Arrival:
     def placed(self, block: Block) -> None:
         """There is room: ask for what a reader needs first."""
         self._block = block
-        self._sink = self._store.region(block).view()
+        self._sink = self._store.region(block)
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
         if draft:
             self.fetch.want(nbytes, nbytes + draft, _HEAD)
@@ -110,7 +110,8 @@ class Arrival:
         if self._gift:
             self.fetch.ask(len(self._gift))  # as if: it came already
             gift, self._gift = self._gift, b""
-            self.take(Chunk(self.offer.want, self.offer.epoch, 0), memoryview(gift))
+            start, _ = self.offer.first
+            self.take(Chunk(self.offer.want, self.offer.epoch, start), memoryview(gift))
         else:
             self._fetching(self)
 
@@ -128,7 +129,7 @@ class Arrival:
             raise WireError(f"bytes of epoch {chunk.epoch} of {self.key!r} came, nobody asked")
         nbytes = payload.nbytes
         self.fetch.check(chunk.start, nbytes)
-        self._sink[chunk.start : chunk.start + nbytes] = payload
+        fill(self._sink.slice(chunk.start, nbytes), payload)
         self.landed(chunk.start, nbytes)
 
     def lend(self, start: int, stop: int) -> Region:
@@ -208,7 +209,7 @@ class Arrival:
         """
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
         assert self._sink is not None
-        header = self._sink[nbytes : nbytes + draft] if draft else self._sink[:nbytes]
+        header = self._sink.view(*self.offer.first)
         try:
             self._manifest = manifest = Manifest.decode(header, nbytes)
         except WireError as error:

@@ -95,6 +95,12 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
     location: Location
     draft: Number = 0
 
+    @property
+    def first(self) -> tuple[int, int]:
+        """Which bytes its reader needs first: all, or of a stream the draft behind it."""
+        nbytes = self.location.nbytes
+        return (nbytes, nbytes + self.draft) if self.draft else (0, nbytes)
+
 
 class Layer(_Message, frozen=True, array_like=True, tag=True):
     """Producer: of a streamed payload the tensors from number `first` on are there.

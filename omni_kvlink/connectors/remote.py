@@ -159,7 +159,7 @@ class RemoteSession(Session):
         """What the producer said.
 
         Args:
-            beside: a small payload that came with its offer.
+            beside: a small payload that came with its offer, or a stream's draft.
 
         Raises:
             WireError: it may not say that.
@@ -186,7 +186,8 @@ class RemoteSession(Session):
             arrival.take(chunk, payload)
 
     def _admit(self, offer: Offer, beside: bytes) -> None:
-        if beside and (offer.draft or len(beside) != offer.location.nbytes):
+        start, stop = offer.first
+        if beside and len(beside) != stop - start:
             raise WireError(f"{self._url} sent another payload than it offered")
         if offer.want in self._arrivals:
             return  # said twice: it is in use

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from .. import _native
 from ..arena import ArenaPool, Block
 from ..errors import CapacityError, KVLinkError
 from ..memory import Mapping, Region
 from .loop import Loop
+
+_MANY = 256 << 10
+"""Bytes that are not read again before others have driven them out of the processor's cache."""
 
 
 class Guest(Protocol):
@@ -149,3 +155,14 @@ class Store:
         del self._waiting[guest]
         self.blocks += 1
         guest.placed(block)
+
+
+def fill(place: Region, payload: memoryview) -> None:
+    """Copy as many bytes as there is room for; many go past the processor's cache."""
+    if place.nbytes < _MANY or _native.missing():
+        place.view()[:] = payload
+        return
+    batch = _native.Batch(place.address, place.nbytes, threads=1, stores=_native.STREAM)
+    source = np.frombuffer(payload, np.uint8).ctypes.data
+    batch.add(0, place.nbytes, _native.flat_view_words(source, payload.nbytes), digest=False)
+    batch.gather()

@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import zmq
 from zmq_places import free_port
 
-from omni_kvlink import ConnectorError, KVLink, TransferTimeout
+from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, TransferTimeout
 from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.auto import AutoConsumer
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.messages import encode, own_hello
 from omni_kvlink.connectors.zmq.keys import generate
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import ProcessPeer, Rig
+from omni_kvlink.testing.rig import PATIENCE, SLACK, ProcessPeer, Rig, expect
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
 HAS_UCX = ucx.unavailable() is None
@@ -148,6 +154,33 @@ def test_without_tcp_it_is_shared_memory() -> None:
 def test_nobody_serves() -> None:
     with pytest.raises(TransferTimeout, match=r"auto://.*nobody serves"):
         KVLink.connect(fresh_url(), timeout=0.1)
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="no ucxx")
+def test_closed_while_it_chooses() -> None:
+    """What it met first is let go of as well: the end of ZMQ waits for every connection."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as producer:
+        address = f"127.0.0.1:{free_port()}"
+        producer.bind(f"tcp://{address}")
+        reader = AutoConsumer("nobody", Options(tcp=address))
+        ended: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                reader.connect(PATIENCE)
+            except KVLinkError as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        met, _ = producer.recv_multipart()
+        producer.send_multipart([met, encode(own_hello("n", ("ucx",)))])
+        other, _ = producer.recv_multipart()  # who wants UCX has no answer
+        assert other != met
+        closing = threading.Thread(target=reader.close, daemon=True)
+        closing.start()
+        expect(ClosedError, lambda: ended.result(5), within=SLACK)
+        closing.join(5)
+        assert not closing.is_alive()
 
 
 def test_other_machines_need_keys(tmp_path: Path) -> None:

@@ -158,11 +158,14 @@ def test_late_bytes_never_land_in_memory_that_is_reused(liar: Liar, reader: KVLi
     assert liar.hear_until(Release) == Release(2, 8, "read")
 
 
+@pytest.mark.parametrize("draft", [0, 512])
 @pytest.mark.parametrize("beside", [b"short", bytes(NBYTES + 1)])
-def test_gifts_that_are_not_what_was_offered(liar: Liar, reader: KVLink, beside: bytes) -> None:
+def test_gifts_that_are_not_what_was_offered(
+    liar: Liar, reader: KVLink, beside: bytes, draft: int
+) -> None:
     ended = get(reader)
     liar.hear_until(Want)
-    liar.say(Offer(1, 7, Location(0, 0, NBYTES)), beside)
+    liar.say(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
 
 
@@ -196,15 +199,19 @@ def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("draft", [0, 512])
-def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int) -> None:
+def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int, beside: bool) -> None:
     """The stream is rejected, its memory comes back, the connection goes on."""
     ended = get(reader, streamed=True)
     liar.hear_until(Want)
-    liar.say(Offer(1, 7, Location(0, 0, 1000), draft))
-    fetch = liar.hear_until(Fetch)
-    assert isinstance(fetch, Fetch)
-    liar.say(Chunk(1, 7, fetch.start), b"\x09" * (fetch.stop - fetch.start))
+    offer, nonsense = Offer(1, 7, Location(0, 0, 1000), draft), b"\x09" * (draft or 1000)
+    if beside:
+        liar.say(offer, nonsense)
+    else:
+        liar.say(offer)
+        assert liar.hear_until(Fetch) == Fetch(1, 7, *offer.first)
+        liar.say(Chunk(1, 7, offer.first[0]), nonsense)
     assert type(ended.exception(5)) is WireError
     released = liar.hear_until(Release)
     assert isinstance(released, Release)

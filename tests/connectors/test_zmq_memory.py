@@ -127,7 +127,7 @@ def test_no_page_faults_when_warm(producer: KVLink) -> None:
     assert done.returncode == 0, done.stderr
     faults = [int(line) for line in done.stdout.split()]
     pages = 48 * MIB // 4096
-    assert faults[0] > pages  # its memory is new
+    assert faults[0] > pages // 8, "its memory is new"
     assert sum(faults[2:]) < pages // 8, faults
 
 
@@ -144,7 +144,7 @@ def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.M
 
     monkeypatch.setattr(remote.RemoteSession, "_fetch", watched)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
-        recipes = [sized(f"k{n}", 5 * MIB, seed=n) for n in range(4)]
+        recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
         wants = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())

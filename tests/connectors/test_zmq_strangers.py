@@ -14,6 +14,7 @@ from zmq_strangers import Raw, dialled, greeted
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.fetch import CHUNK, WINDOW
 from omni_kvlink.connectors.messages import (
+    MAX_MESSAGE,
     Chunk,
     Failed,
     Fetch,
@@ -31,9 +32,10 @@ from omni_kvlink.connectors.zmq import sockets as zmq_sockets
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
+from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
-BIG = sized("big", 24 << 20)
+BIG = sized("big", 3 * WINDOW)
 
 
 @pytest.fixture
@@ -87,10 +89,15 @@ def test_garbage_before_the_greeting(
         assert producer.stats()["transfers"]["waiting"] == 0
 
 
-def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None) -> None:
-    with greeted(producer.url, RECONNECT_IVL=-1) as peer:
-        peer.say(b"x" * (1 << 20))
-        until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+@pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
+def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
+    with greeted(producer.url, RECONNECT_IVL=-1) as peer, greeted(producer.url) as other:
+        peer.say(b"x" * nbytes)
+        until(lambda: producer.stats()["readers"] == 1, "it was dropped")
+        assert refused(producer, "too long") == 1
+        other.say(Want(1, "k"))
+    until(lambda: producer.stats()["readers"] == 0, "the other left")
+    assert refused(producer, "too long") == 1, "the other was counted"
 
 
 NO_ZMQ = {
@@ -186,13 +193,13 @@ def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: N
     with greeted(producer.url) as peer:
         writer = producer.stream_put(Recipe("s").make())
         peer.say(Want(1, "s", True))
-        offer, _ = peer.hear()
+        offer, draft = peer.hear()
         assert isinstance(offer, Offer)
-        nbytes = offer.location.nbytes
-        peer.say(Fetch(1, offer.epoch, nbytes, nbytes + offer.draft))
+        peer.say(Fetch(1, offer.epoch, *offer.first))
         chunk, header = peer.hear()
         assert isinstance(chunk, Chunk)
-        assert len(header) == offer.draft
+        assert header == draft, "it came with the offer"
+        assert Manifest.decode(draft, offer.location.nbytes).request_id == "s"
         producer.fail("s", "no more")
         failed, _ = peer.hear()
         assert isinstance(failed, Failed)
@@ -229,7 +236,7 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
         peer.say(Release(1, offer.epoch, "read"))
         until(lambda: producer.stats()["transfers"]["released"] == 4, "all were let go of")
         assert sum(flying.values()) > WINDOW
-        assert producer.stats()["memory"]["used"] > 24 << 20, "reused under ZMQ"
+        assert producer.stats()["memory"]["used"] > 3 * WINDOW, "reused under ZMQ"
         for start in range(0, 5 * WINDOW, CHUNK):
             peer.say(Fetch(1, offer.epoch, start, start + CHUNK))
     until(lambda: not flying, "ZMQ let go")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -38,20 +40,39 @@ if TYPE_CHECKING:
 
 MAX_PEERS = 1024
 _RETRY_SECONDS = 1.0
+_MOMENT_MS = 10
+"""Who froze, and is given up for that, costs them once."""
 
 
 class Reader(Visitor):
-    """A greeted peer: its name on the socket, its connection, what it asked for and has not got."""
+    """A greeted peer: its name on the socket, its connection, what it asked for and has not got.
 
-    def __init__(self, door: ZmqDoor, identity: bytes, descriptor: int):
+    Attributes:
+        line: the connection once more: it outlives ZMQ's, to tell how that ended.
+    """
+
+    def __init__(self, door: ZmqDoor, identity: bytes, line: socket.socket):
         super().__init__(door)
-        self.identity, self.descriptor = identity, descriptor
+        self.identity, self.line = identity, line
         self.asked: deque[Fetch] = deque()
         self.flying = 0
 
     @property
     def waiting(self) -> int:
         return sum(fetch.stop - fetch.start for fetch in self.asked)
+
+    def ended_unread(self) -> bool:
+        """Whether its connection ended at what ZMQ would not read: a frame that is too long.
+
+        Then there is more to read, or a moment later. Of who went himself there is an end to read.
+        """
+        more = select.poll()  # not `select`: descriptors may have any number
+        more.register(self.line, select.POLLIN)
+        more.poll(_MOMENT_MS)
+        try:
+            return bool(self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
 
 
 class ZmqDoor(Door):
@@ -139,13 +160,16 @@ class ZmqDoor(Door):
                 self._say(reader, [encode(message), *beside])
 
     def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
-        """A small payload travels with its offer."""
-        if not isinstance(message, Offer) or message.draft or message.location.nbytes > EAGER:
+        """A small payload, or a stream's draft, travels with its offer."""
+        if not isinstance(message, Offer):
+            return []
+        start, stop = message.first
+        if stop - start > EAGER:
             return []
         transfer = self._producer.leased(reader, message.want, message.epoch)
         if transfer is None:
             return []
-        return [bytes(self._producer.payload(transfer).view(0, message.location.nbytes))]
+        return [bytes(self._producer.payload(transfer).view(start, stop))]
 
     def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
         try:
@@ -201,9 +225,10 @@ class ZmqDoor(Door):
         # The end of whoever had this descriptor before must be known before it gets a new owner.
         self._port.hear_events()
         descriptor = int(frame.get(zmq.SRCFD))
-        if descriptor not in self._connected:
+        line = self._port.keep(descriptor) if descriptor in self._connected else None
+        if line is None:
             return  # it went already
-        reader = Reader(self, identity, descriptor)
+        reader = Reader(self, identity, line)
         self._connected[descriptor] = self._readers[identity] = reader
         self._say(reader, [encode(self._producer.hello)])
 
@@ -214,6 +239,9 @@ class ZmqDoor(Door):
             stranger = value in self._connected and self._connected[value] is None
             reader = self._connected.pop(value, None)
             if reader is not None:
+                if reader.ended_unread():
+                    self._count("too long")
+                self._port.let_go(reader.line)
                 self._leaving.append(reader)
             elif stranger:  # ZMQ does not say of each why it was refused
                 self._count("no greeting")
@@ -311,6 +339,8 @@ class ZmqDoor(Door):
         if self._context.closed:
             return
         self._flush()
+        for reader in filter(None, self._connected.values()):
+            self._port.let_go(reader.line)
         self._port.close()
         if self._gate is not None:
             self._gate.close()

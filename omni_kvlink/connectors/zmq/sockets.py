@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import struct
 import threading
@@ -40,6 +41,7 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
 )
+_POLLIN = int(zmq.POLLIN)  # a flag's own `&` takes longer than asking ZMQ
 _ports: weakref.WeakSet[Port] = weakref.WeakSet()
 
 
@@ -131,6 +133,20 @@ class Port:
             self._on_event(event, value)
         return heard
 
+    def keep(self, descriptor: int) -> socket.socket | None:
+        """A connection once more, open until `let_go`; None if it is gone."""
+        try:
+            line = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return None
+        self.descriptors.add(line.fileno())
+        return line
+
+    def let_go(self, line: socket.socket) -> None:
+        """Of what `keep` gave: only then is the connection closed, if ZMQ ended it before."""
+        self.descriptors.discard(line.fileno())
+        line.close()
+
     def close(self) -> None:
         """Last words go out while the context ends."""
         with self.turn:
@@ -139,8 +155,8 @@ class Port:
 
     def _close(self) -> None:
         self._closed = True
-        for socket in (self.socket, self._monitor):
-            self._loop.unwatch(socket.FD)
+        for one in (self.socket, self._monitor):
+            self._loop.unwatch(one.FD)
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(LINGER_MS)
@@ -150,7 +166,7 @@ class Port:
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message is there; asking costs a tenth of the error that a vain receipt raises."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
