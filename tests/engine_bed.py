@@ -112,6 +112,6 @@ def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffu
     kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
     kv = {"timeout": WAIT, **kv}
     if source is not None:
-        kv |= {"source": source.url, "source_options": {"directory": sockets}}
+        kv |= {"sources": (source.url,), "source_options": {"directory": sockets}}
     how: dict[str, Any] = {"dtype": "float32", **fields}
     return OmniDiffusionConfig(checkpoint(), kv=KVConfig(**kv), **how)

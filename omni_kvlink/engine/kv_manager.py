@@ -117,7 +117,7 @@ class DiffusionKVManager:
             EngineError: `allocate` it first; or this manager has no connector.
         """
         if self.connector is None:
-            raise EngineError("this stage has no KV source: set kv.source")
+            raise EngineError("this stage has no KV source: set kv.sources")
         self._begin(self.connector, request)
 
     def receive_from_connector(

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config import OmniDiffusionConfig, StageConfig
+from ..config import StageConfig
 from ..errors import EngineAsleepError, EngineError
 from ..kv_manager import DiffusionKVManager
 from ..model import ModelUtility
@@ -71,7 +71,7 @@ class WorkerBase(ABC, Generic[R]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         config = self.config
-        if isinstance(config, OmniDiffusionConfig) and config.parallel_config.world_size > 1:
+        if config.parallel_config.world_size > 1:
             if not config.distributed_init_method:
                 raise ValueError("several ranks need a place to meet: distributed_init_method")
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any

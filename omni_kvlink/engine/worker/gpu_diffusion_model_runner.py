@@ -93,11 +93,11 @@ class GPUDiffusionModelRunner:
 
     def _init_connector(self) -> None:
         kv = self.config.kv
-        if kv.sink:
+        if kv.sinks:
             self.handover = Handover(kv)
-        if kv.source:
+        if kv.sources:
             timeout = kv.connect_timeout
-            self.connector = KVLink.connect(kv.source, timeout=timeout, **kv.source_options)
+            self.connector = KVLink.connect(kv.sources[0], timeout=timeout, **kv.source_options)
             self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
 
     # One batch.
@@ -116,7 +116,7 @@ class GPUDiffusionModelRunner:
             return True
         try:
             if self.kv_manager is None:
-                raise EngineError("this stage has no KV source: set kv.source")
+                raise EngineError("this stage has no KV source: set kv.sources")
             data = self.kv_manager.get_kv_cache(request.request_id)
             request.past_key_values = self.utility.convert(data, request)
         except KVLinkError as error:
@@ -155,7 +155,7 @@ class GPUDiffusionModelRunner:
             return self._failed(request, output.error)
         try:
             if self.handover is None:
-                raise EngineError("this stage has no KV sink: set kv.sink")
+                raise EngineError("this stage has no KV sink: set kv.sinks")
             output.kv_sent = self.handover.send(self._extract_kv_cache(request))
         except KVLinkError as error:
             return self._failed(request, error)

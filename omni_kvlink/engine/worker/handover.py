@@ -17,7 +17,7 @@ class Handover:
 
     def __init__(self, config: KVConfig):
         self._config = config
-        self.link = KVLink.serve(config.sink, **config.sink_options)
+        self.link = KVLink.serve(config.sinks[0], **config.sink_options)
 
     def send(self, payload: Payload) -> KVSent:
         """Copy a request's KV into the link; its tensors and blocks are free again.
