@@ -56,6 +56,7 @@ class KVConfig:
         sinks: URLs to serve, of each tensor rank, for the stage after; none if there is no such
             stage.
         source_options, sink_options: fields of the connectors' `Options`.
+        receivers: how the stage after divides its work: each of its ranks is sent only its part.
         budget: bytes of received KV that may be held at once.
         reserve: bytes set aside for a KV whose size nobody said; a share of the budget if 0.
         timeout: seconds until a request's KV must have come.
@@ -70,6 +71,7 @@ class KVConfig:
     sinks: tuple[str, ...] = ()
     source_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sink_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    receivers: DiffusionParallelConfig = dataclasses.field(default_factory=DiffusionParallelConfig)
     budget: int = 4 << 30
     reserve: int = 0
     timeout: float = 60.0
@@ -98,6 +100,7 @@ class StageConfig:
             number of ranks if empty.
         distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port"; found by
             the executor if empty.
+        distributed_timeout: seconds in which the other ranks must come to what all do together.
     """
 
     model: str
@@ -113,6 +116,7 @@ class StageConfig:
     )
     distributed_executor_backend: str = ""
     distributed_init_method: str = ""
+    distributed_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:

@@ -29,6 +29,7 @@ _AR_FIELDS = {
     "model_class_name",
     "distributed_executor_backend",
     "distributed_init_method",
+    "distributed_timeout",
 }
 
 
@@ -62,6 +63,9 @@ def stage_configs(
                 configs.append(_dit(values))
         except (msgspec.ValidationError, ValueError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
+    for at, after in enumerate(configs[1:]):
+        kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
+        configs[at] = dataclasses.replace(configs[at], kv=kv)
     return configs
 
 
