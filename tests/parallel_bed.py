@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +23,7 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     StageConfig,
 )
+from omni_kvlink.engine.cache_backend import make_cache_backend
 from omni_kvlink.engine.holding import KVState
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 from omni_kvlink.engine.worker.handover import Handover
@@ -97,9 +98,15 @@ def value(answer: Any) -> Any:
 
 
 class Stage:
-    """Ranks that paint, and the end of the stage before, which is this process."""
+    """Ranks that paint, and the end of the stage before, which is this process.
 
-    def __init__(self, directory: str, dtype: str = "float32", **degrees: int):
+    Args:
+        onward: URLs that they hand KV on by, one each.
+    """
+
+    def __init__(
+        self, directory: str, dtype: str = "float32", onward: Sequence[str] = (), **degrees: int
+    ):
         self.dtype = getattr(torch, dtype)
         parallel = DiffusionParallelConfig(**degrees)
         url, options = f"shm://stage-{next(_numbers)}", {"directory": directory}
@@ -112,7 +119,14 @@ class Stage:
             max_num_seqs=4,
             parallel_config=parallel,
             distributed_init_method=f"file://{directory}/meet-{url[6:]}",
-            kv=KVConfig(sources=(url,), source_options=options, timeout=20),
+            kv=KVConfig(
+                sources=(url,),
+                sinks=tuple(onward),
+                source_options=options,
+                sink_options=options,
+                receivers=parallel,
+                timeout=20,
+            ),
         )
         self.ranks = Ranks(self.config)
 
@@ -189,7 +203,7 @@ def receive(worker: Any, *requests: OmniDiffusionRequest) -> list[str]:
 def received(worker: Any, request_id: str) -> dict[str, tuple[Any, list[str]]]:
     """Each branch of a KV that is held: its metadata, and digests of its tensors."""
     data = worker.runner.kv_manager.get_kv_cache(request_id)
-    return {name: (data[name].metadata, [digest(t) for t in data[name].tensors()]) for name in data}
+    return {name: (data[name].metadata, digests(data[name].tensors())) for name in data}
 
 
 def execute(worker: Any, *requests: OmniDiffusionRequest) -> list[tuple[Any, Any]]:
@@ -198,14 +212,14 @@ def execute(worker: Any, *requests: OmniDiffusionRequest) -> list[tuple[Any, Any
     return [(one.result.output, one.result.error) for one in found]
 
 
-def painted(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], list[str]]:
-    """Receive and execute: images, and digests of the latents that were integrated here."""
-    pipeline, latents = worker.runner.pipeline, list[str]()
+def painted(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], list[torch.Tensor]]:
+    """Receive and execute: images, and the latents that were integrated here."""
+    pipeline, latents = worker.runner.pipeline, list[torch.Tensor]()
     original = type(pipeline).denoise_batch
 
     def noted(*args: Any) -> Any:
         found = original(pipeline, *args)
-        latents.extend(digest(one) for one in found)
+        latents.extend(found)
         return found
 
     pipeline.denoise_batch = noted
@@ -221,14 +235,29 @@ def painted(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], li
     return [image for image, _ in outputs], latents
 
 
-def stats(worker: Any) -> dict[str, Any]:
-    found: dict[str, Any] = worker.runner.kv_manager.stats()
-    return found
+def accelerate(worker: Any, name: str, config: dict[str, Any]) -> None:
+    """Use a cache backend."""
+    runner = worker.runner
+    runner.cache_backend = make_cache_backend(name, config)
+    runner.cache_backend.enable(runner.pipeline)
+
+
+def slow_down(worker: Any) -> dict[str, int]:
+    """Do without it again; the passes that were saved, by branch."""
+    runner = worker.runner
+    saved = dict(runner.cache_backend.memory.reused)
+    setattr(runner.pipeline.hooks, runner.cache_backend.hook, None)
+    runner.cache_backend = None
+    return saved
 
 
 def digest(tensor: Any) -> str:
     dense = tensor.contiguous().view(torch.uint8)
     return hashlib.sha256(dense.numpy().tobytes()).hexdigest()
+
+
+def digests(tensors: Iterable[Any]) -> list[str]:
+    return [digest(one) for one in tensors]
 
 
 def requests(*names: str, edit: bool = False, **fields: Any) -> list[OmniDiffusionRequest]:

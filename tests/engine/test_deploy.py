@@ -123,6 +123,8 @@ def test_three_stages_hand_on(bagel: Path) -> None:
     ar, draft, final = configs(bagel)
     assert (draft.kv.sinks, draft.kv.sink_options) == (("shm://x",), {"quota": 5})
     assert ar.kv.sinks != draft.kv.sinks
+    assert ar.kv.receivers == draft.parallel_config
+    assert draft.kv.receivers == final.parallel_config
     assert final.kv.sinks == ()
     assert final.parallel_config.cfg_parallel_size == 2
 

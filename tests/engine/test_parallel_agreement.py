@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from parallel_bed import Stage, execute, painted, receive, requests, stages, value
+from parallel_bed import Stage, digests, execute, painted, receive, requests, stages, value
 
 from omni_kvlink.engine import (
     EngineDeadError,
@@ -63,10 +63,9 @@ def well(bed: Stage, name: str = "well") -> list[str]:
     """They still paint together: the latents."""
     wanted = requests(name)
     bed.send(*wanted)
-    found = bed.ranks.all(painted, *wanted)
-    assert found[0][1] == found[1][1]
-    latents: list[str] = found[0][1]
-    return latents
+    (_, ours), (_, theirs) = bed.ranks.all(painted, *wanted)
+    assert digests(ours) == digests(theirs)
+    return digests(ours)
 
 
 # ---- who takes part

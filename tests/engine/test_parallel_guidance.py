@@ -13,11 +13,21 @@ from typing import Any
 import pytest
 import torch
 from engine_bed import bundle, checkpoint
-from parallel_bed import Stage, digest, execute, painted, receive, received, requests, stages
+from parallel_bed import (
+    Stage,
+    accelerate,
+    digests,
+    execute,
+    painted,
+    receive,
+    received,
+    requests,
+    slow_down,
+    stages,
+)
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import OmniDiffusionConfig
-from omni_kvlink.engine.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 
 BRANCHES = ("gen", "cfg_text", "cfg_img")
@@ -64,7 +74,7 @@ def test_the_image_is_that_of_one_process(bed: Stage, single: Any, names: str, e
     found = bed.ranks.all(painted, *requests(*names, edit=edit))
     own = requests(*names, edit=edit, need_kv_receive=False)
     images, latents = painted(single(bed.dtype), *own)
-    assert [ours for _, ours in found] == [latents] * len(found)
+    assert [digests(ours) for _, ours in found] == [digests(latents)] * len(found)
     assert all(torch.equal(*pair) for pair in zip(found[0][0], images, strict=True))
     assert [others for others, _ in found[1:]] == [[None] * len(names)] * (len(found) - 1)
 
@@ -86,10 +96,10 @@ def test_a_rank_has_the_kv_of_its_branches_alone(bed: Stage) -> None:
     found = bed.ranks.all(hold, wanted)
     for rank, ((branches, nbytes), charged) in enumerate(found):
         assert list(branches) == list(BRANCHES[rank :: len(found)])
-        for name, (metadata, digests) in branches.items():
+        for name, (metadata, bits) in branches.items():
             assert metadata.kv_lens == whole[name].metadata.kv_lens
             assert metadata.ropes == whole[name].metadata.ropes
-            assert digests == [digest(one) for one in whole[name].tensors()]
+            assert bits == digests(whole[name].tensors())
         assert nbytes <= largest
         assert charged == 0
     assert len({nbytes for (_, nbytes), _ in found}) == len(found)  # and not all of it on each
@@ -117,14 +127,14 @@ def test_the_image_depends_on_what_another_rank_has(bed: Stage) -> None:
     def paint(name: str) -> Any:
         (wanted,) = requests(name, edit=True)
         bed.send(wanted)
-        return bed.ranks.all(painted, wanted)[0]
+        return digests(bed.ranks.all(painted, wanted)[0][1])
 
     right = paint("right")
     bed.ranks.on(1, spoil, "cfg_text")
     wrong = paint("wrong")
     bed.ranks.on(1, heal)
-    assert wrong[1] != right[1]
-    assert paint("again")[1] == right[1]
+    assert wrong != right
+    assert paint("again") == right
 
 
 def deal(worker: Any, by: int) -> None:
@@ -149,21 +159,6 @@ def test_a_rank_that_lacks_a_branch_says_so(bed: Stage) -> None:
     assert bed.ranks.all(painted, wanted)[0][0]
 
 
-def accelerate(worker: Any, name: str, config: dict[str, Any]) -> None:
-    runner = worker.runner
-    runner.cache_backend = make_cache_backend(name, config)
-    runner.cache_backend.enable(runner.pipeline)
-
-
-def slow_down(worker: Any) -> dict[str, int]:
-    """Passes that were saved, by branch."""
-    runner = worker.runner
-    saved = dict(runner.cache_backend.memory.reused)
-    setattr(runner.pipeline.hooks, runner.cache_backend.hook, None)
-    runner.cache_backend = None
-    return saved
-
-
 @pytest.mark.parametrize(
     ("backend", "how"),
     [
@@ -183,7 +178,24 @@ def test_each_rank_reuses_steps_of_its_own_branches(
     accelerate(one, backend, how)
     own = requests(backend, num_inference_steps=12, need_kv_receive=False)
     _, latents = painted(one, *own)
-    assert [ours for _, ours in found] == [latents, latents]
+    assert [digests(ours) for _, ours in found] == [digests(latents)] * 2
     assert saved[0]["gen"] > 0
     assert {**saved[0], **saved[1]} == slow_down(one)
     assert not saved[0].keys() & saved[1].keys()
+
+
+def test_groups_paint_different_requests(single: Any) -> None:
+    """Four ranks, two and two; each request is told, and sent, to one pair."""
+    directory = tempfile.mkdtemp(prefix="kvl-")
+    with stages(Stage(directory, data_parallel_size=2, cfg_parallel_size=2)) as (bed,):
+        wanted = requests("first", "second")
+        bed.send(*wanted)
+        found = bed.ranks.ask([(painted, wanted[rank // 2]) for rank in range(4)])
+        for at, name in enumerate(("first", "second")):
+            own = requests("first", "second", need_kv_receive=False)[at]
+            images, latents = painted(single(bed.dtype), own)
+            leader, other = found[2 * at : 2 * at + 2]
+            assert digests(leader[1]) == digests(other[1]) == digests(latents), name
+            assert torch.equal(leader[0][0], images[0])
+            assert other[0] == [None]
+    shutil.rmtree(directory)
