@@ -154,22 +154,23 @@ class Wants:
             What one of them ended with; the others were given back.
         """
         wants, self._wants = self._wants, []
+        order = sorted(range(len(wants)), key=lambda at: _outcome(wants[at]))
         found: dict[int, Delivery] = {}
         try:
-            for at in sorted(range(len(wants)), key=lambda one: _outcome(wants[one])):
+            for at in order:
                 found[at] = wants[at].wait(timeout=0.0)
         except BaseException:
-            for at, want in enumerate(wants):
-                if at in found:
-                    found[at].give_back()
-                else:
-                    want.cancel()
+            for delivery in found.values():
+                delivery.give_back()
+            for at in order[len(found) + 1 :]:  # the one that raised is over
+                wants[at].cancel()
             raise
         return [found[at] for at in range(len(wants))]
 
     def cancel(self) -> None:
-        """Ask for them no more; what came meanwhile goes back."""
-        for want in self._wants:
+        """Ask for them no more; what came meanwhile goes back. Again does nothing."""
+        wants, self._wants = self._wants, []
+        for want in wants:
             want.cancel()
 
     def _on_answer(self, answer: Future[Any]) -> None:

@@ -29,7 +29,13 @@ from omni_kvlink.engine.division import Division
 from omni_kvlink.engine.ranks import Place
 from omni_kvlink.engine.source import KVSource
 from omni_kvlink.engine.worker.handover import Handover
-from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    IntegrityError,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.places import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import shard_of, slice_heads
@@ -255,7 +261,7 @@ def spoil(bed: Stages, data: KVCacheBundle) -> None:
     wrong[1, 0, 1] ^= 1
 
 
-@pytest.mark.parametrize("sin", ["failed", "corrupt", "late", "closed"])
+@pytest.mark.parametrize("sin", ["failed", "failed first", "corrupt", "late", "closed"])
 def test_a_part_that_does_not_come_ends_the_others(stages: Any, sin: str) -> None:
     bed, data = stages(2, 1, 1), edit("r")
     (manager,) = bed.managers.values()
@@ -264,9 +270,10 @@ def test_a_part_that_does_not_come_ends_the_others(stages: Any, sin: str) -> Non
         wanted, kind = begin(manager, "r"), IntegrityError
     else:
         wanted = begin(manager, "r", kv_timeout=0.5 if sin == "late" else None)
-        bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
-        kind = {"failed": TransferFailed, "late": TransferTimeout}.get(sin, ConnectionError)
-        if sin == "failed":
+        if sin != "failed first":
+            bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
+        kind = {"late": TransferTimeout, "closed": PeerLostError}.get(sin, TransferFailed)
+        if sin.startswith("failed"):
             bed.handovers[1].fail("r", "out of blocks")
         elif sin == "closed":
             bed.handovers[1].close()
