@@ -5,16 +5,17 @@ from __future__ import annotations
 import enum
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from ..errors import KVLinkError
 from .codec import pack_error, unpack_error
 from .errors import EngineDeadError, EngineError, RequestFailed
 from .mates import Mates
 
 _PATIENCE = 10.0
-"""Seconds in which a rank that failed is joined by the others, unless they wait for it in a sum."""
+"""Seconds in which a rank that broke down is joined by the others, unless they are in a sum."""
 
 
 class MateFailed(RequestFailed):
@@ -53,6 +54,8 @@ class Agreement:
         """
         with self._lock:
             self._running = list(request_ids)
+            self._heard.clear()
+            self._agreed.clear()
         mark = zlib.crc32("\n".join(request_ids).encode())
         rows = self._mates.gather([_Meeting.BEGIN, len(request_ids), mark])
         if any(row != rows[0] for row in rows):
@@ -82,7 +85,7 @@ class Agreement:
         """
         cancelled = [request_id in self._heard for request_id in self._running]
         try:
-            rows = self._meet(_Meeting.STEP, [error is not None, *cancelled], failed=bool(error))
+            rows = self._meet(_Meeting.STEP, [error is not None, *cancelled], [error])
         except (MateFailed, EngineDeadError) as others:
             raise error or others from None
         if error is not None:
@@ -104,8 +107,6 @@ class Agreement:
         found = self._share(_Meeting.END, errors)
         with self._lock:
             self._running = []
-            self._heard.clear()
-            self._agreed.clear()
         return found
 
     def _share(self, where: _Meeting, errors: Mapping[str, Exception]) -> dict[str, Exception]:
@@ -113,7 +114,7 @@ class Agreement:
             return dict(errors)
         flags = [_flag(errors.get(request_id)) for request_id in self._running]
         try:
-            rows = self._meet(where, [0, *flags], failed=any(flags))
+            rows = self._meet(where, [0, *flags], errors.values())
             found = {}
             for at, request_id in enumerate(self._running):
                 said = [row[1 + at] for row in rows]
@@ -131,16 +132,25 @@ class Agreement:
             return own
         return unpack_error(msgspec.json.decode(letter))
 
-    def _meet(self, where: _Meeting, numbers: list[int], *, failed: bool) -> list[list[int]]:
+    def _meet(
+        self, where: _Meeting, numbers: list[int], errors: Iterable[Exception | None]
+    ) -> list[list[int]]:
         """Numbers of all ranks, when all are here; who has gone on already has failed."""
-        in_sums = self._mates.parallel.tensor_parallel_size > 1
-        patience = _PATIENCE if failed and in_sums else None
+        has_sums = self._mates.parallel.tensor_parallel_size > 1
+        patience = _PATIENCE if has_sums and any(map(_is_unforeseen, errors)) else None
         while True:
             rows = self._mates.gather([where, *numbers], patience=patience)
             if any(row[0] > where for row in rows):
                 raise MateFailed("another rank failed")
             if all(row[0] == where for row in rows):
                 return [row[1:] for row in rows]
+
+
+def _is_unforeseen(error: Exception | None) -> bool:
+    """Whether it may be this rank's alone, amid what all compute."""
+    if error is None or isinstance(error, MateFailed):
+        return False
+    return isinstance(error, RequestFailed) or not isinstance(error, KVLinkError)
 
 
 def _flag(error: Exception | None) -> int:

@@ -243,8 +243,34 @@ def test_what_one_rank_hears_all_agree_on(bed: Stage, rank: int) -> None:
 # ---- a rank that is gone
 
 
-def be_impatient(_: Any) -> None:
-    agreement._PATIENCE = 0.5
+def have_patience(_: Any, seconds: float) -> None:
+    agreement._PATIENCE = seconds
+
+
+def decode_slowly(worker: Any) -> None:
+    """Once."""
+    pipeline = worker.runner.pipeline
+
+    def decode(latent: Any) -> Any:
+        del pipeline.decode
+        time.sleep(1.5)
+        return pipeline.decode(latent)
+
+    pipeline.decode = decode
+
+
+def test_nobody_leaves_a_leader_that_takes_its_time(beds: dict[str, Stage]) -> None:
+    """Of a request that was aborted all know: no reason to think that others sum without it."""
+    bed = beds["tensor"]
+    bed.ranks.all(have_patience, 0.5)
+    bed.ranks.on(0, decode_slowly)
+    bed.ranks.on(1, abort_at, 2, "gone")
+    for (_, none), (_, error) in paint(bed, ["stays", "gone"]):
+        assert none is None
+        assert isinstance(error, RequestAborted)
+    bed.ranks.on(1, count)
+    bed.ranks.all(have_patience, 10.0)
+    well(bed)
 
 
 def end_of(bed: Stage, act: Callable[[], None]) -> list[Any]:
@@ -281,7 +307,7 @@ def test_a_killed_rank_ends_what_the_others_do(directory: str, degrees: dict[str
 def test_a_rank_that_fails_while_others_sum_leaves_them(directory: str) -> None:
     """What they sum will never be whole: the stage must be started again, and says so."""
     with stages(Stage(directory, **TENSOR)) as (bed,):
-        bed.ranks.all(be_impatient)
+        bed.ranks.all(have_patience, 0.5)
         bed.ranks.on(1, sabotage, "layer", 20, ZeroDivisionError("own"))
         ((_, other),), ((_, own),) = end_of(bed, lambda: None)
         assert "own" in str(own)

@@ -133,10 +133,8 @@ class GPUDiffusionModelRunner:
         for request in requests:
             try:
                 self._take_kv_cache(request)
-            except KVLinkError as error:
-                errors[request.request_id] = error
             except Exception as error:
-                errors[request.request_id] = _failure("its KV could not be converted", error)
+                errors[request.request_id] = _known("its KV could not be converted", error)
         errors = self._agreement.settle(errors)
         for request in requests:
             if request.request_id in errors:
@@ -163,7 +161,7 @@ class GPUDiffusionModelRunner:
         try:
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:
-            failure = _failure("the pipeline failed", error)
+            failure = _known("the pipeline failed", error)
             return [DiffusionOutput(key, error=failure) for key in batch.request_ids]
         if [output.request_id for output in outputs] != batch.request_ids:
             raise EngineError(f"the pipeline gave {len(outputs)} outputs for {batch!r}")
@@ -183,8 +181,8 @@ class GPUDiffusionModelRunner:
             if self.handover is None:
                 raise EngineError("this stage has no KV sink: set kv.sinks")
             output.kv_sent = self.handover.send(self._extract_kv_cache(request))
-        except KVLinkError as error:
-            return self._failed(request, error)
+        except Exception as error:
+            return self._failed(request, _known("its KV could not be handed on", error))
         return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
@@ -221,7 +219,10 @@ class GPUDiffusionModelRunner:
             self.pipeline.forget()
 
 
-def _failure(what: str, error: Exception) -> RequestFailed:
+def _known(what: str, error: Exception) -> KVLinkError:
+    """An error of the library's family, this one or one that it caused."""
+    if isinstance(error, KVLinkError):
+        return error
     failure = RequestFailed(f"{what}: {error!r}")
     failure.__cause__ = error
     return failure
