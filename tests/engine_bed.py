@@ -41,9 +41,9 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @cache
-def pipeline() -> BagelPipeline:
-    """The whole model in this process, float32: what everything is compared with."""
-    return BagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
+def pipeline(dtype: torch.dtype = torch.float32) -> BagelPipeline:
+    """The whole model in this process: what everything is compared with."""
+    return BagelPipeline.from_pretrained(checkpoint(), dtype=dtype)
 
 
 def wishes(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
@@ -62,12 +62,16 @@ REQUEST_FIELDS = {"need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeou
 
 
 def bundle(
-    name: str, prompt: Any = "a fox", seed: int = 0, shape: tuple[int, int] = SHAPE
+    name: str,
+    prompt: Any = "a fox",
+    seed: int = 0,
+    shape: tuple[int, int] = SHAPE,
+    dtype: torch.dtype = torch.float32,
 ) -> KVCacheBundle:
     """What the AR stage would send for it."""
-    generator = torch.Generator().manual_seed(seed)
-    contexts = pipeline().prefill(prompt, image_shape=shape, generator=generator)
-    pipeline().forget()
+    generator, model = torch.Generator().manual_seed(seed), pipeline(dtype)
+    contexts = model.prefill(prompt, image_shape=shape, generator=generator)
+    model.forget()
     return BagelAdapter().export_contexts(
         {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
         request_id=name,
@@ -112,6 +116,6 @@ def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffu
     kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
     kv = {"timeout": WAIT, **kv}
     if source is not None:
-        kv |= {"source": source.url, "source_options": {"directory": sockets}}
+        kv |= {"sources": (source.url,), "source_options": {"directory": sockets}}
     how: dict[str, Any] = {"dtype": "float32", **fields}
     return OmniDiffusionConfig(checkpoint(), kv=KVConfig(**kv), **how)

@@ -106,7 +106,10 @@ FORBIDDEN = {
 
 
 FORBIDDEN_BUT_TO = {
-    r"\bdatetime\b": ("a date is no deadline: only the monotonic clock counts", {"bench"}),
+    r"\bdatetime\b(?! import timedelta\n)": (
+        "a date is no deadline: only the monotonic clock counts",
+        {"bench"},
+    ),
     r"\btime\.sleep\(": ("who waits is woken", {"_faults", "testing", "bench"}),
 }
 """What some rooms may do: say when something was measured, act a slow peer."""

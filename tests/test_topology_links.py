@@ -21,7 +21,7 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Sh
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.places import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
-from omni_kvlink.topology import Topology, head_targets, merge_heads, slice_heads
+from omni_kvlink.topology import Topology, blank_heads, head_targets, merge_heads, slice_heads
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
@@ -167,8 +167,10 @@ def test_a_latent_reaches_every_rank(sockets: str) -> None:
             (part,) = topology.sent_by(rank)
             link.put(part.of(held_latent(data, topology.sender(rank))), readers=2)
         for rank in range(4):
-            mine = blank_like(held_latent(data, topology.receiver(rank)))
-            fill(stages.get(rank, "m"), mine)
+            got, shard = stages.get(rank, "m"), topology.receiver(rank)
+            mine = blank_heads(got[0].data, shard, device=torch.device("cpu"))
+            assert (mine.request_id, mine.metadata.shard) == ("m", shard)
+            fill(got, mine)
             assert contents(mine) == contents(data)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 
+from ..branch import Shard
 from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from ..errors import SchemaError
 from ..metadata import KVMetadata
@@ -81,6 +82,7 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         request_id: str,
         image_shape: tuple[int, int] | None = None,
         extra: dict[str, Any] | None = None,
+        shard: Shard | None = None,
     ) -> KVCacheBundle:
         """All contexts of a request as one transfer, no byte of it twice.
 
@@ -92,17 +94,19 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
             contexts: by name; "gen" must be among them.
             image_shape: (height, width) of the image to make, for every branch.
             extra: travels with `gen`, as JSON values.
+            shard: which heads these are, under tensor parallelism.
 
         Raises:
             SchemaError: a context is incomplete, or "gen" is missing.
         """
         if GEN not in contexts:
             raise SchemaError(f"no context {GEN!r} among {', '.join(contexts) or 'none'}")
-        gen = self._export_context(contexts[GEN], request_id, image_shape, extra or {})
+        about = {"image_shape": image_shape, "shard": shard}
+        gen = self._export_context(contexts[GEN], request_id, {**about, "extra": extra or {}})
         branches: dict[str, BundleBranch] = {GEN: gen}
         for name, context in contexts.items():
             if name != GEN:
-                own = self._export_context(context, request_id, image_shape, {})
+                own = self._export_context(context, request_id, about)
                 branches[name] = _refer(own, gen)
         return KVCacheBundle(request_id, branches)
 
@@ -128,16 +132,10 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         self,
         context: Any,
         request_id: str,
-        image_shape: tuple[int, int] | None,
-        extra: dict[str, Any],
+        about: Mapping[str, Any],
     ) -> KVCacheTransferData:
         take = context.__getitem__ if isinstance(context, Mapping) else partial(getattr, context)
-        metadata = {
-            "kv_lens": take("kv_lens"),
-            "ropes": take("ropes"),
-            "image_shape": image_shape,
-            "extra": extra,
-        }
+        metadata = {**about, "kv_lens": take("kv_lens"), "ropes": take("ropes")}
         cache = take("past_key_values")
         return self.export(cache, request_id=request_id, metadata=metadata)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..adapters import BagelAdapter, pack_generator, unpack_generator
+from ..branch import Shard
 from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from ..errors import SchemaError
 from ..link import Payload
@@ -16,10 +17,13 @@ from ..models.bagel import BagelContext, BagelContexts, BagelPipeline, NaiveCach
 from ..models.bagel.loading import load_autoencoder, load_config, load_model
 from ..models.bagel.model import Stage
 from ..models.bagel.requests import fill_params
+from ..models.bagel.shards import Split
 from ..schema import KVCacheTransferData
 from ..tensors import dtype_name
+from ..topology import shard_of
 from .blocks import KVPools
 from .config import OmniARConfig, StageConfig
+from .mates import Mates
 from .model import ModelUtility
 from .outputs import DiffusionOutput
 from .paged_cache import BlockTable, PagedNaiveCache
@@ -31,11 +35,15 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 class BagelUtility(ModelUtility):
     """`config.stage` is "ar", "dit", or "all" for both in one process."""
 
-    def __init__(self, config: StageConfig, device: torch.device):
-        super().__init__(config, device)
+    branches = BRANCHES
+
+    def __init__(self, config: StageConfig, device: torch.device, mates: Mates | None = None):
+        super().__init__(config, device, mates)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
+        rank, of = self.mates.place.tensor, self.mates.parallel.tensor_parallel_size
+        self._split = Split(rank, of, self.mates.total) if of > 1 else Split()
         self._pipeline = BagelPipeline.from_pretrained(
-            config.model, dtype=config.torch_dtype, device=device, stage=stage
+            config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
 
     @staticmethod
@@ -52,28 +60,37 @@ class BagelUtility(ModelUtility):
     def reload(self) -> None:
         own, root = self._pipeline, Path(self.config.model)
         where = load_config(root), own.stage, self.config.torch_dtype, self.device
-        fresh = {"model": load_model(root, *where), "autoencoder": load_autoencoder(root, *where)}
+        model = load_model(root, *where, self._split)
+        fresh = {"model": model, "autoencoder": load_autoencoder(root, *where)}
         for name, module in self.modules().items():
             tensors = fresh[name].state_dict()
             for key, old in module.state_dict(keep_vars=True).items():
                 old.data = tensors[key]
 
     def convert(self, payload: Payload, request: OmniDiffusionRequest) -> BagelContexts:
-        """The three contexts, and into the sampling params the generator that made them."""
+        """The three contexts, and into the sampling params the generator that made them.
+
+        Those that other guidance ranks have are `BagelContext.elsewhere`.
+        """
+        own = self._own_branches()
         if not isinstance(payload, KVCacheBundle):
-            raise SchemaError(f"{payload!r} is one cache; BAGEL paints from {', '.join(BRANCHES)}")
-        missing = [name for name in BRANCHES if name not in payload.branches]
+            raise SchemaError(f"{payload!r} is one cache; BAGEL paints from {', '.join(own)}")
+        missing = [name for name in own if name not in payload.branches]
         if missing:
-            raise SchemaError(f"the KV of {payload.request_id!r} lacks {', '.join(missing)}")
-        metadata, wishes = payload["gen"].metadata, request.sampling_params
+            raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
+        self._check_heads(payload, request)
+        metadata, wishes = payload[own[0]].metadata, request.sampling_params
         shape, wanted = metadata.image_shape, (wishes.height, wishes.width)
         if wanted not in (shape, (None, None)):
-            raise SchemaError(f"the KV of {payload.request_id!r} is for {shape}, not for {wanted}")
+            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {wanted}")
         if "generator" not in metadata.extra:
-            raise SchemaError(f"the KV of {payload.request_id!r} came without a generator")
+            raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
         wishes.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
-        gen, cfg_text, cfg_img = (BagelContext(**loaded[name]) for name in BRANCHES)
+        gen, cfg_text, cfg_img = (
+            BagelContext(**loaded[name]) if name in own else BagelContext.elsewhere(name)
+            for name in BRANCHES
+        )
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)
 
     def extract(self, request: OmniDiffusionRequest) -> KVCacheBundle:
@@ -81,12 +98,13 @@ class BagelUtility(ModelUtility):
         if not isinstance(contexts, BagelContexts):
             raise SchemaError(f"request {request.request_id!r} has no KV to hand on")
         if isinstance(contexts.gen.past_key_values, PagedNaiveCache):
-            return _paged_bundle(request.request_id, contexts)
+            return _paged_bundle(request.request_id, contexts, self._shard())
         return BagelAdapter().export_contexts(
             {name: getattr(contexts, name) for name in BRANCHES},
             request_id=request.request_id,
             image_shape=contexts.image_shape,
             extra=contexts.extra,
+            shard=self._shard(),
         )
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
@@ -97,8 +115,11 @@ class BagelUtility(ModelUtility):
         )
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
-        llm = self._pipeline.config.llm
-        return self._pipeline.num_layers, (llm.num_key_value_heads, llm.head_dim)
+        heads = len(self._pipeline.model.kv_heads)
+        return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
+
+    def kv_heads(self) -> int:
+        return self._pipeline.config.llm.num_key_value_heads
 
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
@@ -127,6 +148,27 @@ class BagelUtility(ModelUtility):
     def _think(self) -> bool:
         return isinstance(self.config, OmniARConfig) and self.config.think
 
+    def _own_branches(self) -> tuple[str, ...]:
+        return BRANCHES[self.mates.place.guidance :: self.mates.parallel.cfg_parallel_size]
+
+    def _shard(self) -> Shard | None:
+        """The heads on this rank; None where it has all."""
+        if self._split.of == 1:
+            return None
+        return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
+
+    def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
+        """As many heads of other numbers would give an image, too."""
+        held = self._pipeline.model.kv_heads
+        for name in payload:
+            shard = payload[name].metadata.shard
+            found = (0, self.kv_heads()) if shard is None else shard.heads
+            if found != (held.start, held.stop):
+                raise SchemaError(
+                    f"the KV of {request.request_id!r} has heads {found[0]}…{found[1]} in {name}, "
+                    f"this rank computes with {held.start}…{held.stop}"
+                )
+
 
 def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
     if height is None and width is None:
@@ -136,7 +178,7 @@ def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
     return height, width
 
 
-def _paged_bundle(request_id: str, contexts: BagelContexts) -> KVCacheBundle:
+def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:
     """The contexts where their blocks lie; what is a piece of gen's table is sent as such."""
     gen = contexts.gen.past_key_values
     assert isinstance(gen, PagedNaiveCache)
@@ -151,6 +193,7 @@ def _paged_bundle(request_id: str, contexts: BagelContexts) -> KVCacheBundle:
             dtype=dtype_name(gen.table.pools.dtype),
             image_shape=contexts.image_shape,
             extra=contexts.extra if name == "gen" else {},
+            shard=shard,
         )
         tokens = metadata.seq_len
         if not tokens:

@@ -20,7 +20,7 @@ class DiffusionParallelConfig:
         data_parallel_size: groups that paint different requests.
         cfg_parallel_size: ranks that compute one guidance branch each; 1, 2 or 3.
         tensor_parallel_size: ranks that hold a share of the heads each.
-        sequence_parallel_size: ranks that hold a share of the latent rows each.
+        sequence_parallel_size: 1; latent rows are not divided here.
     """
 
     data_parallel_size: int = 1
@@ -34,16 +34,16 @@ class DiffusionParallelConfig:
                 raise ValueError(f"{field.name} {getattr(self, field.name)}: 1 or more")
         if self.cfg_parallel_size > 3:
             raise ValueError(f"cfg_parallel_size {self.cfg_parallel_size}: at most 3 branches")
+        if self.sequence_parallel_size > 1:
+            raise ValueError(
+                f"sequence_parallel_size {self.sequence_parallel_size}: latent rows are not "
+                "divided here; use cfg_parallel_size or tensor_parallel_size"
+            )
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return (
-            self.data_parallel_size
-            * self.cfg_parallel_size
-            * self.tensor_parallel_size
-            * self.sequence_parallel_size
-        )
+        return self.data_parallel_size * self.cfg_parallel_size * self.tensor_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,12 @@ class KVConfig:
     """Where a stage's KV comes from and goes to, and how much of it may be held.
 
     Attributes:
-        source: URL to connect to, of the stage before; empty if there is none.
-        sink: URL to serve, for the stage after; empty if there is none.
+        sources: URLs to connect to, of each tensor rank of the stage before; none if there is no
+            such stage.
+        sinks: URLs to serve, of each tensor rank, for the stage after; none if there is no such
+            stage.
         source_options, sink_options: fields of the connectors' `Options`.
+        receivers: how the stage after divides its work: each of its ranks is sent only its part.
         budget: bytes of received KV that may be held at once.
         reserve: bytes set aside for a KV whose size nobody said; a share of the budget if 0.
         timeout: seconds until a request's KV must have come.
@@ -64,10 +67,11 @@ class KVConfig:
         verify: "full" checks every byte that comes; "auto" what `KVLink.get` checks.
     """
 
-    source: str = ""
-    sink: str = ""
+    sources: tuple[str, ...] = ()
+    sinks: tuple[str, ...] = ()
     source_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sink_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    receivers: DiffusionParallelConfig = dataclasses.field(default_factory=DiffusionParallelConfig)
     budget: int = 4 << 30
     reserve: int = 0
     timeout: float = 60.0
@@ -91,6 +95,12 @@ class StageConfig:
         max_num_seqs: requests that may run at once.
         num_threads: of torch, on the CPU; as it finds them if 0.
         kv: see `KVConfig`.
+        parallel_config: see `DiffusionParallelConfig`.
+        distributed_executor_backend: "uni", "mp", "ray", "diffusers" or "module:Class"; by the
+            number of ranks if empty.
+        distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port"; found by
+            the executor if empty.
+        distributed_timeout: seconds in which the other ranks must come to what all do together.
     """
 
     model: str
@@ -101,12 +111,25 @@ class StageConfig:
     max_num_seqs: int = 1
     num_threads: int = 0
     kv: KVConfig = dataclasses.field(default_factory=KVConfig)
+    parallel_config: DiffusionParallelConfig = dataclasses.field(
+        default_factory=DiffusionParallelConfig
+    )
+    distributed_executor_backend: str = ""
+    distributed_init_method: str = ""
+    distributed_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
+        ranks = self.parallel_config.tensor_parallel_size
+        if self.kv.sinks and len(self.kv.sinks) != ranks:
+            raise ValueError(f"{len(self.kv.sinks)} kv.sinks for {ranks} tensor ranks: one each")
+        if self.kv.sinks and self.parallel_config.world_size > ranks:
+            raise ValueError(
+                "a stage that hands KV on divides its heads alone: use tensor_parallel_size"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -126,23 +149,14 @@ class OmniDiffusionConfig(StageConfig):
     Attributes:
         request_batch_max_wait_ms: milliseconds that a first request may wait for companions.
         step_execution: scheduling between denoising steps; this engine has none.
-        parallel_config: see `DiffusionParallelConfig`.
         cache_backend: "none", or the name of a `CacheBackend`.
         cache_config: the backend's own settings.
-        distributed_executor_backend: "uni", "mp", "ray", "diffusers" or "module:Class"; by the
-            number of ranks if empty.
-        distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port".
     """
 
     request_batch_max_wait_ms: float = 0.0
     step_execution: bool = False
-    parallel_config: DiffusionParallelConfig = dataclasses.field(
-        default_factory=DiffusionParallelConfig
-    )
     cache_backend: str = "none"
     cache_config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    distributed_executor_backend: str = ""
-    distributed_init_method: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,3 +179,8 @@ class OmniARConfig(StageConfig):
     num_blocks: int = 1024
     block_size: int = 16
     think: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel_config.world_size > self.parallel_config.tensor_parallel_size:
+            raise ValueError("an AR stage divides its heads alone: use tensor_parallel_size")

@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..bundle import BundleBranch, KVCacheBundle
-from ..connectors.base import Want
 from ..errors import ClosedError, TransferTimeout
-from ..link import KVLink, Payload, Received, Verify
-from ..schema import KVCacheTransferData
+from ..link import Payload, Verify
 from .errors import EngineError
+from .source import Arrival, KVSource, Wants
 
 
 class KVState(enum.Enum):
@@ -47,9 +45,9 @@ class Holding:
         self.error: Exception | None = None
         self.seconds = 0.0
         self._lock = threading.Lock()
-        self._connector: KVLink | None = None
-        self._want: Want | None = None
-        self._received: Received | None = None
+        self._source: KVSource | None = None
+        self._wants: Wants | None = None
+        self._arrival: Arrival | None = None
         self._started = 0.0
         self._answered = self._closed = False
 
@@ -59,12 +57,12 @@ class Holding:
         waits = self.state is KVState.RECEIVING and not self._answered
         return self._started + self.limit if waits else None
 
-    def begin(self, connector: KVLink) -> None:
+    def begin(self, source: KVSource) -> None:
         """The receive begins, and so does its limit."""
         with self._lock:
             if self.state is not KVState.ALLOCATED:
                 raise EngineError(f"the KV of {self.request_id!r} is {self.state.value} already")
-            self._connector, self._started = connector, time.monotonic()
+            self._source, self._started = source, time.monotonic()
             self.state = KVState.RECEIVING
 
     def expire(self) -> bool:
@@ -74,10 +72,10 @@ class Holding:
                 return False
             self.state = KVState.FAILED
             self.error = TransferTimeout(
-                f"the KV of {self.request_id!r} did not come within {self.limit:g} s",
+                f"the KV of {self.request_id!r} did not come within {self.limit:g} s{self._as()}",
                 key=self.request_id,
                 waited=self.limit,
-                phase="asked for" if self._want else "connecting",
+                phase="asked for" if self._wants else "connecting",
             )
         self._withdraw("its deadline passed")
         return True
@@ -91,32 +89,32 @@ class Holding:
             unanswered = self.deadline is not None
             if self.state is KVState.RECEIVING:  # and the receiver gives back what it looks at
                 self.state, self.error = KVState.FAILED, ClosedError("the request was ended")
-            received, self._received, self.data = self._received, None, None
+            arrival, self._arrival, self.data = self._arrival, None, None
         if unanswered:
             self._withdraw("the request was ended")
-        if received is not None:
-            received.release()
+        if arrival is not None:
+            arrival.release()
 
     # In the receiver's thread.
 
-    def ask(self, timeout: float) -> Want | None:
+    def ask(self, timeout: float) -> Wants | None:
         """Ask the producer, without waiting for the answer; None if nobody wants it any more.
 
         Args:
             timeout: seconds to find a producer again that went away.
         """
-        if self.state is not KVState.RECEIVING or self._connector is None:
+        if self.state is not KVState.RECEIVING or self._source is None:
             return None
-        want = self._connector.begin_get(self.request_id, timeout=timeout)
+        wants = self._source.begin_get(self.request_id, timeout=timeout)
         with self._lock:
             if self.state is KVState.RECEIVING:
-                self._want = want
-                return want
-        want.cancel()
+                self._wants = wants
+                return wants
+        wants.cancel()
         return None
 
     def take(self, verify: Verify, device: torch.device, admit: Callable[[int], None]) -> None:
-        """Views of what came, every byte checked, on the device that wants it.
+        """What came, every byte checked, on the device that wants it.
 
         Args:
             admit: told the true size; raises if there is no room.
@@ -124,21 +122,23 @@ class Holding:
         with self._lock:
             if self.state is not KVState.RECEIVING:
                 return
-            assert self._want is not None
+            assert self._source is not None
+            assert self._wants is not None
             self._answered = True
-        received = self._open(verify)
+        started = time.perf_counter() - (time.monotonic() - self._started)
+        arrival = self._source.open(self._wants, started=started, verify=verify)
         try:
-            admit(received.manifest.nbytes)
-            data = received.data if device.type == "cpu" else _moved(received, device)
+            admit(arrival.nbytes)
+            data = arrival.placed_on(device)
         except BaseException:
-            received.release()
+            arrival.release()
             raise
         with self._lock:
             if not self._closed:
-                self._received, self.data, self.state = received, data, KVState.READY
+                self._arrival, self.data, self.state = arrival, data, KVState.READY
                 self.seconds = time.monotonic() - self._started
                 return
-        received.release()
+        arrival.release()
 
     def fail(self, error: Exception) -> bool:
         """The receive ended with an error; False if it had ended before."""
@@ -146,46 +146,23 @@ class Holding:
             if self.state is not KVState.RECEIVING:
                 return False
             self.state, self.error = KVState.FAILED, error
+        if self._source is not None and self._source.is_divided:
+            self._withdraw(f"another part did not come: {error}")
         return True
 
-    def _open(self, verify: Verify) -> Received:
-        assert self._connector is not None
-        assert self._want is not None
-        delivery = self._want.wait(timeout=self.limit)  # it is there: this does not block
-        started = time.perf_counter() - (time.monotonic() - self._started)
-        return self._connector.open_delivery(delivery, started=started, verify=verify)
+    def _as(self) -> str:
+        """Under which other names it was asked for, and what to look at if nobody sent those."""
+        keys = [] if self._source is None else self._source.keys(self.request_id)
+        if keys == [self.request_id]:
+            return ""
+        return (
+            f" as {', '.join(keys)}: the stage before must have this one's division, kv.receivers"
+        )
 
     def _withdraw(self, why: str) -> None:
         """Nobody waits here any more; and the producer shall not keep it for us."""
-        if self._want is not None:
-            self._want.cancel()
-        if self._connector is not None:
+        if self._wants is not None:
+            self._wants.cancel()
+        if self._source is not None:
             with contextlib.suppress(ClosedError):  # a closed link keeps nothing
-                self._connector.abort(self.request_id, why)
-
-
-def _moved(received: Received, device: torch.device) -> Payload:
-    """The payload in new tensors on a device; each byte is checked while it is copied."""
-    data = received.data
-    if isinstance(data, KVCacheTransferData):
-        target: Payload = _empty_like(data, device)
-    else:
-        branches: dict[str, BundleBranch] = {
-            name: _empty_like(branch, device) if isinstance(branch, KVCacheTransferData) else branch
-            for name, branch in data.branches.items()
-        }
-        target = KVCacheBundle(data.request_id, branches)
-    received.scatter(target)
-    received.release()
-    return target
-
-
-def _empty_like(data: KVCacheTransferData, device: torch.device) -> KVCacheTransferData:
-    blocks = {
-        name: [
-            None if layer is None else torch.empty(layer.shape, dtype=layer.dtype, device=device)
-            for layer in layers
-        ]
-        for name, layers in data.layer_blocks.items()
-    }
-    return KVCacheTransferData(data.request_id, blocks, data.block_ids, data.metadata)
+                self._source.abort(self.request_id, why)

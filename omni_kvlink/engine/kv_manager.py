@@ -16,6 +16,7 @@ from .errors import EngineError
 from .holding import Holding, KVState
 from .receiver import Receiver
 from .request import OmniDiffusionRequest
+from .source import KVSource
 
 _RECONNECT = 0.2
 """Seconds that a receive may spend on finding a producer again that went away."""
@@ -58,20 +59,21 @@ class DiffusionKVManager:
     One thread receives and verifies, while the engine's thread computes; it also ends what is late.
 
     Args:
-        connector: the consumer's end of the link to the stage before; None to use only
-            `receive_from_connector`.
+        connector: where KV comes from: the consumer's end of the link to the stage before, or a
+            source of parts; None to use only `receive_from_connector`.
         config: budget, timeout, how to verify.
         device: where the pipeline wants the tensors. On the CPU they stay in the link's memory.
     """
 
     def __init__(
         self,
-        connector: KVLink | None,
+        connector: KVLink | KVSource | None,
         config: KVConfig | None = None,
         *,
         device: torch.device | str = "cpu",
     ):
-        self.connector, self.config = connector, config or KVConfig()
+        self.connector = KVSource.whole(connector) if isinstance(connector, KVLink) else connector
+        self.config = config or KVConfig()
         self._device = torch.device(device)
         self._verify = self.config.verify
         self._changed = threading.Condition()
@@ -117,12 +119,12 @@ class DiffusionKVManager:
             EngineError: `allocate` it first; or this manager has no connector.
         """
         if self.connector is None:
-            raise EngineError("this stage has no KV source: set kv.source")
+            raise EngineError("this stage has no KV source: set kv.sources")
         self._begin(self.connector, request)
 
     def receive_from_connector(
         self,
-        connector: KVLink,
+        connector: KVLink | KVSource,
         request: OmniDiffusionRequest,
         *,
         timeout: float | None = None,
@@ -143,7 +145,8 @@ class DiffusionKVManager:
         if timeout is not None:
             self._find(request.request_id).limit = timeout
         try:
-            self._begin(connector, request)
+            source = KVSource.whole(connector) if isinstance(connector, KVLink) else connector
+            self._begin(source, request)
             self._wait(request.request_id)
         except BaseException:
             self.free(request)
@@ -218,20 +221,20 @@ class DiffusionKVManager:
 
     # The receiver's side.
 
-    def _begin(self, connector: KVLink, request: OmniDiffusionRequest) -> None:
+    def _begin(self, source: KVSource, request: OmniDiffusionRequest) -> None:
         holding = self._find(request.request_id)
-        holding.begin(connector)
+        holding.begin(source)
         self._receiver.submit(self._ask, holding)
 
     def _ask(self, holding: Holding) -> None:
         """In the receiver: ask the producer. No thread waits for the answer."""
         try:
-            want = holding.ask(min(_RECONNECT, holding.limit))
+            wants = holding.ask(min(_RECONNECT, holding.limit))
         except Exception as error:
             self._fail(holding, error)
             return
-        if want is not None:
-            want.future.add_done_callback(partial(self._on_answer, holding))
+        if wants is not None:
+            wants.future.add_done_callback(partial(self._on_answer, holding))
 
     def _on_answer(self, holding: Holding, _: object) -> None:
         """In a thread of the connector, which must not wait."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ..link import Payload
 from .blocks import KVPools
 from .config import StageConfig
+from .mates import Mates
 from .outputs import DiffusionOutput
 from .request import DiffusionRequestBatch, OmniDiffusionRequest
 
@@ -40,10 +41,22 @@ class ModelUtility(ABC):
     Args:
         config: of the stage.
         device: where the weights go.
+        mates: the ranks that this one works with, if there are any.
+
+    Raises:
+        ValueError: the model cannot be divided like this.
     """
 
-    def __init__(self, config: StageConfig, device: torch.device):
+    branches: ClassVar[tuple[str, ...]] = ()
+    """Its guidance branches, as they are dealt to ranks; none if it runs on one rank alone."""
+
+    def __init__(self, config: StageConfig, device: torch.device, mates: Mates | None = None):
         self.config, self.device = config, device
+        self.mates = Mates() if mates is None else mates
+        if not self.mates.is_alone and not self.branches:
+            raise ValueError(
+                f"{type(self).__name__} does not divide its work: use data_parallel_size alone"
+            )
 
     @staticmethod
     @abstractmethod
@@ -89,6 +102,11 @@ class ModelUtility(ABC):
     @abstractmethod
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers of the cache, and the shape of one token in each."""
+
+    def kv_heads(self) -> int:
+        """KV heads of the whole model, of which `kv_row` says those on this rank; 1 for latents."""
+        _, row = self.kv_row()
+        return row[0] if len(row) == 2 else 1
 
     @abstractmethod
     def prefill(

@@ -180,7 +180,7 @@ class OmniDiffusion:
         config, deploy = self._configs[number], self.deploy.stages[number]
         on_death = None if self._on_death is None else partial(self._on_death, number)
         if isinstance(config, OmniDiffusionConfig) and number:
-            before = self.stages[number - 1].sink_url
+            before = self.stages[number - 1].sink_urls
             config = fed_by(config, before, self._configs[number - 1].kv)
         is_last = number == len(self._configs) - 1
         apart = deploy.settings.get("own_process", not is_last)

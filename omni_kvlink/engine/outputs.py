@@ -16,7 +16,8 @@ class KVSent:
     """A request's KV that went to the next stage.
 
     Attributes:
-        nbytes: of the payload, as `OmniDiffusionRequest.kv_nbytes` wants it.
+        nbytes: the most that one rank of that stage gets, as `OmniDiffusionRequest.kv_nbytes` wants
+            it.
         image_shape: (height, width) in pixels of the image to be made of it.
         tokens: of its longest context.
     """

@@ -26,7 +26,7 @@ class OmniDiffusionRequest:
     Attributes:
         need_kv_receive: its KV comes from the stage before; without it nothing is painted.
         need_kv_transfer: its KV goes on to the next stage when it is done.
-        kv_nbytes: of the KV to come, where the stage before said it.
+        kv_nbytes: of the KV to come, at the most to one rank, where the stage before said it.
         kv_timeout: seconds until its KV must be there; the engine's choice if None.
         past_key_values: its KV in the model's own form; put there by the runner for one forward.
         is_cancelled: asked between denoising steps; put there by the runner.

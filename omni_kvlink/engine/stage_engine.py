@@ -51,9 +51,9 @@ class StageEngine(ABC, Generic[C]):
         """Complete a request before it is queued."""
 
     @property
-    def sink_url(self) -> str:
-        """What the next stage connects to; empty if this is the last one."""
-        return str(self.executor.collective_rpc("sink_url")[0]) if self.config.kv.sink else ""
+    def sink_urls(self) -> tuple[str, ...]:
+        """What the next stage connects to, by tensor rank; empty if this is the last one."""
+        return tuple(self.executor.collective_rpc("sink_url")) if self.config.kv.sinks else ()
 
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
         """Queue a request; its future has the output, which may hold the request's error.
@@ -123,7 +123,7 @@ class StageEngine(ABC, Generic[C]):
 
     def stats(self) -> dict[str, Any]:
         """Queues, steps, what is held, and the link to the next stage, as JSON values."""
-        link = self.executor.collective_rpc("sink_stats")[0] if self.config.kv.sink else None
+        link = self.executor.collective_rpc("sink_stats")[0] if self.config.kv.sinks else None
         return {**self.scheduler.stats(), **({} if link is None else {"link": link})}
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def serve(channel: Channel) -> None:
         channel.send({"op": "failed", "error": pack_error(error)})
         return
     with engine:
-        channel.send({"op": "ready", "url": engine.sink_url})
+        channel.send({"op": "ready", "urls": engine.sink_urls})
         verbs: dict[str, Callable[[dict[str, Any]], None]] = {
             "submit": partial(_submit, channel, engine),
             "abort": lambda message: engine.abort(message["request_id"]),

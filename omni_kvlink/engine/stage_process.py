@@ -54,7 +54,7 @@ class StageProcess:
         self._lock = threading.Lock()
         self._closed = False
         self._numbers = itertools.count()
-        self.sink_url = ""
+        self.sink_urls: tuple[str, ...] = ()
         self._start()
 
     @property
@@ -126,7 +126,7 @@ class StageProcess:
         self._dead: KVLinkError | None = None
         self._futures: dict[str, Future[DiffusionOutput]] = {}
         self._answers: dict[int, Future[Any]] = {}
-        self._ready: Future[str] = Future()
+        self._ready: Future[tuple[str, ...]] = Future()
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-m", "omni_kvlink.engine.stage_main", str(there.fileno())]
@@ -145,16 +145,16 @@ class StageProcess:
                     waited=self._timeout,
                     phase="starting",
                 )
-            self.sink_url = self._ready.result()
+            self.sink_urls = self._ready.result()
         except BaseException:
             self._end()
             raise
 
     def _at_same_url(self) -> OmniARConfig | OmniDiffusionConfig:
         """Where the system chose a port, the next life has the same."""
-        if not self.sink_url:
+        if not self.sink_urls:
             return self.config
-        kv = dataclasses.replace(self.config.kv, sink=self.sink_url)
+        kv = dataclasses.replace(self.config.kv, sinks=self.sink_urls)
         return dataclasses.replace(self.config, kv=kv)
 
     def _read(self) -> None:
@@ -183,7 +183,7 @@ class StageProcess:
             else:
                 answer.set_result(message["value"])
         elif kind == "ready":
-            self._ready.set_result(message["url"])
+            self._ready.set_result(tuple(message["urls"]))
         elif kind == "failed":
             self._ready.set_exception(unpack_error(message["error"]))
         elif kind == "died" and self._on_death is not None:

@@ -61,7 +61,7 @@ class SyncScheduler(Scheduler):
         states = [state for state in self._waiting.values() if state.request.need_kv_receive]
         for state in states:
             if kv is None:
-                self._drop(state, EngineError("this stage has no KV source: set kv.source"))
+                self._drop(state, EngineError("this stage has no KV source: set kv.sources"))
             elif kv.state(state.request_id) is KVState.FAILED:
                 self._drop(state, kv.error(state.request_id))
             elif kv.state(state.request_id) is KVState.READY and not state.ready_at:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,19 @@ from .config import DiffusionParallelConfig, KVConfig, OmniARConfig, OmniDiffusi
 from .deploy import ConnectorSpec, DeployConfig, StageDeploy
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
+_PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
-_AR_FIELDS = {"max_num_seqs", "block_size", "dtype", "device", "num_threads", "model_class_name"}
+_AR_FIELDS = {
+    "max_num_seqs",
+    "block_size",
+    "dtype",
+    "device",
+    "num_threads",
+    "model_class_name",
+    "distributed_executor_backend",
+    "distributed_init_method",
+    "distributed_timeout",
+}
 
 
 def stage_configs(
@@ -34,12 +46,14 @@ def stage_configs(
         SchemaError: a setting does not fit.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
-    sinks = [_sink(stage.connector) for stage in deploy.stages[1:]] + [("", {})]
-    for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), sinks, strict=True):
+    ends = [_sink(stage.connector) for stage in deploy.stages[1:]] + [("", {})]
+    for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
         values = {**stage.settings, **overrides}
-        own_kv = {**values.pop("kv", {}), "sink": sink, "sink_options": options}
+        sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
+        own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
-        values |= {"model": model, "kv": own_kv, "stage": kind}
+        parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
+        values |= {"model": model, "kv": own_kv, "stage": kind, "parallel_config": parallel}
         values.setdefault("device", _device(stage, kind))
         tokens = values.pop("max_num_batched_tokens", None)
         try:
@@ -49,13 +63,23 @@ def stage_configs(
                 configs.append(_dit(values))
         except (msgspec.ValidationError, ValueError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
+    for at, after in enumerate(configs[1:]):
+        kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
+        configs[at] = dataclasses.replace(configs[at], kv=kv)
     return configs
 
 
-def fed_by(config: OmniDiffusionConfig, url: str, before: KVConfig) -> OmniDiffusionConfig:
-    """A stage's configuration, now that the stage before serves at `url`."""
-    kv = dataclasses.replace(config.kv, source=url, source_options=_reader(before.sink_options))
+def fed_by(
+    config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
+) -> OmniDiffusionConfig:
+    """A stage's configuration, now that the ranks of the stage before serve at `urls`."""
+    kv = dataclasses.replace(config.kv, sources=urls, source_options=_reader(before.sink_options))
     return dataclasses.replace(config, kv=kv)
+
+
+def rank_urls(url: str, ranks: int) -> tuple[str, ...]:
+    """A URL for each tensor rank: ports counted up from the given one, names with a number."""
+    return (url, *(_of_rank(url, rank) for rank in range(1, ranks)))
 
 
 def environment(stage: StageDeploy) -> dict[str, str]:
@@ -65,7 +89,7 @@ def environment(stage: StageDeploy) -> dict[str, str]:
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
     own = {name: value for name, value in values.items() if name in _AR_FIELDS}
-    own |= {name: values[name] for name in ("model", "kv", "stage")}
+    own |= {name: values[name] for name in ("model", "kv", "stage", "parallel_config")}
     config: OmniARConfig = msgspec.convert({**own, "think": think}, OmniARConfig)
     if tokens is None:
         return config
@@ -73,11 +97,8 @@ def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARCon
 
 
 def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
-    parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
     values.pop("block_size", None)
-    config: OmniDiffusionConfig = msgspec.convert(
-        {**values, "parallel_config": parallel}, OmniDiffusionConfig
-    )
+    config: OmniDiffusionConfig = msgspec.convert(values, OmniDiffusionConfig)
     return config
 
 
@@ -108,6 +129,14 @@ def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if extra.get("device_name"):
         options["ucx_devices"] = str(extra["device_name"])
     return f"{scheme}://{'127.0.0.1' if host == 'auto' else host}:{port}", options
+
+
+def _of_rank(url: str, rank: int) -> str:
+    place, question, query = url.partition("?")
+    own = place if _PORT.search(place) else f"{place}-{rank}"
+    return _PORT.sub(
+        lambda found: f":{int(found[1]) and int(found[1]) + rank}", own + question + query
+    )
 
 
 def _options(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ A latent (layout "ND", MLA) has no heads: every rank holds all of it, as if it w
 (`heads=1`), and each receiver gets it from one sender.
 """
 
+from .heads import blank_heads as blank_heads
 from .heads import head_targets as head_targets
 from .heads import merge_heads as merge_heads
 from .heads import slice_heads as slice_heads

@@ -63,6 +63,33 @@ def head_targets(parts: Sequence[Payload], *, into: P) -> list[P]:
     return [slice_heads(into, *shard_in(part).heads) for part in parts]
 
 
+def blank_heads(part: P, shard: Shard, *, device: torch.device) -> P:
+    """New tensors for all heads of `shard` of the cache or bundle that a part is of.
+
+    `head_targets(parts, into=…)` then says where each part belongs in them.
+    """
+    heads = shard.heads[1] - shard.heads[0]
+    request_id = request_of(part)
+
+    def blank(place: Place | None, *, has_heads: bool) -> Place | None:
+        if place is None:
+            return None
+        tokens, *row = place.shape
+        row = [heads, *row[1:]] if has_heads else row
+        return torch.empty((tokens, *row), dtype=place.dtype, device=device)
+
+    caches = {}
+    for name, cache in caches_of(part).items():
+        has_heads = cache.metadata.layout != "ND"
+        blocks = {
+            kind: [blank(place, has_heads=has_heads) for place in layers]
+            for kind, layers in cache.layer_blocks.items()
+        }
+        metadata = dataclasses.replace(cache.metadata, shard=shard)
+        caches[name] = KVCacheTransferData(request_id, blocks, (), metadata)
+    return _rebuilt(part, caches, request_id, shard)
+
+
 def merge_heads(parts: Sequence[P], shard: Shard) -> P:
     """All heads of `shard` in one cache or bundle; one part alone is borrowed, more are copied.
 

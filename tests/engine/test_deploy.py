@@ -9,7 +9,7 @@ import pytest
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig
-from omni_kvlink.engine.wiring import fed_by, stage_configs
+from omni_kvlink.engine.wiring import fed_by, rank_urls, stage_configs
 
 BAGEL = """
 async_chunk: false
@@ -81,17 +81,17 @@ def test_a_bagel_deployment_is_taken_as_it_is(bagel: Path) -> None:
     assert isinstance(ar, OmniARConfig)
     assert (ar.max_num_seqs, ar.num_blocks, ar.block_size) == (3, 2048, 16)
     assert (ar.stage, ar.think, ar.dtype) == ("ar", False, "float32")
-    assert ar.kv.sink.startswith("shm://")
+    assert ar.kv.sinks[0].startswith("shm://")
     assert isinstance(dit, OmniDiffusionConfig)
-    assert (dit.max_num_seqs, dit.kv.sink) == (1, "")
-    fed = fed_by(dit, "shm://there", ar.kv)
-    assert fed.kv.source == "shm://there"
+    assert (dit.max_num_seqs, dit.kv.sinks) == (1, ())
+    fed = fed_by(dit, ("shm://there",), ar.kv)
+    assert fed.kv.sources == ("shm://there",)
 
 
 def test_another_connector_of_the_same_file(bagel: Path) -> None:
     bagel.write_text(BAGEL.replace("WIRE", "rdma_connector"))
     ar, _ = configs(bagel)
-    assert ar.kv.sink == "ucx://127.0.0.1:50051"
+    assert ar.kv.sinks == ("ucx://127.0.0.1:50051",)
     assert ar.kv.sink_options == {"quota": 4294967296}
 
 
@@ -109,7 +109,7 @@ def test_a_single_stage(tmp_path: Path) -> None:
         "pipeline: bagel_single_stage\nstages:\n  - {stage_id: 0, max_num_seqs: 2, devices: '0'}\n"
     )
     (only,) = configs(file)
-    assert (only.stage, only.max_num_seqs, only.kv.source) == ("all", 2, "")
+    assert (only.stage, only.max_num_seqs, only.kv.sources) == ("all", 2, ())
 
 
 def test_three_stages_hand_on(bagel: Path) -> None:
@@ -121,9 +121,11 @@ def test_three_stages_hand_on(bagel: Path) -> None:
     text = text.replace("\nK", f"{more}\n{wire}  sh")
     bagel.write_text(text)
     ar, draft, final = configs(bagel)
-    assert (draft.kv.sink, draft.kv.sink_options) == ("shm://x", {"quota": 5})
-    assert ar.kv.sink != draft.kv.sink
-    assert final.kv.sink == ""
+    assert (draft.kv.sinks, draft.kv.sink_options) == (("shm://x",), {"quota": 5})
+    assert ar.kv.sinks != draft.kv.sinks
+    assert ar.kv.receivers == draft.parallel_config
+    assert draft.kv.receivers == final.parallel_config
+    assert final.kv.sinks == ()
     assert final.parallel_config.cfg_parallel_size == 2
 
 
@@ -183,3 +185,38 @@ def test_an_unknown_connector_is_an_error() -> None:
     values = {**wired("from_stage_0"), "connectors": {"x": {"name": "PigeonConnector"}}}
     with pytest.raises(SchemaError, match="no connector 'PigeonConnector'"):
         stage_configs(DeployConfig.from_dict(values), "model", {})
+
+
+@pytest.mark.parametrize(
+    ("url", "second"),
+    [
+        ("shm://kv", "shm://kv-1"),
+        ("zmq+tcp://127.0.0.1:0", "zmq+tcp://127.0.0.1:0"),
+        ("ucx://[::1]:50051", "ucx://[::1]:50052"),
+        ("zmq+ipc:///run/kv", "zmq+ipc:///run/kv-1"),
+        ("auto://kv?tcp=127.0.0.1:50051&quota=5", "auto://kv-1?tcp=127.0.0.1:50052&quota=5"),
+    ],
+)
+def test_each_tensor_rank_has_a_url(url: str, second: str) -> None:
+    assert rank_urls(url, 1) == (url,)
+    assert rank_urls(url, 2) == (url, second)
+
+
+def test_tensor_ranks_of_a_stage_are_one_sink_each() -> None:
+    stages = [{"stage_id": 0, "tensor_parallel_size": 2}, {"stage_id": 1, "cfg_parallel_size": 3}]
+    ar, dit = stage_configs(DeployConfig.from_dict({"stages": stages}), "model", {})
+    assert ar.parallel_config.world_size == len(set(ar.kv.sinks)) == 2
+    assert (dit.parallel_config.world_size, dit.kv.sinks) == (3, ())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cure"),
+    [
+        ({"cfg_parallel_size": 2}, "tensor_parallel_size"),
+        ({"sequence_parallel_size": 2}, "cfg_parallel_size"),
+    ],
+)
+def test_an_ar_stage_divides_its_heads_alone(parallel: dict[str, int], cure: str) -> None:
+    stages = [{"stage_id": 0, **parallel}, {"stage_id": 1}]
+    with pytest.raises(SchemaError, match=cure):
+        stage_configs(DeployConfig.from_dict({"stages": stages}), "model", {})

@@ -294,8 +294,8 @@ def test_health_and_shutdown(checkpoint: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"kv": KVConfig(source="shm://x")}, "kv.source"),
-        ({"kv": KVConfig(sink="shm://x")}, "kv.sink"),
+        ({"kv": KVConfig(sources=("shm://x",))}, "kv.sources"),
+        ({"kv": KVConfig(sinks=("shm://x",))}, "kv.sinks"),
         ({"cache_backend": "tea"}, "cache_backend"),
     ],
 )

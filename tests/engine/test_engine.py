@@ -125,13 +125,13 @@ def spoil(producer: KVLink, name: str) -> Any:
 @pytest.mark.parametrize("sin", ["missing", "late", "corrupt", "failed", "another size"])
 def test_what_one_request_lacks_is_its_own_error(bed: Bed, sin: str) -> None:
     mates = {name: bed.submit(name, seed=seed) for seed, name in enumerate("ab")}
-    started = time.monotonic()
-    future = bed.submit("bad", kv_timeout=0.5)
     kind: type[Exception] = TransferTimeout
-    if sin == "corrupt":
+    if sin == "corrupt":  # before somebody waits for it, who would check it sooner
         spoil(bed.producer, "bad")
         kind = IntegrityError
-    elif sin == "failed":
+    started = time.monotonic()
+    future = bed.submit("bad", kv_timeout=0.5)
+    if sin == "failed":
         bed.producer.fail("bad", "the AR stage ran out of blocks")
         kind = TransferFailed
     elif sin == "another size":

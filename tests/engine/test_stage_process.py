@@ -121,11 +121,11 @@ def test_an_abort_while_it_is_painted(own_process: bool) -> None:
 
 
 def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
-    kv = KVConfig(sink=url(), sink_options={"directory": sockets})
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     how = OmniARConfig(checkpoint(), dtype="float32", num_blocks=2, block_size=4, kv=kv)
     with (
         StageProcess(how) as stage,
-        KVLink.connect(stage.sink_url, timeout=5, directory=sockets) as consumer,
+        KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
     ):
         prompt = "far too long for two blocks"
         request = OmniDiffusionRequest(prompt, wishes(), "r", need_kv_transfer=True)
@@ -142,15 +142,15 @@ def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
 
 def test_a_stage_that_cannot_start_says_why() -> None:
     with pytest.raises(RequestFailed, match="FileNotFoundError"):
-        StageProcess(OmniARConfig("/nowhere", kv=KVConfig(sink=url())))
+        StageProcess(OmniARConfig("/nowhere", kv=KVConfig(sinks=(url(),))))
     with pytest.raises(TransferTimeout, match=r"engine-test|producer|within"):
         StageProcess(
-            OmniDiffusionConfig(checkpoint(), kv=KVConfig(source=url(), connect_timeout=0.2))
+            OmniDiffusionConfig(checkpoint(), kv=KVConfig(sources=(url(),), connect_timeout=0.2))
         )
 
 
 def test_a_stage_that_sleeps_in_its_process(sockets: str) -> None:
-    kv = KVConfig(sink=url(), sink_options={"directory": sockets})
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     with StageProcess(OmniARConfig(checkpoint(), kv=kv)) as stage:
         assert stage.sleep(2)
         assert stage.wake_up()

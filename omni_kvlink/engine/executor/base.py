@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..config import OmniDiffusionConfig, StageConfig
+from ..config import StageConfig
 from ..errors import EngineError
 from ..kv_manager import KVManager
 from ..model import model_utility
@@ -44,7 +44,7 @@ class Executor(ABC):
         self._init_executor()
 
     @staticmethod
-    def get_class(config: OmniDiffusionConfig) -> type[Executor]:
+    def get_class(config: StageConfig) -> type[Executor]:
         """The executor that the configuration names: "uni" for one rank, "mp" for more.
 
         Raises:
@@ -134,7 +134,7 @@ class Executor(ABC):
 
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage, where there is one, that this request's KV will not come."""
-        if self.config.kv.sink:
+        if self.config.kv.sinks:
             self.collective_rpc("fail_kv", args=(request_id, reason))
 
     def sleep(self, level: int = 1) -> bool:

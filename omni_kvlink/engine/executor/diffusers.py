@@ -217,8 +217,8 @@ def _diffusers() -> Any:
 def _check(config: OmniDiffusionConfig) -> None:
     """What this executor has no use for is refused, not passed over."""
     useless = {
-        "kv.source": config.kv.source,
-        "kv.sink": config.kv.sink,
+        "kv.sources": config.kv.sources,
+        "kv.sinks": config.kv.sinks,
         "cache_backend": config.cache_backend != "none",
         "parallel_config": config.parallel_config.world_size > 1,
     }

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from ..config import OmniDiffusionConfig, StageConfig
+from ..config import StageConfig
 from ..errors import EngineAsleepError, EngineError
 from ..kv_manager import DiffusionKVManager
+from ..mates import Mates
 from ..model import ModelUtility
 from .handover import Handover
 from .offload import ParkedWeights, available_memory, drop_weights
@@ -42,6 +41,7 @@ class WorkerBase(ABC, Generic[R]):
         rank: among all workers of the stage.
 
     Attributes:
+        mates: the ranks that this one works with; met by `init_device`.
         model_runner: has the model and its KV; made by `init_device`.
     """
 
@@ -51,7 +51,7 @@ class WorkerBase(ABC, Generic[R]):
         self.model_runner: R | None = None
         self._parked: ParkedWeights | None = None
         self._level = 0
-        self._joined = False
+        self.mates = Mates()
 
     @abstractmethod
     def _make_runner(self) -> R:
@@ -70,18 +70,7 @@ class WorkerBase(ABC, Generic[R]):
             torch.set_num_threads(self.config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        config = self.config
-        if isinstance(config, OmniDiffusionConfig) and config.parallel_config.world_size > 1:
-            if not config.distributed_init_method:
-                raise ValueError("several ranks need a place to meet: distributed_init_method")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                init_method=config.distributed_init_method,
-                rank=self.rank,
-                world_size=config.parallel_config.world_size,
-            )
-            self._joined = True
+        self.mates = Mates.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
 
     def sleep(self, level: int = 1) -> bool:
@@ -157,9 +146,7 @@ class WorkerBase(ABC, Generic[R]):
         if self._parked is not None:
             self._parked.drop()
             self._parked = None
-        if self._joined:
-            self._joined = False
-            dist.destroy_process_group()
+        self.mates.close()
         if self.model_runner is not None:
             self.model_runner.close()
 

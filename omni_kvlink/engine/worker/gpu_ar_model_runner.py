@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import torch
 
 from ...errors import KVLinkError
 from ...link import Payload
+from ..agreement import Agreement
 from ..blocks import KVPools
 from ..config import OmniARConfig
 from ..errors import RequestAborted, RequestFailed, forget_frames
 from ..kv_manager import DiffusionKVManager
+from ..mates import Mates
 from ..model import ModelUtility, model_utility
 from ..outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
 from ..request import OmniDiffusionRequest
@@ -22,18 +23,26 @@ from .handover import Handover
 class GPUARModelRunner:
     """Owns the model and the pools; which blocks are whose is the scheduler's to say.
 
+    Args:
+        mates: the ranks that hold the other heads. All are given the same requests in the same
+            order; what one of them lacks is an error on each.
+
     Attributes:
         utility: the model, with its cache's two forms.
         pools: K and V of each layer, in blocks.
         handover: the producer's end of the link to the next stage.
     """
 
-    def __init__(self, config: OmniARConfig, device: torch.device):
+    def __init__(self, config: OmniARConfig, device: torch.device, mates: Mates | None = None):
         self.config, self.device = config, device
+        self.mates = Mates() if mates is None else mates
         self.kv_manager: DiffusionKVManager | None = None  # no KV comes from elsewhere
-        self.handover: Handover | None = Handover(config.kv)
-        self._sink = self.handover
-        self.utility: ModelUtility = model_utility(config)(config, device)
+        self.utility: ModelUtility = model_utility(config)(config, device, self.mates)
+        self._sink = Handover(
+            config.kv, heads=self.utility.kv_heads(), tensor=self.mates.place.tensor
+        )
+        self.handover: Handover | None = self._sink
+        self._agreement = Agreement(self.mates)
         layers, row = self.utility.kv_row()
         self.pools = KVPools(
             num_layers=layers,
@@ -43,32 +52,28 @@ class GPUARModelRunner:
             dtype=config.torch_dtype,
             device=device,
         )
-        self._lock = threading.Lock()
-        self._running: set[str] = set()
-        self._cancelled: set[str] = set()
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
         """Read each scheduled prompt into its blocks and send it on; a result for each.
 
         When a result is there its blocks are free: the link has a copy, or nobody wants one.
+
+        Raises:
+            EngineDeadError: a rank that computes with this one is gone.
         """
-        with self._lock:
-            self._running = set(scheduler_output.request_ids)
+        self._agreement.begin(scheduler_output.request_ids)
         results = {}
         for request in scheduler_output.requests:
             blocks = scheduler_output.block_ids[request.request_id]
             results[request.request_id] = self._execute(request, blocks)
-        with self._lock:
-            self._running, self._cancelled = set(), set()
+        self._agreement.end({})
         ids = scheduler_output.request_ids
         return ModelRunnerOutput(ids, [None] * len(ids), results)
 
     def abort(self, request_id: str) -> None:
         """A running request is not sent on; of others this knows nothing."""
-        with self._lock:
-            if request_id in self._running:
-                self._cancelled.add(request_id)
+        self._agreement.abort(request_id)
 
     def close(self) -> None:
         """Close the link; what the next stage has not fetched is lost."""
@@ -77,27 +82,41 @@ class GPUARModelRunner:
     def _execute(
         self, request: OmniDiffusionRequest, blocks: dict[str, list[int]]
     ) -> DiffusionOutput:
-        started = time.perf_counter()
-        try:
-            self._check_wanted(request)
-            output = self.utility.prefill(request, self.pools, blocks)
-            output.seconds["prefill"] = time.perf_counter() - started
-            self._check_wanted(request)
-            output.kv_sent = self._sink.send(self._extract_kv_cache(request))
-            output.seconds["execute"] = time.perf_counter() - started
-            return output
-        except Exception as error:
-            return self._failed(request, error)
-        finally:
-            request.past_key_values = None
+        """On every rank alike: they agree before they compute together, and after."""
+        started, key = time.perf_counter(), request.request_id
+        output = DiffusionOutput(key)
+        errors = self._agreement.settle(self._unwanted(request))
+        if not errors:
+            try:
+                output = self._read_and_send(request, blocks, started)
+            except Exception as error:
+                errors[key] = error
+            finally:
+                request.past_key_values = None
+            errors = self._agreement.settle(errors)
+        return self._failed(request, errors[key]) if key in errors else output
+
+    def _read_and_send(
+        self, request: OmniDiffusionRequest, blocks: dict[str, list[int]], started: float
+    ) -> DiffusionOutput:
+        output = self.utility.prefill(request, self.pools, blocks)
+        output.seconds["prefill"] = time.perf_counter() - started
+        for error in self._unwanted(request).values():
+            raise error
+        output.kv_sent = self._sink.send(self._extract_kv_cache(request))
+        output.seconds["execute"] = time.perf_counter() - started
+        return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
         """The request's KV where its blocks lie; the one copy, of `put`, reads them there."""
         return self.utility.extract(request)
 
-    def _check_wanted(self, request: OmniDiffusionRequest) -> None:
-        if request.request_id in self._cancelled:
-            raise RequestAborted(f"request {request.request_id!r} was aborted")
+    def _unwanted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
+        """Its error, by its id, if this rank has heard that it was aborted."""
+        key = request.request_id
+        if not self._agreement.has_heard(key):
+            return {}
+        return {key: RequestAborted(f"request {key!r} was aborted")}
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
         """The request's error, which whoever waits for its KV shall hear at once."""

@@ -44,4 +44,4 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         return woke
 
     def _make_runner(self) -> GPUARModelRunner:
-        return GPUARModelRunner(self.ar_config, self.device)
+        return GPUARModelRunner(self.ar_config, self.device, self.mates)

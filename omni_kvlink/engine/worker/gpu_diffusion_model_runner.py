@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -10,37 +9,47 @@ from functools import partial
 import torch
 
 from ...errors import KVLinkError
-from ...link import KVLink, Payload
+from ...link import Payload
+from ..agreement import Agreement
 from ..cache_backend import CacheBackend, make_cache_backend
 from ..config import OmniDiffusionConfig
+from ..division import Division
 from ..errors import EngineError, RequestFailed, forget_frames
+from ..guidance import SharedBranches
 from ..kv_manager import DiffusionKVManager
+from ..mates import Mates
 from ..model import ModelUtility, model_utility
 from ..outputs import BatchRunnerOutput, DiffusionOutput
 from ..request import DiffusionRequestBatch, OmniDiffusionRequest
+from ..source import KVSource
 from .handover import Handover
 
 
 class GPUDiffusionModelRunner:
     """Owns the pipeline, and all that is done with KV caches.
 
+    Args:
+        mates: the ranks that compute with this one. All are given the same batches in the same
+            order; what one of them lacks is an error on each.
+
     Attributes:
         utility: the model, with its cache's two forms.
         pipeline: the utility's.
-        connector: the consumer's end of the link to the stage before, or None.
+        connector: where KV comes from, the links to the stage before; or None.
         handover: the producer's end of the link to the stage after, or None.
         kv_manager: the KV of this runner's requests; the scheduler owns it, where it is in the
             same process.
     """
 
-    def __init__(self, config: OmniDiffusionConfig, device: torch.device):
+    def __init__(
+        self, config: OmniDiffusionConfig, device: torch.device, mates: Mates | None = None
+    ):
         self.config, self.device = config, device
+        self.mates = Mates() if mates is None else mates
         self.kv_manager: DiffusionKVManager | None = None
-        self.connector: KVLink | None = None
+        self.connector: KVSource | None = None
         self.handover: Handover | None = None
-        self._lock = threading.Lock()
-        self._running: set[str] = set()
-        self._cancelled: set[str] = set()
+        self._agreement = Agreement(self.mates)
         self._load_model()
         self._init_connector()
 
@@ -49,14 +58,19 @@ class GPUDiffusionModelRunner:
         """Run requests that fit into one batch; a result for each.
 
         What one request lacks, or does wrong, is its own error. Its KV is given back in any case.
+        Images are the leader's alone: the others' results have none.
+
+        Raises:
+            EngineDeadError: a rank that computes with this one is gone.
         """
         outputs: dict[str, DiffusionOutput] = {}
         started = time.perf_counter()
         try:
             self._begin(requests)
-            ready = [request for request in requests if self._take_kv_cache(request, outputs)]
+            ready = self._take_kv_caches(requests, outputs)
             for request, output in zip(ready, self._forward(ready), strict=True):
                 outputs[request.request_id] = self._handle_kv_transfer(request, output)
+            self._end(requests, outputs)
         finally:
             for request in requests:
                 self._let_go(request)
@@ -67,12 +81,10 @@ class GPUDiffusionModelRunner:
 
     def abort(self, request_id: str) -> None:
         """A running request ends at its next step; of others this knows nothing."""
-        with self._lock:
-            if request_id in self._running:
-                self._cancelled.add(request_id)
+        self._agreement.abort(request_id)
 
     def close(self) -> None:
-        """Give back every KV, and close both links."""
+        """Give back every KV, and close all links."""
         if self.kv_manager is not None:
             self.kv_manager.close()
         if self.connector is not None:
@@ -83,8 +95,14 @@ class GPUDiffusionModelRunner:
     # Beginning.
 
     def _load_model(self) -> None:
-        self.utility: ModelUtility = model_utility(self.config)(self.config, self.device)
+        self.utility: ModelUtility = model_utility(self.config)(
+            self.config, self.device, self.mates
+        )
         self.pipeline = self.utility.pipeline
+        if not self.mates.is_alone:
+            hooks, agreement = self.pipeline.hooks, self._agreement
+            hooks.branches = SharedBranches(self.utility.branches, self.mates, agreement)
+            hooks.settle, hooks.decode = agreement.settle, self.mates.place.is_leader
         self.cache_backend: CacheBackend | None = make_cache_backend(
             self.config.cache_backend, self.config.cache_config
         )
@@ -92,37 +110,44 @@ class GPUDiffusionModelRunner:
             self.cache_backend.enable(self.pipeline)
 
     def _init_connector(self) -> None:
-        kv = self.config.kv
-        if kv.sink:
-            self.handover = Handover(kv)
-        if kv.source:
-            timeout = kv.connect_timeout
-            self.connector = KVLink.connect(kv.source, timeout=timeout, **kv.source_options)
+        kv, heads = self.config.kv, self.utility.kv_heads()
+        if kv.sinks:
+            self.handover = Handover(kv, heads=heads, tensor=self.mates.place.tensor)
+        if kv.sources:
+            division = Division(heads, len(kv.sources), self.config.parallel_config)
+            self.connector = KVSource.connect(kv, division, self.mates.place)
             self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
 
     # One batch.
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
-        with self._lock:
-            self._running = {request.request_id for request in requests}
+        self._agreement.begin([request.request_id for request in requests])
         for request in requests:
-            request.is_cancelled = partial(self._cancelled.__contains__, request.request_id)
+            request.is_cancelled = partial(self._agreement.is_cancelled, request.request_id)
 
-    def _take_kv_cache(
-        self, request: OmniDiffusionRequest, outputs: dict[str, DiffusionOutput]
-    ) -> bool:
-        """Convert a request's KV for the model; False, and its error, if there is none to take."""
+    def _take_kv_caches(
+        self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
+    ) -> list[OmniDiffusionRequest]:
+        """Convert each request's KV for the model; those that have it on every rank."""
+        errors: dict[str, Exception] = {}
+        for request in requests:
+            try:
+                self._take_kv_cache(request)
+            except Exception as error:
+                errors[request.request_id] = _known("its KV could not be converted", error)
+        errors = self._agreement.settle(errors)
+        for request in requests:
+            if request.request_id in errors:
+                outputs[request.request_id] = self._failed(request, errors[request.request_id])
+        return [request for request in requests if request.request_id not in errors]
+
+    def _take_kv_cache(self, request: OmniDiffusionRequest) -> None:
         if not request.need_kv_receive:
-            return True
-        try:
-            if self.kv_manager is None:
-                raise EngineError("this stage has no KV source: set kv.source")
-            data = self.kv_manager.get_kv_cache(request.request_id)
-            request.past_key_values = self.utility.convert(data, request)
-        except KVLinkError as error:
-            outputs[request.request_id] = self._failed(request, error)
-            return False
-        return True
+            return
+        if self.kv_manager is None:
+            raise EngineError("this stage has no KV source: set kv.sources")
+        data = self.kv_manager.get_kv_cache(request.request_id)
+        request.past_key_values = self.utility.convert(data, request)
 
     def _forward(self, requests: Sequence[OmniDiffusionRequest]) -> list[DiffusionOutput]:
         if not requests:
@@ -136,8 +161,7 @@ class GPUDiffusionModelRunner:
         try:
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:
-            failure = RequestFailed(f"the pipeline failed: {error!r}")
-            failure.__cause__ = error
+            failure = _known("the pipeline failed", error)
             return [DiffusionOutput(key, error=failure) for key in batch.request_ids]
         if [output.request_id for output in outputs] != batch.request_ids:
             raise EngineError(f"the pipeline gave {len(outputs)} outputs for {batch!r}")
@@ -155,10 +179,10 @@ class GPUDiffusionModelRunner:
             return self._failed(request, output.error)
         try:
             if self.handover is None:
-                raise EngineError("this stage has no KV sink: set kv.sink")
+                raise EngineError("this stage has no KV sink: set kv.sinks")
             output.kv_sent = self.handover.send(self._extract_kv_cache(request))
-        except KVLinkError as error:
-            return self._failed(request, error)
+        except Exception as error:
+            return self._failed(request, _known("its KV could not be handed on", error))
         return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
@@ -168,6 +192,17 @@ class GPUDiffusionModelRunner:
         and `num_layers`; or, of a model with several contexts, a `KVCacheBundle` of those.
         """
         return self.utility.extract(request)
+
+    def _end(
+        self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
+    ) -> None:
+        """What one rank could not paint, or hand on, has failed on all."""
+        own = {key: output.error for key, output in outputs.items() if output.error is not None}
+        errors = self._agreement.end(own)
+        for request in requests:
+            key = request.request_id
+            if key in errors and key not in own:
+                outputs[key] = self._failed(request, errors[key])
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
         """The request's error, which the next stage shall hear of, too."""
@@ -180,8 +215,14 @@ class GPUDiffusionModelRunner:
         request.past_key_values = request.sampling_params.generator = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
-        with self._lock:
-            self._running.discard(request.request_id)
-            self._cancelled.discard(request.request_id)
         if hasattr(self.pipeline, "forget"):
             self.pipeline.forget()
+
+
+def _known(what: str, error: Exception) -> KVLinkError:
+    """An error of the library's family, this one or one that it caused."""
+    if isinstance(error, KVLinkError):
+        return error
+    failure = RequestFailed(f"{what}: {error!r}")
+    failure.__cause__ = error
+    return failure

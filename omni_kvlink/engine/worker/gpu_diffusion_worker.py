@@ -28,4 +28,4 @@ class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):
         return self.runner.execute_model(requests)
 
     def _make_runner(self) -> GPUDiffusionModelRunner:
-        return GPUDiffusionModelRunner(self.od_config, self.device)
+        return GPUDiffusionModelRunner(self.od_config, self.device, self.mates)

@@ -61,6 +61,23 @@ class NaiveCache:
         return snapshot(self)
 
 
+class ElsewhereCache:
+    """A guidance branch's cache on a rank that another one computes this branch for.
+
+    Raises:
+        SchemaError: of whoever reads it.
+    """
+
+    def __init__(self, branch: str) -> None:
+        self._branch = branch
+
+    @property
+    def key_cache(self) -> Mapping[int, Tensor | None]:
+        raise SchemaError(f"the KV of branch {self._branch!r} is on another guidance rank")
+
+    value_cache = key_cache
+
+
 @dataclass
 class BagelContext:
     """One cache with its length and its next position.
@@ -79,6 +96,11 @@ class BagelContext:
     @classmethod
     def empty(cls, num_layers: int) -> BagelContext:
         return cls([0], [0], NaiveCache(num_layers))
+
+    @classmethod
+    def elsewhere(cls, branch: str) -> BagelContext:
+        """In the place of one that another guidance rank has."""
+        return cls([0], [0], ElsewhereCache(branch))
 
     def snapshot(self) -> BagelContext:
         """A context that later updates of this one do not reach. Copies no tensor."""

@@ -46,20 +46,13 @@ def denoise_rows(
     for step, (t, span) in enumerate(zip(times, spans, strict=True)):
         rows = model.latent_rows(x, *grid, t[None].to(model.device))
         block = torch.cat([ends[:1], rows, ends[1:]])
-        branches = _branches(params, guided=params.guided_at(t))
+        branches = params.branches(guided=params.guided_at(t))
         flows = _flows(model, contexts, block, branches, step, hooks)
         # The product has the flow's dtype, x stays float32.
         x = x - _guided(flows, params, alone=alone) * span.to(model.device)
         if on_step is not None:
             on_step(step + 1, params.num_steps)
     return [x] if alone else list(x.unbind(dim=1))
-
-
-def _branches(params: DenoiseParams, *, guided: bool) -> list[str]:
-    """The contexts that a step reads."""
-    if not (guided and params.needs_cfg_text):
-        return ["gen"]
-    return ["gen", "cfg_text", "cfg_img"] if params.needs_cfg_img else ["gen", "cfg_text"]
 
 
 def _flows(
@@ -87,7 +80,9 @@ def _flows(
         return hooks.velocity(branch, step, block, partial(whole_pass, branch))
 
     if hooks.branches is not None:
-        return hooks.branches(branches, compute)
+        shape = (block.shape[0] - 2, *block.shape[1:-1], model.config.patch_dim)
+        like = torch.empty(shape, dtype=model.dtype, device=model.device)
+        return hooks.branches(branches, compute, like)
     return {branch: compute(branch) for branch in branches}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -31,14 +31,23 @@ class LayersHook(Protocol):
 
 class BranchesHook(Protocol):
     def __call__(
-        self, branches: Sequence[str], compute: Callable[[str], Tensor]
+        self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
     ) -> dict[str, Tensor]:
-        """The flows of all branches: each computed here, or by another rank."""
+        """The flows of all branches: each computed here, or by another rank.
+
+        Args:
+            like: of the form of a flow.
+        """
+
+
+class SettleHook(Protocol):
+    def __call__(self, errors: Mapping[str, Exception]) -> Mapping[str, Exception]:
+        """Errors of requests, by id: those of this rank in, those of all ranks out."""
 
 
 @dataclass
 class DenoiseHooks:
-    """All None: each step computes each branch with every layer.
+    """Untouched: each step computes each branch with every layer, and latents become images.
 
     Flows and rows have their row dimension first; of a batch, the requests' dimension second.
     """
@@ -46,3 +55,5 @@ class DenoiseHooks:
     velocity: VelocityHook | None = None
     layers: LayersHook | None = None
     branches: BranchesHook | None = None
+    settle: SettleHook | None = None
+    decode: bool = True

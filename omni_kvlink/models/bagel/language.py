@@ -20,6 +20,7 @@ from .cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from .config import LanguageConfig
 from .embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from .hooks import RunLayers
+from .shards import WHOLE, CutLinear, Split
 
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
@@ -54,14 +55,14 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU; of a split, its share of the sum."""
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        hidden, inner, held = config.hidden_size, config.intermediate_size, split.inner(config)
+        self.gate_proj = CutLinear(hidden, inner, rows=held)
+        self.up_proj = CutLinear(hidden, inner, rows=held)
+        self.down_proj = CutLinear(inner, hidden, columns=held)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -97,19 +98,27 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Ten
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on q and k; every projection exists once per expert."""
+    """Grouped-query attention with a norm on q and k; every projection exists once per expert.
 
-    def __init__(self, config: LanguageConfig) -> None:
+    Of a split, only its heads, and their share of the sum.
+    """
+
+    def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.head_dim = dim
         self.qk_norm = config.qk_norm
         q_size, kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        q_rows, kv_rows = (
+            _of_heads(split.heads(config), dim),
+            _of_heads(split.kv_heads(config), dim),
+        )
         for expert in ("", "_moe_gen"):
-            self.add_module(f"q_proj{expert}", nn.Linear(hidden, q_size))
-            self.add_module(f"k_proj{expert}", nn.Linear(hidden, kv_size))
-            self.add_module(f"v_proj{expert}", nn.Linear(hidden, kv_size))
-            self.add_module(f"o_proj{expert}", nn.Linear(q_size, hidden, bias=False))
+            self.add_module(f"q_proj{expert}", CutLinear(hidden, q_size, bias=True, rows=q_rows))
+            for name in ("k_proj", "v_proj"):
+                projection = CutLinear(hidden, kv_size, bias=True, rows=kv_rows)
+                self.add_module(f"{name}{expert}", projection)
+            self.add_module(f"o_proj{expert}", CutLinear(q_size, hidden, columns=q_rows))
             if config.qk_norm:
                 self.add_module(f"q_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
                 self.add_module(f"k_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
@@ -152,15 +161,21 @@ class Attention(nn.Module):
         return self.get_submodule(name), self.get_submodule(f"{name}_moe_gen")
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to its input."""
+def _of_heads(heads: range, dim: int) -> range:
+    """The rows of some heads."""
+    return range(heads.start * dim, heads.stop * dim)
 
-    def __init__(self, config: LanguageConfig) -> None:
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm, summed over the split and added to its input."""
+
+    def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.mlp_moe_gen = MLP(config)
+        self._total = split.total
+        self.self_attn = Attention(config, split)
+        self.mlp = MLP(config, split)
+        self.mlp_moe_gen = MLP(config, split)
         self.input_layernorm = RMSNorm(hidden, eps)
         self.input_layernorm_moe_gen = RMSNorm(hidden, eps)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
@@ -175,8 +190,8 @@ class DecoderLayer(nn.Module):
         causal: bool,
     ) -> Tensor:
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        x = x + self.self_attn(normed, rotary, merge, mode, causal)
-        return x + by_expert(mode, x, self._und_mlp, self._gen_mlp)
+        x = x + self._total(self.self_attn(normed, rotary, merge, mode, causal))
+        return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
 
     def _und_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -188,13 +203,16 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings, layers and the final norms."""
+    """Embeddings, layers and the final norms; only the layers are split."""
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
+        split.check(config)
         self.config = config
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, split) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_moe_gen = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -259,8 +277,8 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """The decoder and, where text is to be written, the head that names the next token."""
 
-    def __init__(self, config: LanguageConfig, *, head: bool) -> None:
+    def __init__(self, config: LanguageConfig, *, head: bool, split: Split = WHOLE) -> None:
         super().__init__()
-        self.model = Decoder(config)
+        self.model = Decoder(config, split)
         if head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -9,6 +9,7 @@ import torch
 
 from .config import BagelConfig
 from .model import BagelModel, Stage
+from .shards import WHOLE, Split, cuts_of
 from .vae import Autoencoder, GroupNorm
 from .weights import load_weights, table_side
 
@@ -26,14 +27,29 @@ def load_config(directory: Path) -> BagelConfig:
 
 
 def load_model(
-    directory: Path, config: BagelConfig, stage: Stage, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: BagelConfig,
+    stage: Stage,
+    dtype: torch.dtype,
+    device: torch.device,
+    split: Split = WHOLE,
 ) -> BagelModel:
-    """Loads what the stage needs of `ema.safetensors`."""
+    """Loads what the stage, and this rank of it, needs of `ema.safetensors`.
+
+    Raises:
+        ValueError: the model cannot be split like this.
+    """
     with torch.device("meta"):
-        model = BagelModel(config, stage)
+        model = BagelModel(config, stage, split)
         known = model if stage == "all" else BagelModel(config, "all")
-    names = known.state_dict().keys()
-    load_weights(model, directory / MODEL_FILE, known=names, dtype=dtype, device=device)
+    load_weights(
+        model,
+        directory / MODEL_FILE,
+        known=known.state_dict().keys(),
+        dtype=dtype,
+        device=device,
+        cuts=cuts_of(model),
+    )
     return model
 
 

@@ -12,6 +12,7 @@ from .cache import BagelContext, NaiveCache
 from .config import BagelConfig
 from .embeddings import PositionEmbedding, TimestepEmbedder, patchify
 from .language import LanguageModel, Mode, Through
+from .shards import WHOLE, Split
 from .vision import TwoLayerMLP, VisionModel
 
 Stage = Literal["all", "ar", "dit"]
@@ -22,13 +23,17 @@ class BagelModel(nn.Module):
 
     Both stages hold both experts: an AR stage reads latent patches of an input image, and in the
     DiT stage the marker rows run through the understanding expert.
+
+    Args:
+        split: which rank of the language model this is; all other networks are whole on each.
     """
 
-    def __init__(self, config: BagelConfig, stage: Stage) -> None:
+    def __init__(self, config: BagelConfig, stage: Stage, split: Split = WHOLE) -> None:
         super().__init__()
         hidden = config.llm.hidden_size
         self.config = config
-        self.language_model = LanguageModel(config.llm, head=stage != "dit")
+        self.kv_heads = split.kv_heads(config.llm)
+        self.language_model = LanguageModel(config.llm, head=stage != "dit", split=split)
         self.time_embedder = TimestepEmbedder(hidden)
         self.vae2llm = nn.Linear(config.patch_dim, hidden)
         self.latent_pos_embed = PositionEmbedding(config.max_latent_size, hidden)

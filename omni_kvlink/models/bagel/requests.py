@@ -91,9 +91,13 @@ def paint(
             jobs.append(_prepared(pipeline, request, params, read))
         except Exception as error:
             outputs[request.request_id] = _failed(request.request_id, error)
+    _settle(pipeline, outputs)
+    jobs = [job for job in jobs if job.key not in outputs]
     for shape in dict.fromkeys(job.contexts.image_shape for job in jobs):
         group = [job for job in jobs if job.contexts.image_shape == shape]
-        outputs.update(_painted(pipeline, group, params))
+        painted = _painted(pipeline, group, params)
+        _settle(pipeline, painted)
+        outputs.update(painted)
     last = jobs[-1].contexts if jobs else None
     return [outputs[request_id] for request_id in batch.request_ids], last
 
@@ -137,15 +141,25 @@ def _painted(
         images = {
             job.key: torch.stack([pipeline.decode(next(latents)) for _ in job.noise])
             for job in jobs
+            if pipeline.hooks.decode
         }
     except Exception as error:
         return {job.key: _failed(job.key, error) for job in jobs}
     return {
         job.key: _failed(job.key, RequestAborted("aborted while its batch was painted"))
         if job.request.is_cancelled()
-        else DiffusionOutput(job.key, images[job.key], text=job.contexts.text)
+        else DiffusionOutput(job.key, images.get(job.key), text=job.contexts.text)
         for job in jobs
     }
+
+
+def _settle(pipeline: BagelSteps, outputs: dict[str, DiffusionOutput]) -> None:
+    """What failed on one of several ranks has failed on all."""
+    if pipeline.hooks.settle is None:
+        return
+    errors = {key: output.error for key, output in outputs.items() if output.error is not None}
+    for key, error in pipeline.hooks.settle(errors).items():
+        outputs[key] = _failed(key, error)
 
 
 def _failed(request_id: str, error: Exception) -> DiffusionOutput:

@@ -77,6 +77,12 @@ class DenoiseParams:
         """Whether the `cfg_img` context is ever read: image guidance rests on text guidance."""
         return self.needs_cfg_text and self.cfg_img_scale > 1
 
+    def branches(self, *, guided: bool) -> list[str]:
+        """The contexts that a step with, or without, guidance reads."""
+        if not (guided and self.needs_cfg_text):
+            return ["gen"]
+        return ["gen", "cfg_text", "cfg_img"] if self.needs_cfg_img else ["gen", "cfg_text"]
+
     def guided_at(self, t: Tensor) -> bool:
         """Whether there is guidance at time t (0-dim float32)."""
         low, high = self.cfg_interval

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from omni_kvlink.errors import SchemaError
 
-from .cache import BagelContext, BagelContexts, check_context
+from .cache import BagelContext, BagelContexts, ElsewhereCache, check_context
 from .config import BagelConfig
 from .denoise import OnStep, denoise_rows
 from .embeddings import unpatchify
@@ -19,6 +19,7 @@ from .hooks import DenoiseHooks
 from .loading import load_autoencoder, load_config, load_model
 from .model import BagelModel, Stage
 from .sampling import DenoiseParams
+from .shards import WHOLE, Split
 from .tokenizer import BagelTokenizer, SpecialTokens, written_text
 from .vae import Autoencoder
 
@@ -56,17 +57,20 @@ class BagelSteps:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         stage: Stage = "all",
+        split: Split = WHOLE,
     ) -> _Steps:
         """Loads a checkpoint in the published layout.
 
         Args:
             dtype: bfloat16 computes as the published model does; float32 is exact throughout.
             stage: which networks are built and read from the files.
+            split: which rank of the language model is.
 
         Raises:
             FileNotFoundError: a file is missing.
             SchemaError: a configuration file does not fit.
             CheckpointError: a weights file does not hold what the stage needs.
+            ValueError: the model cannot be split like this.
         """
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype is torch.bfloat16 or torch.float32, not {dtype}")
@@ -77,7 +81,7 @@ class BagelSteps:
         return cls(
             config,
             stage,
-            load_model(root, config, stage, dtype, where),
+            load_model(root, config, stage, dtype, where, split),
             load_autoencoder(root, config, stage, dtype, where),
             SpecialTokens.load(root),
             BagelTokenizer(root),
@@ -216,16 +220,15 @@ class BagelSteps:
         return [unpatchify(own, height, width, patch) for own in rows]
 
     def check_request(self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams) -> None:
-        """Raises SchemaError unless `denoise` has all it needs for this request."""
+        """Raises SchemaError unless `denoise` has all it needs here for this request."""
         height, width = self._grid(contexts.image_shape)
         if tuple(noise.shape) != (height * width, self.config.patch_dim):
             wanted = (height * width, self.config.patch_dim)
             raise SchemaError(f"the noise has shape {tuple(noise.shape)}, wanted {wanted}")
-        self._check("gen", contexts.gen)
-        if params.needs_cfg_text:
-            self._check("cfg_text", contexts.cfg_text)
-        if params.needs_cfg_img:
-            self._check("cfg_img", contexts.cfg_img)
+        for name in params.branches(guided=True):
+            context: BagelContext = getattr(contexts, name)
+            if not isinstance(context.past_key_values, ElsewhereCache):
+                self._check(name, context)
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
@@ -291,7 +294,7 @@ class BagelSteps:
             name,
             context,
             num_layers=self.num_layers,
-            heads=self.config.llm.num_key_value_heads,
+            heads=len(self.model.kv_heads),
             head_dim=self.config.llm.head_dim,
             dtype=self.dtype,
             device=self.device,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from omni_kvlink.errors import SchemaError
+
+from .shards import Cut
 
 
 class CheckpointError(SchemaError):
@@ -38,6 +41,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     float32: frozenset[str] = frozenset(),
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Fills a module that was built on the meta device.
 
@@ -45,21 +49,30 @@ def load_weights(
         known: all names that may be in the file, those that this module does not use included.
         dtype: of the loaded weights, whatever the file holds.
         float32: names that stay float32 instead.
+        cuts: of which tensors a piece is wanted; nothing else of them is read.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: a name is missing or unknown, or a tensor has another shape; all are named.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    wanted = {
+        name: cuts[name].whole if name in cuts else tuple(tensor.shape)
+        for name, tensor in module.state_dict().items()
+    }
     with _open(path, str(device)) as file:
         _check(path.name, file, wanted, set(known))
         tensors: dict[str, Tensor] = {
-            name: file.get_tensor(name).to(torch.float32 if name in float32 else dtype)
+            name: _read(file, name, cuts.get(name)).to(torch.float32 if name in float32 else dtype)
             for name in wanted
         }
     module.requires_grad_(False)
     module.load_state_dict(tensors, assign=True)
     module.eval()
+
+
+def _read(file: Any, name: str, cut: Cut | None) -> Tensor:
+    read: Tensor = file.get_tensor(name) if cut is None else file.get_slice(name)[cut.index]
+    return read.contiguous()
 
 
 def _check(where: str, file: Any, wanted: dict[str, tuple[int, ...]], known: set[str]) -> None:

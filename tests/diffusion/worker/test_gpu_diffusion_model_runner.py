@@ -172,7 +172,7 @@ def test_a_failing_pipeline_gives_every_kv_back(
 
 def test_an_intermediate_stage_hands_the_kv_on(producer: KVLink, sockets: str) -> None:
     sink = url()
-    how = config(producer, sockets, kv_sink=sink, kv_sink_options={"directory": sockets})
+    how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
     with KVLink.connect(sink, timeout=5, directory=sockets) as downstream:
         one = request("r", "two hats", 3, need_kv_transfer=True)
@@ -193,7 +193,7 @@ def test_an_intermediate_stage_hands_the_kv_on(producer: KVLink, sockets: str) -
 
 def test_what_fails_here_fails_downstream_at_once(producer: KVLink, sockets: str) -> None:
     sink = url()
-    how = config(producer, sockets, kv_sink=sink, kv_sink_options={"directory": sockets})
+    how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
     with KVLink.connect(sink, timeout=5, directory=sockets) as downstream:
         runner.execute_model([request("r", need_kv_transfer=True)])

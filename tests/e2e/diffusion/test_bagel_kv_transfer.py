@@ -55,11 +55,11 @@ def reference(name: str, seed: int) -> torch.Tensor:
 def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
     """Every byte of K and V, and every pixel, as in one process."""
     url = f"shm://e2e-{connector}" if connector == "shm" else "zmq+tcp://127.0.0.1:0"
-    kv = KVConfig(sink=url, sink_options={"directory": sockets})
+    kv = KVConfig(sinks=(url,), sink_options={"directory": sockets})
     ar = OmniARConfig(checkpoint(), dtype="float32", num_blocks=256, block_size=4, kv=kv)
     with (
         StageProcess(ar) as stage,
-        KVLink.connect(stage.sink_url, timeout=5, directory=sockets) as consumer,
+        KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
     ):
         for seed, (name, (prompt, _)) in enumerate(PROMPTS.items()):
             wishes = {"height": 16, "width": 24, "seed": seed}

@@ -156,9 +156,11 @@ def test_hooks_that_compute_everything_change_nothing(
         seen.add(("layers", branch, step))
         return run(run(rows, 0, 1), 1, total)
 
-    def branches(names: Any, compute: Any) -> dict[str, Tensor]:
+    def branches(names: Any, compute: Any, like: Tensor) -> dict[str, Tensor]:
         seen.add(("branches", *names))
-        return {name: compute(name) for name in reversed(names)}
+        found = {name: compute(name) for name in reversed(names)}
+        assert {(one.shape, one.dtype) for one in found.values()} == {(like.shape, like.dtype)}
+        return found
 
     hooks = exact.hooks
     hooks.velocity, hooks.layers, hooks.branches = velocity, layers, branches
