@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import KVLinkError
 from .errors import EngineError, RequestAborted
 from .outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from .request import OmniDiffusionRequest
+from .request import OmniDiffusionRequest, always
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +105,7 @@ class Scheduler(ABC):
             if state is None:
                 return False
             state.aborted = True
+            state.request.is_cancelled = always  # whoever runs it may not have begun
             return True
 
     def schedule(self) -> DiffusionSchedulerOutput:

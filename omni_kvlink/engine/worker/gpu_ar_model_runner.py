@@ -96,7 +96,7 @@ class GPUARModelRunner:
         return self.utility.extract(request)
 
     def _check_wanted(self, request: OmniDiffusionRequest) -> None:
-        if request.request_id in self._cancelled:
+        if request.is_cancelled() or request.request_id in self._cancelled:
             raise RequestAborted(f"request {request.request_id!r} was aborted")
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
