@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -117,7 +116,7 @@ class StageProcess:
     def _start(self) -> None:
         self._dead: KVLinkError | None = None
         self._open: set[str] = set()
-        config = self._at_same_url()
+        config = self.config.served_at(self.sink_urls)
         self._child = Child(
             "stage_main",
             pack_config(config),
@@ -138,13 +137,6 @@ class StageProcess:
         except BaseException:
             self._end()
             raise
-
-    def _at_same_url(self) -> OmniARConfig | OmniDiffusionConfig:
-        """Where the system chose a port, the next life has the same."""
-        if not self.sink_urls:
-            return self.config
-        kv = dataclasses.replace(self.config.kv, sinks=self.sink_urls)
-        return dataclasses.replace(self.config, kv=kv)
 
     def _on_output(
         self, key: str, future: Future[DiffusionOutput], answer: Future[DiffusionOutput]
