@@ -81,7 +81,7 @@ def test_calls_of_all_ranks(sockets: str) -> None:
     with bed(sockets, 2) as stage:
         executor = stage.executor
         assert all(free > 0 for free in executor.determine_available_memory())
-        with pytest.raises(ValueError, match=r"rank 0: sleep level 3"):
+        with pytest.raises(ValueError, match=r"rank [01]: sleep level 3"):
             executor.collective_rpc("sleep", args=[3])
         with pytest.raises(AttributeError, match="no_such"):
             executor.collective_rpc("no_such_method")

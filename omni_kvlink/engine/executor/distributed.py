@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...errors import ClosedError, TransferTimeout
 from ..codec import renamed
@@ -42,6 +42,10 @@ class WorkerHandle(Protocol):
 
         That is what the method raised, or EngineDeadError: the worker is gone.
         """
+
+    @property
+    def ended(self) -> Exception | None:
+        """Why its calls end in errors, once the worker is gone."""
 
     def end(self) -> None:
         """Tell the worker to give everything back and end; it is no death."""
@@ -229,7 +233,8 @@ class DistributedExecutor(Executor):
             wait(answers, _SETTLE)
         errors = [error for one in answers if one.done() and (error := one.exception())]
         if any(isinstance(error, (EngineDeadError, ClosedError)) for error in errors):
-            raise self._dead or errors[0]
+            wait(answers, _SETTLE)
+            self._part(errors[0])
         if not all(one.done() for one in answers):
             self._fail(EngineDeadError(f"a rank waits for one that failed: {errors[0]}"))
             self._check_alive()
@@ -239,6 +244,13 @@ class DistributedExecutor(Executor):
                 failure = RequestFailed(f"a worker failed: {failure!r}")
             return {key: DiffusionOutput(key, error=failure) for key in request_ids}
         return _merged([answer.result() for answer in answers])
+
+    def _part(self, error: Any) -> NoReturn:
+        """Ranks are gone, or one says so of another: raises which, and nothing goes on."""
+        gone = [worker.ended for worker in self.workers if worker.ended is not None]
+        if not gone:  # they live, and can do nothing together any more
+            self._fail(error)
+        raise self._dead or (gone or [error])[0]
 
     def _fail(self, error: EngineDeadError) -> None:
         """A worker is gone, or as good as that: the others may wait for it, and are ended."""
@@ -268,6 +280,6 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = sum(one.kv_sent.nbytes for one in of_ranks if one.kv_sent is not None)
+            nbytes = max(one.kv_sent.nbytes for one in of_ranks if one.kv_sent is not None)
             result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
     return merged
