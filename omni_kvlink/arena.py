@@ -96,6 +96,7 @@ class ArenaPool:
         quota: bytes that all arenas together may have.
         retire: told the number of an empty arena that was dropped; must not block.
         keep: reuse arenas; if not, each block has an arena of its own, dropped when it is freed.
+        least: bytes of an arena that is kept, if no block needs more.
     """
 
     def __init__(
@@ -105,9 +106,11 @@ class ArenaPool:
         retire: Callable[[int], None] = lambda number: None,
         *,
         keep: bool = True,
+        least: int | None = None,
     ):
         self.quota = quota
         self._make, self._retire, self._keep = make, retire, keep
+        self._least = MIN_ARENA if least is None else least
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
         self._made = 0
         self._mapped = 0
@@ -214,7 +217,7 @@ class ArenaPool:
             if self._mapped + nbytes <= self.quota:
                 break
             self._drop(number)
-        size = min(max(nbytes, MIN_ARENA), self.quota - self._mapped) if self._keep else nbytes
+        size = min(max(nbytes, self._least), self.quota - self._mapped) if self._keep else nbytes
         self._mapped += size
         return size
 

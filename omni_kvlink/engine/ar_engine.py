@@ -5,7 +5,6 @@ from __future__ import annotations
 from .ar_scheduler import OmniARScheduler
 from .config import OmniARConfig
 from .executor import Executor
-from .executor.uniproc import ARExecutor
 from .model import model_utility
 from .request import OmniDiffusionRequest
 from .stage_engine import StageEngine
@@ -15,7 +14,7 @@ class AREngine(StageEngine[OmniARConfig]):
     """Reads prompts; each output says what was sent on, as `kv_sent`."""
 
     def _make(self) -> tuple[OmniARScheduler, Executor]:
-        executor = ARExecutor(self.config)
+        executor = Executor.get_class(self.config)(self.config)
 
         def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
             counted: dict[str, int] = executor.collective_rpc("count_tokens", args=(request,))[0]

@@ -1,109 +1,188 @@
-"""Requests, outputs and errors as plain values, for stages in processes of their own."""
+"""What crosses between two processes of an engine, as plain values that MessagePack can write."""
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from .. import errors as library_errors
-from ..errors import KVLinkError, SchemaError
+from ..errors import SchemaError, WireError
 from . import errors as engine_errors
-from .outputs import DiffusionOutput, KVSent
-from .request import OmniDiffusionRequest, Prompt
+from .config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from .outputs import (
+    ARSchedulerOutput,
+    BatchRunnerOutput,
+    DiffusionOutput,
+    DiffusionSchedulerOutput,
+    KVSent,
+    ModelRunnerOutput,
+    RunnerOutput,
+)
+from .request import OmniDiffusionRequest
 from .sampling import OmniDiffusionSamplingParams
 
-_LOCAL = ("past_key_values", "is_cancelled", "prompt", "sampling_params")
-"""Fields of a request that stay in its process, or are written apart."""
+Stow: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
+"""Puts a tensor's bytes somewhere; says where, in plain values."""
 
+Fetch: TypeAlias = Callable[[Mapping[str, Any]], torch.Tensor]
+"""The tensor that a `Stow` put there."""
 
-def pack_request(request: OmniDiffusionRequest) -> dict[str, Any]:
-    """A request without what belongs to its process."""
-    names = [field.name for field in dataclasses.fields(request) if field.name not in _LOCAL]
-    wishes = dataclasses.replace(request.sampling_params, generator=None)
-    return {
-        **{name: getattr(request, name) for name in names},
-        "prompt": [_pack_item(item) for item in as_items(request.prompt)],
-        "sampling_params": dataclasses.asdict(wishes),
-    }
+_KIND = "~"
+"""The key of a map that stands for something else than a map."""
 
-
-def unpack_request(values: Mapping[str, Any]) -> OmniDiffusionRequest:
-    wishes = dict(values["sampling_params"])
-    if wishes["cfg_interval"] is not None:
-        wishes["cfg_interval"] = tuple(wishes["cfg_interval"])
-    return OmniDiffusionRequest(
-        **{
-            **values,
-            "prompt": [_unpack_item(item) for item in values["prompt"]],
-            "sampling_params": OmniDiffusionSamplingParams(**wishes),
-        }
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        ARSchedulerOutput,
+        BatchRunnerOutput,
+        DiffusionOutput,
+        DiffusionSchedulerOutput,
+        KVSent,
+        ModelRunnerOutput,
+        OmniDiffusionRequest,
+        OmniDiffusionSamplingParams,
+        RunnerOutput,
     )
+}
+
+_CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
+
+_LOCAL = {"past_key_values", "is_cancelled", "generator"}
+"""Fields of those that stay in their process."""
 
 
-def pack_output(output: DiffusionOutput) -> dict[str, Any]:
-    """An output with its images as bytes and its error as words."""
-    return {
-        "request_id": output.request_id,
-        "output": None if output.output is None else pack_tensor(output.output),
-        "error": None if output.error is None else pack_error(output.error),
-        "text": output.text,
-        "kv_sent": None if output.kv_sent is None else dataclasses.asdict(output.kv_sent),
-        "seconds": output.seconds,
-    }
+def pack(value: Any, stow: Stow | None = None) -> Any:
+    """Plain values for this: numbers, texts, lists, maps, tensors, errors, requests, outputs.
+
+    Args:
+        stow: where tensors go; they stand among the values, as bytes, if None.
+
+    Raises:
+        SchemaError: it has something in it that cannot cross.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, list):
+        return [pack(item, stow) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "items": [pack(item, stow) for item in value]}
+    if isinstance(value, torch.Tensor):
+        return {_KIND: "tensor", **(stow or inline)(value)}
+    if isinstance(value, BaseException):
+        return {_KIND: "error", **pack_error(value)}
+    if isinstance(value, Mapping) and _KIND not in value:
+        return {_key(key): pack(item, stow) for key, item in value.items()}
+    name = type(value).__name__
+    if _CLASSES.get(name) is not type(value):
+        raise SchemaError(f"{name} cannot cross to another process: {value!r:.100}")
+    fields = [field.name for field in dataclasses.fields(value) if field.name not in _LOCAL]
+    return {_KIND: name, **{field: pack(getattr(value, field), stow) for field in fields}}
 
 
-def unpack_output(values: Mapping[str, Any]) -> DiffusionOutput:
-    sent = values["kv_sent"]
-    return DiffusionOutput(
-        request_id=values["request_id"],
-        output=None if values["output"] is None else unpack_tensor(values["output"]),
-        error=None if values["error"] is None else unpack_error(values["error"]),
-        text=values["text"],
-        kv_sent=None if sent is None else msgspec.convert(sent, KVSent),
-        seconds=values["seconds"],
-    )
+def _key(key: Any) -> str | int:
+    if isinstance(key, (str, int)):
+        return key
+    raise SchemaError(f"a key of a map is a text or a number, not {key!r:.100}")
+
+
+def unpack(value: Any, fetch: Fetch | None = None) -> Any:
+    """What `pack` was given.
+
+    Args:
+        fetch: the tensors that its `stow` took.
+
+    Raises:
+        WireError: it has something in it that `pack` does not write.
+    """
+    if isinstance(value, list):
+        return [unpack(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: unpack(item, fetch) for key, item in value.items()}
+    kind = value.pop(_KIND)
+    if kind == "tensor":
+        return (fetch or from_inline)(value)
+    if kind == "error":
+        return unpack_error(value)
+    fields = {key: unpack(item, fetch) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(fields["items"])
+    if kind not in _CLASSES:
+        raise WireError(f"nothing called {kind!r} crosses between processes")
+    return _CLASSES[kind](**fields)
+
+
+def pack_config(config: StageConfig) -> dict[str, Any]:
+    """A stage's configuration and its kind."""
+    return {"kind": type(config).__name__, "config": msgspec.to_builtins(config)}
+
+
+def unpack_config(values: Mapping[str, Any]) -> StageConfig:
+    found: StageConfig = msgspec.convert(values["config"], _CONFIGS[values["kind"]])
+    return found
 
 
 def pack_error(error: BaseException) -> dict[str, Any]:
     """An error's class by name, its words, and its plain attributes."""
     facts = {name: value for name, value in vars(error).items() if isinstance(value, (str, float))}
+    facts |= {name: value for name, value in vars(error).items() if isinstance(value, int)}
     return {"kind": type(error).__name__, "text": str(error), "facts": facts}
 
 
-def unpack_error(values: Mapping[str, Any]) -> KVLinkError:
-    """The same error; one that is not of this library's family comes as RequestFailed."""
-    kind = getattr(library_errors, values["kind"], getattr(engine_errors, values["kind"], None))
-    if not (isinstance(kind, type) and issubclass(kind, KVLinkError)):
-        return engine_errors.RequestFailed(f"{values['kind']}: {values['text']}")
-    error = kind(values["text"])
+def unpack_error(values: Mapping[str, Any]) -> Exception:
+    """The same error, of this library or Python's own; any other comes as RequestFailed."""
+    name, text = values["kind"], values["text"]
+    for home in (library_errors, engine_errors, builtins):
+        kind = getattr(home, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            break
+    else:
+        return engine_errors.RequestFailed(f"{name}: {text}")
+    try:
+        error = kind(text)
+    except TypeError:  # it is made of more than words
+        return engine_errors.RequestFailed(f"{name}: {text}")
     vars(error).update(values["facts"])
     return error
 
 
-def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """A uint8 tensor's shape and bytes."""
-    if tensor.dtype is not torch.uint8:
-        raise SchemaError(f"an image is uint8, not {tensor.dtype}")
-    return {"shape": list(tensor.shape), "bytes": tensor.contiguous().cpu().numpy().tobytes()}
+def renamed(error: BaseException, prefix: str) -> Exception:
+    """The same error, with words before its own."""
+    packed = pack_error(error)
+    return unpack_error({**packed, "text": prefix + packed["text"]})
 
 
-def unpack_tensor(values: Mapping[str, Any]) -> torch.Tensor:
-    flat = torch.tensor(memoryview(values["bytes"]), dtype=torch.uint8)
-    return flat.reshape(values["shape"])
+def inline(tensor: torch.Tensor) -> dict[str, Any]:
+    """A tensor's shape and bytes; on the CPU afterwards."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return {**form_of(tensor), "bytes": flat.numpy().tobytes()}
 
 
-def as_items(prompt: Prompt) -> Sequence[str | torch.Tensor]:
-    """A prompt's texts and images, one by one."""
-    return [prompt] if isinstance(prompt, (str, torch.Tensor)) else prompt
+def from_inline(values: Mapping[str, Any]) -> torch.Tensor:
+    """Raises WireError if the bytes are not such a tensor's."""
+    tensor = torch.empty(values["shape"], dtype=dtype_of(values))
+    flat, raw = tensor.reshape(-1).view(torch.uint8).numpy(), values["bytes"]
+    if len(raw) != flat.size:
+        raise WireError(f"{len(raw)} bytes for a tensor of {flat.size}")
+    flat[:] = np.frombuffer(raw, np.uint8)
+    return tensor
 
 
-def _pack_item(item: str | torch.Tensor) -> Any:
-    return item if isinstance(item, str) else pack_tensor(item)
+def form_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Shape and dtype, as plain values."""
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _unpack_item(item: Any) -> str | torch.Tensor:
-    return item if isinstance(item, str) else unpack_tensor(item)
+def dtype_of(values: Mapping[str, Any]) -> torch.dtype:
+    """Raises WireError if there is no such dtype."""
+    dtype = getattr(torch, values["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise WireError(f"no dtype {values['dtype']!r}")
+    return dtype

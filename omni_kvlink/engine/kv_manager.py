@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import CapacityError, ClosedError
+from ..errors import ClosedError
 from ..link import KVLink, Payload
+from .budget import Budget
 from .config import KVConfig
 from .errors import EngineError
 from .holding import Holding, KVState
@@ -77,6 +78,7 @@ class DiffusionKVManager:
         self._device = torch.device(device)
         self._verify = self.config.verify
         self._changed = threading.Condition()
+        self._budget = Budget(self.config)
         self._held: dict[str, Holding] = {}
         self._listeners: list[Callable[[], None]] = []
         self._receiver = Receiver(
@@ -92,7 +94,7 @@ class DiffusionKVManager:
 
     def can_allocate(self, request: OmniDiffusionRequest) -> bool:
         with self._changed:
-            return self._charged() + self._size(request) <= self.config.budget
+            return self._budget.has_room(request)
 
     def allocate(self, request: OmniDiffusionRequest) -> None:
         """Set room aside for a request's KV: as much as the stage before said, or a reserve.
@@ -105,10 +107,9 @@ class DiffusionKVManager:
             self._check_open()
             if request.request_id in self._held:
                 raise EngineError(f"request {request.request_id!r} holds KV already: free it first")
-            self._check_room(request.request_id, self._size(request), 0)
+            nbytes = self._budget.take(request)
             limit = self.config.timeout if request.kv_timeout is None else request.kv_timeout
-            holding = Holding(request.request_id, self._size(request), limit)
-            self._held[request.request_id] = holding
+            self._held[request.request_id] = Holding(request.request_id, nbytes, limit)
 
     # Receiving.
 
@@ -162,6 +163,12 @@ class DiffusionKVManager:
             holding = self._held.get(request_id)
         return None if holding is None else holding.error
 
+    def nbytes(self, request_id: str) -> int:
+        """Bytes that are set aside for a request's KV, which it has once it is there."""
+        with self._changed:
+            holding = self._held.get(request_id)
+        return 0 if holding is None else holding.nbytes
+
     def next_deadline(self) -> float | None:
         with self._changed:
             ends = [holding.deadline for holding in self._held.values()]
@@ -194,6 +201,7 @@ class DiffusionKVManager:
         """
         with self._changed:
             holding = self._held.pop(request.request_id, None)
+            self._budget.give_back(request.request_id)
         if holding is not None:
             holding.close()
             self._count("freed")
@@ -203,7 +211,7 @@ class DiffusionKVManager:
             states = [holding.state.value for holding in self._held.values()]
             return {
                 "budget": self.config.budget,
-                "charged": self._charged(),
+                "charged": self._budget.charged,
                 "held": {state.value: states.count(state.value) for state in KVState},
                 **self._counts,
             }
@@ -213,6 +221,7 @@ class DiffusionKVManager:
         with self._changed:
             self._closed = True
             held, self._held = list(self._held.values()), {}
+            self._budget = Budget(self.config)
             self._changed.notify_all()
         for holding in held:
             holding.close()
@@ -261,7 +270,8 @@ class DiffusionKVManager:
 
     def _admit(self, holding: Holding, nbytes: int) -> None:
         with self._changed:
-            self._check_room(holding.request_id, nbytes, holding.nbytes)
+            if self._held.get(holding.request_id) is holding:  # else it was given back meanwhile
+                self._budget.correct(holding.request_id, nbytes)
             holding.nbytes = nbytes
 
     def _fail(self, holding: Holding, error: Exception) -> None:
@@ -294,24 +304,6 @@ class DiffusionKVManager:
         if request_id not in self._held:
             raise EngineError(f"request {request_id!r} has no room: allocate it first")
         return self._held[request_id]
-
-    def _size(self, request: OmniDiffusionRequest) -> int:
-        if request.kv_nbytes is not None:
-            return request.kv_nbytes
-        return self.config.reserve or self.config.budget // 8
-
-    def _charged(self) -> int:
-        return sum(holding.nbytes for holding in self._held.values())
-
-    def _check_room(self, request_id: str, nbytes: int, has: int) -> None:
-        free = self.config.budget - self._charged()
-        if nbytes - has > free:
-            raise CapacityError(
-                f"the KV of {request_id!r} takes {nbytes} bytes, {free + has} of the budget of "
-                f"{self.config.budget} are free: raise kv.budget",
-                asked=nbytes,
-                free=free + has,
-            )
 
     def _check_open(self) -> None:
         if self._closed:

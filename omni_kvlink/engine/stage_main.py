@@ -2,93 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
-import msgspec
-
-from ..errors import PeerLostError
 from .ar_engine import AREngine
 from .channel import Channel
-from .codec import pack_error, pack_output, unpack_request
-from .config import OmniARConfig, OmniDiffusionConfig
+from .child import serve_calls
+from .codec import unpack_config
+from .config import OmniARConfig
 from .diffusion_engine import DiffusionEngine
-from .errors import EngineError
-from .outputs import DiffusionOutput
-
-_KINDS: dict[str, tuple[type[Any], type[Any]]] = {
-    "ar": (AREngine, OmniARConfig),
-    "dit": (DiffusionEngine, OmniDiffusionConfig),
-}
+from .errors import EngineDeadError, EngineError
+from .futures import settle
 
 
-def serve(channel: Channel) -> None:
-    """Run a stage until the other side closes the channel, or is gone."""
-    first = channel.receive()
-    kind, config = _KINDS[first["kind"]]
-    try:
-        engine = kind(msgspec.convert(first["config"], config), on_death=partial(_report, channel))
-    except Exception as error:
-        channel.send({"op": "failed", "error": pack_error(error)})
-        return
-    with engine:
-        channel.send({"op": "ready", "urls": engine.sink_urls})
-        verbs: dict[str, Callable[[dict[str, Any]], None]] = {
-            "submit": partial(_submit, channel, engine),
-            "abort": lambda message: engine.abort(message["request_id"]),
-            "discard": lambda message: engine.discard(message["request_id"], message["reason"]),
-            "call": partial(_call, channel, engine),
-        }
-        while True:
-            try:
-                message = channel.receive()
-            except PeerLostError:
-                return
-            verbs[message["op"]](message)
+class StageService:
+    """An engine's methods, for who is elsewhere; `start` comes first."""
 
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._config = unpack_config(channel.receive())
+        self._engine: AREngine | DiffusionEngine | None = None
 
-def _submit(channel: Channel, engine: Any, message: dict[str, Any]) -> None:
-    key = message["request"]["request_id"]
-    try:
-        future = engine.submit(unpack_request(message["request"]))
-    except Exception as error:
-        _send(channel, DiffusionOutput(key, error=error))
-        return
-    future.add_done_callback(partial(_done, channel))
+    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        home = self if method == "start" else self._engine
+        settle(answer, lambda: getattr(home, method)(*args, **kwargs))
+        return answer
 
+    def start(self) -> tuple[str, ...]:
+        """Load the model and open the links; what the next stage connects to."""
+        kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
+        self._engine = kind(self._config, on_death=self._report)
+        return self._engine.sink_urls
 
-def _done(channel: Channel, future: Future[DiffusionOutput]) -> None:
-    _send(channel, future.result())
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
-
-def _send(channel: Channel, output: DiffusionOutput) -> None:
-    try:
-        channel.send({"op": "output", "output": pack_output(output)})
-    except EngineError:
-        return  # nobody waits for it; `receive` ends this process
-
-
-def _call(channel: Channel, engine: Any, message: dict[str, Any]) -> None:
-    """A method of the engine, such as sleep or stats; an answer or an error."""
-    answer: dict[str, Any] = {"op": "answer", "number": message["number"]}
-    try:
-        answer["value"] = getattr(engine, message["method"])(*message["args"])
-    except Exception as error:
-        answer["error"] = pack_error(error)
-    channel.send(answer)
-
-
-def _report(channel: Channel, error: EngineError) -> None:
-    channel.send({"op": "died", "error": pack_error(error)})
+    def _report(self, error: EngineError) -> None:
+        with contextlib.suppress(EngineDeadError):  # nobody hears it; this process ends
+            self._channel.send({"died": error})
 
 
 def main() -> None:
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
-        serve(Channel(sock))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        with contextlib.closing(StageService(channel)) as service:
+            serve_calls(channel, service.call)
+    finally:
+        channel.release()
 
 
 if __name__ == "__main__":

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
-import msgspec
-
-from ..errors import ClosedError, KVLinkError, PeerLostError, TransferTimeout
-from .channel import Channel
-from .codec import pack_request, unpack_error, unpack_output
+from ..errors import ClosedError, KVLinkError, TransferTimeout
+from .child import Child
+from .codec import pack_config
 from .config import OmniARConfig, OmniDiffusionConfig
 from .errors import EngineDeadError, EngineError
 from .outputs import DiffusionOutput
 from .request import OmniDiffusionRequest
-
-_END = 10.0
-"""Seconds that a process has to end when it is told to, before it is killed."""
 
 
 class StageProcess:
@@ -38,7 +28,7 @@ class StageProcess:
 
     Raises:
         TransferTimeout: it was not ready in time.
-        KVLinkError: why it could not start.
+        What loading the model and opening the links raises.
     """
 
     def __init__(
@@ -53,14 +43,13 @@ class StageProcess:
         self._environment, self._timeout = dict(environment or {}), timeout
         self._lock = threading.Lock()
         self._closed = False
-        self._numbers = itertools.count()
         self.sink_urls: tuple[str, ...] = ()
         self._start()
 
     @property
     def pid(self) -> int:
         """Of the child."""
-        return self._process.pid
+        return self._child.pid
 
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
         """Queue a request there; its future has the output, which may hold the request's error.
@@ -72,21 +61,23 @@ class StageProcess:
         """
         future: Future[DiffusionOutput] = Future()
         future.set_running_or_notify_cancel()
+        key = request.request_id
         with self._lock:
             self._check_alive()
-            if request.request_id in self._futures:
-                raise EngineError(f"request {request.request_id!r} is here already")
-            self._futures[request.request_id] = future
-        self._send({"op": "submit", "request": pack_request(request)})
+            if key in self._open:
+                raise EngineError(f"request {key!r} is here already")
+            self._open.add(key)
+        answer = self._child.call("submit", [request])
+        answer.add_done_callback(partial(self._on_output, key, future))
         return future
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is; unknown ones are left alone."""
-        self._send({"op": "abort", "request_id": request_id})
+        self._child.call("abort", [request_id])
 
     def discard(self, request_id: str, reason: str) -> None:
         """The next stage will not take what this one sent for a request: its memory goes back."""
-        self._send({"op": "discard", "request_id": request_id, "reason": reason})
+        self._child.call("discard", [request_id, reason])
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between batches, take the weights out of its memory."""
@@ -124,113 +115,56 @@ class StageProcess:
 
     def _start(self) -> None:
         self._dead: KVLinkError | None = None
-        self._futures: dict[str, Future[DiffusionOutput]] = {}
-        self._answers: dict[int, Future[Any]] = {}
-        self._ready: Future[tuple[str, ...]] = Future()
-        here, there = socket.socketpair()
-        with there:
-            command = [sys.executable, "-m", "omni_kvlink.engine.stage_main", str(there.fileno())]
-            environment = {**os.environ, **self._environment}
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
-        self._channel = Channel(here)
-        self._reader = threading.Thread(target=self._read, name="stage-reader", daemon=True)
-        self._reader.start()
-        kind = "ar" if isinstance(self.config, OmniARConfig) else "dit"
+        self._open: set[str] = set()
+        config = self.config.served_at(self.sink_urls)
+        self._child = Child(
+            "stage_main",
+            pack_config(config),
+            name=f"the {config.stage} stage",
+            on_death=self._on_child_death,
+            on_message=self._on_message,
+            environment=self._environment,
+        )
+        started = self._child.call("start")
         try:
-            config = msgspec.to_builtins(self._at_same_url())
-            self._send({"op": "start", "kind": kind, "config": config})
-            if not wait([self._ready], self._timeout).done:
+            if not wait([started], self._timeout).done:
                 raise TransferTimeout(
-                    f"the {kind} stage was not ready within {self._timeout:g} s",
+                    f"the {config.stage} stage was not ready within {self._timeout:g} s",
                     waited=self._timeout,
                     phase="starting",
                 )
-            self.sink_urls = self._ready.result()
+            self.sink_urls = started.result()
         except BaseException:
             self._end()
             raise
 
-    def _at_same_url(self) -> OmniARConfig | OmniDiffusionConfig:
-        """Where the system chose a port, the next life has the same."""
-        if not self.sink_urls:
-            return self.config
-        kv = dataclasses.replace(self.config.kv, sinks=self.sink_urls)
-        return dataclasses.replace(self.config, kv=kv)
-
-    def _read(self) -> None:
-        while True:
-            try:
-                message = self._channel.receive()
-            except PeerLostError:
-                break
-            self._on_message(message)
-        status = self._process.wait()
-        words = f"process {self._process.pid} of the stage ended with status {status}"
-        self._die(ClosedError(words) if self._closed else EngineDeadError(words))
+    def _on_output(
+        self, key: str, future: Future[DiffusionOutput], answer: Future[DiffusionOutput]
+    ) -> None:
+        self._open.discard(key)
+        error: Any = answer.exception()
+        future.set_result(answer.result() if error is None else DiffusionOutput(key, error=error))
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        kind = message["op"]
-        if kind == "output":
-            output = unpack_output(message["output"])
-            with self._lock:
-                future = self._futures.pop(output.request_id, None)
-            if future is not None:
-                future.set_result(output)
-        elif kind == "answer":
-            answer = self._answers.pop(message["number"])
-            if "error" in message:
-                answer.set_exception(unpack_error(message["error"]))
-            else:
-                answer.set_result(message["value"])
-        elif kind == "ready":
-            self._ready.set_result(tuple(message["urls"]))
-        elif kind == "failed":
-            self._ready.set_exception(unpack_error(message["error"]))
-        elif kind == "died" and self._on_death is not None:
-            error = unpack_error(message["error"])
-            self._on_death(EngineDeadError(str(error)))
+        """A worker of the stage is gone."""
+        if self._on_death is not None:
+            self._on_death(message["died"])
 
-    def _die(self, error: KVLinkError) -> None:
-        """The process is gone, and with it all it was to do."""
-        with self._lock:
-            self._dead = error
-            futures, self._futures = self._futures, {}
-            answers, self._answers = self._answers, {}
-        for request_id, future in futures.items():
-            future.set_result(DiffusionOutput(request_id, error=error))
-        for answer in answers.values():
-            answer.set_exception(error)
-        if not self._ready.done():
-            self._ready.set_exception(error)
-        elif isinstance(error, EngineError) and self._on_death is not None:
+    def _on_child_death(self, error: EngineDeadError) -> None:
+        self._dead = error
+        if self._on_death is not None:
             self._on_death(error)
 
     def _call(self, method: str, args: Sequence[Any], timeout: float) -> Any:
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._check_alive()
-            number = next(self._numbers)
-            self._answers[number] = answer
-        self._send({"op": "call", "number": number, "method": method, "args": list(args)})
+        self._check_alive()
+        answer = self._child.call(method, args)
         if not wait([answer], timeout).done:
             raise TransferTimeout(f"{method}: no answer after {timeout:g} s", waited=timeout)
         return answer.result()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._channel.send(message)
-        except EngineDeadError:
-            return  # the reader sees it too, and ends every future
-
     def _end(self) -> None:
-        self._channel.close()
-        try:
-            self._process.wait(_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
-        self._channel.release()
+        self._child.end()
+        self._child.join()
 
     def _check_alive(self) -> None:
         if self._closed:

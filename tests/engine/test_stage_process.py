@@ -25,14 +25,7 @@ from omni_kvlink.engine import (
     RequestFailed,
     StageProcess,
 )
-from omni_kvlink.engine.codec import (
-    pack_error,
-    pack_output,
-    pack_request,
-    unpack_error,
-    unpack_output,
-    unpack_request,
-)
+from omni_kvlink.engine.codec import pack, unpack, unpack_error
 from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
@@ -141,7 +134,7 @@ def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
 
 
 def test_a_stage_that_cannot_start_says_why() -> None:
-    with pytest.raises(RequestFailed, match="FileNotFoundError"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         StageProcess(OmniARConfig("/nowhere", kv=KVConfig(sinks=(url(),))))
     with pytest.raises(TransferTimeout, match=r"engine-test|producer|within"):
         StageProcess(
@@ -167,7 +160,7 @@ def test_requests_cross_unchanged() -> None:
         need_kv_receive=True,
         kv_nbytes=12,
     )
-    two = unpack_request(pack_request(one))
+    two = unpack(pack(one))
     assert two.prompt[0] == "a fox"
     assert torch.equal(two.prompt[1], image)
     assert two.sampling_params == one.sampling_params
@@ -178,17 +171,20 @@ def test_requests_cross_unchanged() -> None:
 def test_outputs_and_errors_cross_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(1, 2, 4, 3)
     one = DiffusionOutput("r", image, None, "words", KVSent(5, (8, 8), 3), {"execute": 0.5})
-    two = unpack_output(pack_output(one))
+    two = unpack(pack(one))
     assert torch.equal(two.output, image)
     assert (two.text, two.kv_sent, two.seconds) == (one.text, one.kv_sent, one.seconds)
-    late = unpack_error(pack_error(TransferTimeout("late", key="r", waited=1.5, phase="asked")))
+    late = unpack(pack(TransferTimeout("late", key="r", waited=1.5, phase="asked")))
     assert isinstance(late, TransferTimeout)
     assert (str(late), late.key, late.waited, late.phase) == ("late", "r", 1.5, "asked")
-    assert isinstance(unpack_error(pack_error(PeerLostError("gone"))), PeerLostError)
-    assert isinstance(unpack_error(pack_error(RequestAborted("no"))), RequestAborted)
-    other = unpack_error(pack_error(KeyError("layer")))
+    assert isinstance(unpack(pack(PeerLostError("gone"))), PeerLostError)
+    assert isinstance(unpack(pack(RequestAborted("no"))), RequestAborted)
+    asked = unpack(pack(CapacityError("full", asked=3, free=1)))
+    assert (asked.asked, asked.free) == (3, 1)
+    assert isinstance(unpack(pack(KeyError("layer"))), KeyError)
+    other = unpack(pack(threading.BrokenBarrierError("strange")))
     assert isinstance(other, RequestFailed)
-    assert "KeyError" in str(other)
+    assert "BrokenBarrierError" in str(other)
     assert isinstance(
         unpack_error({"kind": "forget_frames", "text": "", "facts": {}}), RequestFailed
     )

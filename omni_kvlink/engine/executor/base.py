@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..config import StageConfig
+from ..config import OmniARConfig, StageConfig
 from ..errors import EngineError
 from ..kv_manager import KVManager
 from ..model import model_utility
@@ -22,6 +22,8 @@ _ROWS = {
     "ray": "omni_kvlink.engine.executor.ray:RayExecutor",
     "diffusers": "omni_kvlink.engine.executor.diffusers:DiffusersPipelineExecutor",
 }
+
+_AR_ROWS = {**_ROWS, "uni": "omni_kvlink.engine.executor.uniproc:ARExecutor"}
 
 
 class Executor(ABC):
@@ -53,7 +55,8 @@ class Executor(ABC):
         """
         ranks = config.parallel_config.world_size
         name = config.distributed_executor_backend or ("uni" if ranks == 1 else "mp")
-        module, separator, attribute = _ROWS.get(name, name).partition(":")
+        rows = _AR_ROWS if isinstance(config, OmniARConfig) else _ROWS
+        module, separator, attribute = rows.get(name, name).partition(":")
         if not separator:
             raise ValueError(f"no executor {name!r}; there are {', '.join(_ROWS)}, 'module:Class'")
         found = getattr(importlib.import_module(module), attribute)

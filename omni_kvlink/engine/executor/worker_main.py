@@ -1,0 +1,51 @@
+"""One rank: `python -m omni_kvlink.engine.executor.worker_main DESCRIPTOR`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+
+from ..channel import Channel
+from ..child import serve_calls
+from ..codec import unpack_config
+from ..worker.service import WorkerService
+
+_END = 5.0
+"""Seconds to end when the executor is gone; other ranks may wait for one that is gone, too."""
+
+
+def serve(channel: Channel) -> None:
+    """Do what the executor calls, until it closes the channel or is gone."""
+    first = channel.receive()
+    service = WorkerService(unpack_config(first["config"]), first["rank"], first["rank"])
+    args = (channel, service, first["meeting"])
+    threading.Thread(target=_listen, args=args, name="calls", daemon=True).start()
+    service.run()
+
+
+def _listen(channel: Channel, service: WorkerService, meeting: str) -> None:
+    try:
+        serve_calls(channel, service.call)
+    finally:
+        service.stop()
+        if meeting:
+            shutil.rmtree(meeting, ignore_errors=True)  # an executor that was killed could not
+        threading.main_thread().join(_END)
+        os._exit(1)  # it waits for others, which are gone or will go
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor says when to end
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        serve(channel)
+    finally:
+        channel.release()
+
+
+if __name__ == "__main__":
+    main()
