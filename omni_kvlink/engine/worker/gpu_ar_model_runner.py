@@ -65,6 +65,8 @@ class GPUARModelRunner:
         self._agreement.begin(scheduler_output.request_ids)
         results = {}
         for request in scheduler_output.requests:
+            if request.is_cancelled():  # it was aborted on its way here
+                self.abort(request.request_id)
             blocks = scheduler_output.block_ids[request.request_id]
             results[request.request_id] = self._execute(request, blocks)
         self._agreement.end({})

@@ -123,6 +123,8 @@ class GPUDiffusionModelRunner:
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
         self._agreement.begin([request.request_id for request in requests])
         for request in requests:
+            if request.is_cancelled():  # it was aborted on its way here
+                self.abort(request.request_id)
             request.is_cancelled = partial(self._agreement.is_cancelled, request.request_id)
 
     def _take_kv_caches(
