@@ -240,6 +240,24 @@ def test_what_one_rank_hears_all_agree_on(bed: Stage, rank: int) -> None:
     well(bed)
 
 
+def paint_cancelled(worker: Any, cancelled: bool, *wanted: Any) -> Any:
+    """The first was aborted on its way to this rank."""
+    wanted[0].is_cancelled = lambda: cancelled
+    assert receive(worker, *wanted) == ["ready"] * len(wanted)
+    return execute(worker, *wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_abort_on_the_way_to_one_rank_reaches_all(bed: Stage, rank: int) -> None:
+    wanted = requests("gone", "stays")
+    bed.send(*wanted)
+    calls = [(paint_cancelled, here == rank, *wanted) for here in (0, 1)]
+    for (image, error), (_, none) in bed.ranks.ask(calls):
+        assert image is None
+        assert isinstance(error, RequestAborted)
+        assert none is None
+
+
 # ---- a rank that is gone
 
 
