@@ -32,13 +32,12 @@ class Child:
     """A module of this package, running in a process of its own; thread-safe.
 
     The module answers each {"number", "method", "args", "kwargs"} with {"number", "value"} or
-    {"number", "error"}, when it can; what else it says goes to `on_message`.
+    {"number", "error"}, when it can.
 
     Args:
         module: such as "stage_main"; its argument is the descriptor of its channel.
         first: its first message.
         name: of the process, in errors.
-        on_message: called in the reader's thread.
         on_death: called in the reader's thread, once, when the process has ended that nobody told
             to, and so has all that was asked of it.
         environment: variables of the child besides this process's own.
@@ -51,11 +50,10 @@ class Child:
         *,
         name: str,
         on_death: Callable[[EngineDeadError], None],
-        on_message: Callable[[dict[str, Any]], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ):
         self.name = name
-        self._on_message, self._on_death = on_message, on_death
+        self._on_death = on_death
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -143,10 +141,6 @@ class Child:
         self._on_gone(self._told_to)
 
     def _on(self, message: dict[str, Any]) -> None:
-        if "number" not in message:
-            if self._on_message is not None:
-                self._on_message(message)
-            return
         answer = self._answers.pop(message["number"], None)
         if answer is None:
             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..link import Verify
+
+C = TypeVar("C", bound="StageConfig")
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -130,6 +132,11 @@ class StageConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
+
+    def served_at(self: C, urls: tuple[str, ...]) -> C:
+        """The same, for a next life: where the system chose ports, it is at those again."""
+        kv = dataclasses.replace(self.kv, sinks=urls or self.kv.sinks)
+        return dataclasses.replace(self, kv=kv)
 
     def device_of(self, local_rank: int) -> torch.device:
         """The device of a rank on this machine."""
