@@ -15,6 +15,7 @@ from ..errors import EngineAsleepError, EngineError
 from ..kv_manager import DiffusionKVManager
 from ..model import ModelUtility
 from .handover import Handover
+from .meeting import join_meeting
 from .offload import ParkedWeights, available_memory, drop_weights
 
 TAGS = ("weights", "kv_cache")
@@ -74,15 +75,17 @@ class WorkerBase(ABC, Generic[R]):
         if config.parallel_config.world_size > 1:
             if not config.distributed_init_method:
                 raise ValueError("several ranks need a place to meet: distributed_init_method")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                init_method=config.distributed_init_method,
-                rank=self.rank,
-                world_size=config.parallel_config.world_size,
-            )
-            self._joined = True
+            self._join(config.distributed_init_method, config.parallel_config.world_size)
         self.model_runner = self._make_runner()
+
+    def _join(self, where: str, size: int) -> None:
+        how: dict[str, Any] = {"init_method": where}
+        if where.startswith("tcp://"):
+            how = {"store": join_meeting(where, self.rank, size)}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=self.rank, world_size=size, **how)
+        self._joined = True
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of the device's memory.
