@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..arena import Block
-from ..errors import ClosedError, PeerLostError, WireError
+from ..errors import ClosedError, PeerLostError, SchemaError, WireError
 from ..memory import Mapping
 from .codec import pack, unpack
 from .errors import EngineDeadError
@@ -102,7 +102,7 @@ class Channel:
             self._frames.put(None)
 
     def release(self) -> None:
-        """Close, wait until all is written, give back everything; the other side must live."""
+        """Close, give back everything; waits until the other side has read all, or is gone."""
         self.close()
         self._writer.join()
         self._sock.close()
@@ -130,9 +130,13 @@ class Channel:
         return found
 
     def _enqueue(self, message: Any, blocks: list[Block], taken: list[Block]) -> None:
+        try:
+            plain = msgspec.Raw(msgspec.msgpack.encode(message))
+        except (ValueError, OverflowError) as error:
+            raise SchemaError(f"a message cannot be written: {error}") from None
         with self._sending:  # an arena is named in the first message that has something in it
             arenas, numbers, retired = self._outbox.news(blocks)
-            body = msgspec.msgpack.encode([message, numbers, retired, taken])
+            body = msgspec.msgpack.encode([plain, numbers, retired, taken])
             self._frames.put(_Frame(body, arenas))
 
     def _write(self) -> None:

@@ -77,12 +77,18 @@ def pack(value: Any, stow: Stow | None = None) -> Any:
     if isinstance(value, BaseException):
         return {_KIND: "error", **pack_error(value)}
     if isinstance(value, Mapping) and _KIND not in value:
-        return {pack(key): pack(item, stow) for key, item in value.items()}
+        return {_key(key): pack(item, stow) for key, item in value.items()}
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
         raise SchemaError(f"{name} cannot cross to another process: {value!r:.100}")
     fields = [field.name for field in dataclasses.fields(value) if field.name not in _LOCAL]
     return {_KIND: name, **{field: pack(getattr(value, field), stow) for field in fields}}
+
+
+def _key(key: Any) -> str | int:
+    if isinstance(key, (str, int)):
+        return key
+    raise SchemaError(f"a key of a map is a text or a number, not {key!r:.100}")
 
 
 def unpack(value: Any, fetch: Fetch | None = None) -> Any:
@@ -165,11 +171,12 @@ def flat_bytes(tensor: torch.Tensor) -> Any:
 
 def from_inline(values: Mapping[str, Any]) -> torch.Tensor:
     """Raises WireError if the bytes are not such a tensor's."""
-    flat = torch.from_numpy(np.frombuffer(values["bytes"], np.uint8).copy())
-    try:
-        return flat.view(dtype_of(values)).reshape(values["shape"])
-    except RuntimeError as error:
-        raise WireError(f"{flat.numel()} bytes for {values['shape']}: {error}") from None
+    tensor = torch.empty(values["shape"], dtype=dtype_of(values))
+    flat, raw = tensor.reshape(-1).view(torch.uint8).numpy(), values["bytes"]
+    if len(raw) != flat.size:
+        raise WireError(f"{len(raw)} bytes for a tensor of {flat.size}")
+    flat[:] = np.frombuffer(raw, np.uint8)
+    return tensor
 
 
 def form_of(tensor: torch.Tensor) -> dict[str, Any]:

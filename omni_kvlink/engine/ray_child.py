@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import ClosedError, KVLinkError
+from .asked import Asked, failed
 from .errors import EngineDeadError
 from .ray_cluster import Cluster, library
 from .ray_host import Host, Message, read, write
@@ -46,10 +47,8 @@ class RayChild:
         on_death: Callable[[EngineDeadError], None],
     ):
         self.name, self._cluster, self._on_death = name, cluster, on_death
-        self._lock = threading.Lock()
-        self._next = 0
-        self._answers: dict[int, Future[Any]] = {}
-        self._ended: EngineDeadError | ClosedError | None = None
+        self._asked = Asked()
+        self._sending = threading.Lock()
         self._told_to = ""
         self._ending: Future[Any] | None = None
         self._heard: queue.SimpleQueue[tuple[int | None, Future[Message] | None]]
@@ -63,9 +62,14 @@ class RayChild:
         self._reader.start()
 
     @property
+    def ended(self) -> Exception | None:
+        """What all calls end in, once the actor is gone."""
+        return self._asked.ended
+
+    @property
     def is_alive(self) -> bool:
         """Whether it could answer still; a process that is frozen is alive."""
-        return self._ended is None
+        return self._asked.ended is None
 
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,21 +78,15 @@ class RayChild:
 
         That is what the method raised, EngineDeadError, or ClosedError after `end`.
         """
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()
         try:
             message = write({"method": method, "args": list(args), "kwargs": kwargs or {}})
-            with self._lock:
-                if self._ended is not None:
-                    raise self._ended
+            with self._sending:  # so that numbers are sent that were given
                 if not self._cluster.is_there:
                     raise EngineDeadError(f"{self.name}: this process has left the Ray cluster")
-                number = self._next
+                number, answer = self._asked.add()
                 self._listen(number, self._actor.call.remote(number, message))
-                self._answers[number] = answer
-                self._next += 1
         except KVLinkError as error:
-            answer.set_exception(error)
+            return failed(error)
         return answer
 
     def end(self) -> None:
@@ -123,7 +121,7 @@ class RayChild:
         self._heard.put((number, told))
 
     def _read(self) -> None:
-        while self._ended is None:
+        while self._asked.ended is None:
             number, told = self._heard.get()
             error = None if told is None else told.exception()
             if number is None or told is None or error is not None:
@@ -132,18 +130,12 @@ class RayChild:
                 self._on_answer(number, told.result())
 
     def _on_answer(self, number: int, message: Message) -> None:
-        with self._lock:
-            answer = self._answers.pop(number)
         try:
             found = read(message)
         except Exception as error:  # nobody knows any more what it means
-            answer.set_exception(error)
             self._on_gone(error)
-            return
-        if "error" in found:
-            answer.set_exception(found["error"])
         else:
-            answer.set_result(found["value"])
+            self._asked.settle(number, found)
 
     def _on_gone(self, error: BaseException | None) -> None:
         """The actor is gone; or, behind a network that broke, it is to go."""
@@ -151,11 +143,7 @@ class RayChild:
         self.kill()
         why = " ".join(str(error or "Ray does not say why").split())
         words = f"{self.name}, a Ray actor, is gone: {why:.400}"
-        with self._lock:
-            death = EngineDeadError(words)
-            self._ended = ClosedError(words) if told_to == "end" else death
-            answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.set_exception(self._ended)
+        death = EngineDeadError(words)
+        self._asked.end(ClosedError(words) if told_to == "end" else death)
         if not told_to:
             self._on_death(death)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from .scheduler import Scheduler
 C = TypeVar("C", bound=StageConfig)
 _IDLE = 60.0
 """Seconds after which an idle engine looks up; nothing depends on it."""
+_HANGS = 5.0
+"""Seconds after which a batch that was aborted may hang, with a worker that is frozen."""
 
 
 class StageEngine(ABC, Generic[C]):
@@ -29,6 +32,9 @@ class StageEngine(ABC, Generic[C]):
     Args:
         config: of the stage.
         on_death: called once, from any thread, when a worker is gone.
+
+    Attributes:
+        sink_urls: what the next stage connects to, by tensor rank; empty if this is the last one.
 
     Raises:
         What loading the model and opening the links raises.
@@ -49,11 +55,6 @@ class StageEngine(ABC, Generic[C]):
     @abstractmethod
     def _prepare(self, request: OmniDiffusionRequest) -> None:
         """Complete a request before it is queued."""
-
-    @property
-    def sink_urls(self) -> tuple[str, ...]:
-        """What the next stage connects to, by tensor rank; empty if this is the last one."""
-        return tuple(self.executor.collective_rpc("sink_url")) if self.config.kv.sinks else ()
 
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
         """Queue a request; its future has the output, which may hold the request's error.
@@ -117,8 +118,12 @@ class StageEngine(ABC, Generic[C]):
         return bool(self._call(partial(self.executor.wake_up, tags), timeout))
 
     def restart(self) -> None:
-        """New workers, after the old ones died; requests of before have ended with them."""
+        """New workers, after the old ones died, at the same URLs.
+
+        Requests of before have ended with the old ones.
+        """
         self._stop(EngineDeadError("the engine is restarted"))
+        self.config = self.config.served_at(self.sink_urls)
         self._start()
 
     def stats(self) -> dict[str, Any]:
@@ -145,6 +150,7 @@ class StageEngine(ABC, Generic[C]):
     def _start(self) -> None:
         self._dead: EngineError | None = None
         self.scheduler, self.executor = self._make()
+        self.sink_urls = self._find_sinks()
         batched = self.executor.supports_request_batch
         wait_ms = getattr(self.config, "request_batch_max_wait_ms", 0.0) if batched else 0.0
         self.core = EngineCore(self.scheduler, self.executor, max_wait=wait_ms / 1e3)
@@ -152,6 +158,13 @@ class StageEngine(ABC, Generic[C]):
         self.executor.register_failure_callback(self._on_failure)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _find_sinks(self) -> tuple[str, ...]:
+        try:
+            return tuple(self.executor.collective_rpc("sink_url")) if self.config.kv.sinks else ()
+        except BaseException:
+            self.executor.shutdown()
+            raise
 
     def _run(self) -> None:
         scheduler = self.scheduler
@@ -165,7 +178,11 @@ class StageEngine(ABC, Generic[C]):
         self.scheduler.stop()
         for request_id in list(self._futures):
             self.core.abort(request_id)
-        self._thread.join()
+        while self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_HANGS)
+            if self._thread.is_alive():
+                with contextlib.suppress(EngineDeadError):  # which ends what it waits for
+                    self.executor.check_health(timeout=_HANGS)
         self.executor.shutdown()
         self._deliver(self.scheduler.fail_all(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -25,6 +26,8 @@ from .base import Executor, FailureCallback
 from .groups import Groups
 from .remote_kv import RemoteKVManager
 
+END = 10.0
+"""Seconds that workers have to end when they are told to, before they are killed."""
 _SETTLE = 5.0
 """Seconds in which the others must come back when one rank of a group has failed."""
 
@@ -46,8 +49,8 @@ class WorkerHandle(Protocol):
     def kill(self) -> None:
         """End the worker at once, whatever it does; it is no death of its own."""
 
-    def join(self) -> None:
-        """Wait until it has ended, which it was told to; one that does not is killed."""
+    def join(self, timeout: float) -> None:
+        """Wait until it has ended, which it was told to; one that does not in time is killed."""
 
 
 DeathCallback = Callable[[EngineDeadError], None]
@@ -117,6 +120,10 @@ class DistributedExecutor(Executor):
         results = self._run(list(shares.values()))
         return BatchRunnerOutput.of(scheduler_output.request_ids, results)
 
+    def fail_kv(self, request_id: str, reason: str) -> None:
+        for worker in self.workers if self.config.kv.sinks else []:
+            worker.call("fail_kv", [request_id, reason])  # in any thread: nobody waits for it
+
     def abort(self, request_id: str) -> None:
         group = self._groups.find(request_id)
         for worker in [] if group is None else self._group(group):
@@ -140,7 +147,7 @@ class DistributedExecutor(Executor):
             if isinstance(error, (EngineDeadError, ClosedError)):
                 raise self._dead or error
             if error is not None:
-                raise renamed(error, f"rank {rank}: ") from error
+                raise renamed(error, f"rank {rank}: ") if len(answers) > 1 else error
         if late:
             ranks = ", ".join(str(rank) for rank, one in enumerate(answers) if one in late)
             raise TransferTimeout(
@@ -177,8 +184,9 @@ class DistributedExecutor(Executor):
             self._is_shut = True
         for worker in self.workers:
             worker.end()
+        limit = time.monotonic() + END
         for worker in self.workers:
-            worker.join()
+            worker.join(max(0.0, limit - time.monotonic()))
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 

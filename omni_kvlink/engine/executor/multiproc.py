@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import tempfile
 
 from ..child import Child
@@ -21,24 +22,24 @@ class MultiprocExecutor(DistributedExecutor):
 
     def _make_workers(self, on_death: DeathCallback) -> None:
         parallel = self.config.parallel_config
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._meeting = ""
         where = self.config.distributed_init_method
         if parallel.world_size > 1 and not where:
-            self._meeting = tempfile.TemporaryDirectory(prefix="kvl-ranks-")
-            where = f"file://{self._meeting.name}/meet"
+            self._meeting = tempfile.mkdtemp(prefix="kvl-ranks-")
+            where = f"file://{self._meeting}/meet"
         config = dataclasses.replace(
             self.config, distributed_init_method=where, num_threads=_threads(self.config)
         )
         for rank in range(parallel.world_size):
-            first = {"config": pack_config(config), "rank": rank}
+            first = {"config": pack_config(config), "rank": rank, "meeting": self._meeting}
             name = f"rank {rank} of the {config.stage} stage"
             worker = Child("executor.worker_main", first, name=name, on_death=on_death)
             self.workers.append(worker)
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._meeting is not None:
-            self._meeting.cleanup()
+        if self._meeting:
+            shutil.rmtree(self._meeting, ignore_errors=True)
 
 
 def _threads(config: StageConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,15 +22,20 @@ def serve(channel: Channel) -> None:
     """Do what the executor calls, until it closes the channel or is gone."""
     first = channel.receive()
     service = WorkerService(unpack_config(first["config"]), first["rank"], first["rank"])
-    threading.Thread(target=_listen, args=(channel, service), name="calls", daemon=True).start()
+    args = (channel, service, first["meeting"])
+    threading.Thread(target=_listen, args=args, name="calls", daemon=True).start()
     service.run()
 
 
-def _listen(channel: Channel, service: WorkerService) -> None:
-    serve_calls(channel, service.call)
-    service.stop()
-    threading.main_thread().join(_END)
-    os._exit(1)  # it waits for others, which are gone or will go
+def _listen(channel: Channel, service: WorkerService, meeting: str) -> None:
+    try:
+        serve_calls(channel, service.call)
+    finally:
+        service.stop()
+        if meeting:
+            shutil.rmtree(meeting, ignore_errors=True)  # an executor that was killed could not
+        threading.main_thread().join(_END)
+        os._exit(1)  # it waits for others, which are gone or will go
 
 
 def main() -> None:
