@@ -141,9 +141,14 @@ class RayChild:
         """The actor is gone; or, behind a network that broke, it is to go."""
         told_to = self._told_to
         self.kill()
-        why = " ".join(str(error or "Ray does not say why").split())
-        words = f"{self.name}, a Ray actor, is gone: {why:.400}"
+        words = f"{self.name}, a Ray actor, is gone: {_short(error)}"
         death = EngineDeadError(words)
         self._asked.end(ClosedError(words) if told_to == "end" else death)
         if not told_to:
             self._on_death(death)
+
+
+def _short(error: BaseException | None) -> str:
+    """What happened, and why: Ray says these at the beginning and at the end."""
+    text = " ".join(str(error or "Ray does not say why").split())
+    return text if len(text) < 500 else f"{text[:150]} … {text[-300:]}"

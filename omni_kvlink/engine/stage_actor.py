@@ -72,14 +72,26 @@ class StageActor(RemoteStage):
         assert self._placement is not None
         name, options = f"the {config.stage} stage", self._placement.options(0)
         child = RayChild(StageHost, self._cluster, options, name=name, on_death=on_death)
-        opened = child.call("open", [pack_config(config)])
-        if not wait([opened], self._timeout).done:
+        try:
+            place = self._opened(child, config)
+        except BaseException:
             child.join(0.0)
             self._placement.remove()
-            raise TransferTimeout(f"{name} was not ready within {self._timeout:g} s")
-        place = opened.result()
+            raise
         self.pid, self.address = place["pid"], place["address"]
         return child
+
+    def _opened(self, child: RayChild, config: StageConfig) -> dict[str, Any]:
+        """Let the actor make its service; where it is."""
+        opened = child.call("open", [pack_config(config)])
+        if not wait([opened], self._timeout).done:
+            raise TransferTimeout(
+                f"{child.name} did not begin within {self._timeout:g} s",
+                waited=self._timeout,
+                phase="starting",
+            )
+        place: dict[str, Any] = opened.result()
+        return place
 
     def _placed(self) -> OmniARConfig | OmniDiffusionConfig:
         """Find a node; the configuration for it."""

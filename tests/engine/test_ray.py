@@ -48,6 +48,23 @@ ray.init(sys.argv[1])
 Cluster("auto").leave()
 assert ray.is_initialized()
 """
+SHUT = """
+import ray, sys
+from omni_kvlink.engine import EngineDeadError, OmniARConfig, OmniDiffusionRequest, StageActor
+from omni_kvlink.engine import OmniDiffusionSamplingParams
+ray.init(sys.argv[1])
+stage = StageActor(OmniARConfig(sys.argv[2], dtype="float32"))
+request = OmniDiffusionRequest("a fox " * 40_000, OmniDiffusionSamplingParams(), "busy")
+busy = stage.submit(request)
+ray.shutdown()
+try:
+    stage.stats()
+except EngineDeadError as error:
+    print(error)
+assert not ray.is_initialized()
+stage.close()
+print(repr(busy.result(1).error))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +307,12 @@ def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatc
 
 def test_who_is_in_a_cluster_stays_there(nodes: Nodes) -> None:
     run(sys.executable, "-c", IN_AND_OUT, nodes.address)
+
+
+def test_a_cluster_that_somebody_leaves_under_a_stage(nodes: Nodes) -> None:
+    said = run(sys.executable, "-c", SHUT, nodes.address, checkpoint())
+    assert said.count("left the Ray cluster") == 1
+    assert "DeadError" in said or "ClosedError" in said.splitlines()[-1]
 
 
 def test_the_example_runs_on_ray(nodes: Nodes) -> None:
