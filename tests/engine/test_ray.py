@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -260,11 +261,8 @@ def test_stages_that_are_killed_come_again_at_the_same_url() -> None:
 
 def test_a_node_is_lost_and_its_stage_goes_elsewhere(nodes: Nodes) -> None:
     heard = threading.Event()
-    how = stages(ZMQ)
-    del how["stages"][0]["ray"]["resources"]
-    how["stages"][0]["ray"]["num_cpus"] = 2  # of which only the other node has so many
     try:
-        with omni(how, on_death=lambda *_: heard.set()) as made:
+        with omni(stages(ZMQ), on_death=lambda *_: heard.set()) as made:
             assert made.stages[0].address == NODES[1]
             check_images(made)
             busy = made.submit("a fox " * 40_000, LONG, request_id="busy")
@@ -273,19 +271,14 @@ def test_a_node_is_lost_and_its_stage_goes_elsewhere(nodes: Nodes) -> None:
             with pytest.raises(EngineDeadError, match="the ar stage, a Ray actor"):
                 busy.result(WAIT).result()
             assert heard.wait(SOON)
-            assert time.monotonic() - started < SOON + 5
-            made.stages[0].config = with_cpus(made.stages[0].config, 1.0)
+            assert time.monotonic() - started < 2 * SOON
+            first = made.stages[0]
+            first.config = dataclasses.replace(first.config, ray=RayConfig())  # on any node
             made.restart(0)
             assert [stage.address for stage in made.stages] == [NODES[0]] * 2
             check_images(made, 2)
     finally:
         nodes.add_other()
-
-
-def with_cpus(config: Any, number: float) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(config, ray=dataclasses.replace(config.ray, num_cpus=number))
 
 
 def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
