@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx test-hf test-diffusers test-vllm test-vllm-omni lint format nightly asan tsan clean
+.PHONY: demo test test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -60,6 +60,15 @@ test-diffusers: .venv-diffusers/.ready
 .venv-diffusers/.ready: $(VENV)/.ready
 	$(sharing_torch)
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.23.0
+	touch $@
+
+# Not in `test`: Ray, and two nodes of it on this machine.
+test-ray: .venv-ray/.ready
+	.venv-ray/bin/python -m pytest $(wildcard tests/engine/test_ray*.py) $(ARGS)
+
+.venv-ray/.ready: $(VENV)/.ready
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q ray==2.60.0
 	touch $@
 
 # In an environment of its own, 2 GB: vLLM for the CPU.

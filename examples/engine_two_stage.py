@@ -6,6 +6,7 @@ together. Then every image is compared with one made in this process, without an
     python examples/engine_two_stage.py                      # tiny random weights, three connectors
     python examples/engine_two_stage.py --checkpoint DIR     # published weights
     python examples/engine_two_stage.py --deploy FILE        # a deploy file in vLLM-Omni's shape
+    python examples/engine_two_stage.py --ray auto           # stages where Ray puts them; or local
     python examples/engine_two_stage.py --executor mp        # the workers in processes of their own
 """
 
@@ -29,6 +30,8 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     "ZMQ over TCP": {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}},
     "ZMQ over a Unix socket": {"name": "KVLinkConnector", "extra": {"url": "zmq+ipc://{dir}/kv"}},
 }
+ON_RAY = {"by memory or network": {}, "ZMQ over TCP": {"url": "zmq+tcp://{node}:0"}}
+"""The address of the node on which Ray puts a stage is known when it is there."""
 SIZES = ((32, 32), (16, 24))
 
 
@@ -46,6 +49,17 @@ def deployment(args: argparse.Namespace, connector: dict[str, Any], scratch: str
         "stages": [{**executor, "stage_id": 0, "max_num_seqs": 4}, second],
         "connectors": {"wire": {**connector, "extra": extra}},
     }
+
+
+def on_ray(args: argparse.Namespace, extra: dict[str, str]) -> dict[str, Any]:
+    """The same, each stage in an actor; without a connector, by the nearest way."""
+    how = deployment(args, {"name": "KVLinkConnector", "extra": {}}, "")
+    how["connectors"]["wire"]["extra"] = extra
+    for stage in how["stages"]:
+        stage |= {"own_process": "ray", "ray": {"address": args.ray}}
+    if not extra:
+        del how["stages"][1]["input_connectors"]
+    return how
 
 
 def run(args: argparse.Namespace, name: str, deploy: Any, checkpoint: str) -> bool:
@@ -89,6 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", default="", help="tiny and random if none")
     parser.add_argument("--deploy", default="", help="a deploy file, instead of three connectors")
+    parser.add_argument("--ray", default="", help="address of a cluster: host:port, auto or local")
     parser.add_argument("--executor", default="uni", choices=["uni", "mp"])
     parser.add_argument("--requests", default=16, type=int)
     parser.add_argument("--batch", default=4, type=int, help="requests painted at once")
@@ -100,10 +115,11 @@ def main() -> int:
         checkpoint = args.checkpoint or str(make_tiny_checkpoint(Path(scratch) / "tiny"))
         if args.deploy:
             return 0 if run(args, args.deploy, args.deploy, checkpoint) else 1
-        right = [
-            run(args, name, deployment(args, connector, scratch), checkpoint)
-            for name, connector in CONNECTORS.items()
-        ]
+        if args.ray:
+            ways = {name: on_ray(args, extra) for name, extra in ON_RAY.items()}
+        else:
+            ways = {name: deployment(args, how, scratch) for name, how in CONNECTORS.items()}
+        right = [run(args, name, deploy, checkpoint) for name, deploy in ways.items()]
     return 0 if all(right) else 1
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from aio_bed import run as run
 
 from omni_kvlink import KVLink
@@ -33,6 +34,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.excinfo is not None:
         item.stash[_failed] = True
     return (yield)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Of torch: as many as before, whatever a test's workers set; sums are ordered by them."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
 
 
 @pytest.fixture

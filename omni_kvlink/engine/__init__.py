@@ -12,6 +12,7 @@ from .config import DiffusionParallelConfig as DiffusionParallelConfig
 from .config import KVConfig as KVConfig
 from .config import OmniARConfig as OmniARConfig
 from .config import OmniDiffusionConfig as OmniDiffusionConfig
+from .config import RayConfig as RayConfig
 from .config import StageConfig as StageConfig
 from .core import EngineCore as EngineCore
 from .deploy import DeployConfig as DeployConfig
@@ -39,12 +40,14 @@ from .outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
 from .outputs import KVSent as KVSent
 from .outputs import ModelRunnerOutput as ModelRunnerOutput
 from .outputs import RunnerOutput as RunnerOutput
+from .remote_stage import RemoteStage as RemoteStage
 from .request import DiffusionRequestBatch as DiffusionRequestBatch
 from .request import OmniDiffusionRequest as OmniDiffusionRequest
 from .request import Prompt as Prompt
 from .sampling import OmniDiffusionSamplingParams as OmniDiffusionSamplingParams
 from .sampling import SamplingParamsKey as SamplingParamsKey
 from .scheduler import Scheduler as Scheduler
+from .stage_actor import StageActor as StageActor
 from .stage_engine import StageEngine as StageEngine
 from .stage_process import StageProcess as StageProcess
 from .sync_scheduler import SyncScheduler as SyncScheduler

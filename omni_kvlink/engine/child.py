@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ..errors import CapacityError, ClosedError, KVLinkError, PeerLostError, SchemaError
+from .asked import Asked, failed
 from .channel import Channel
 from .errors import EngineDeadError, EngineError
 
@@ -32,13 +32,12 @@ class Child:
     """A module of this package, running in a process of its own; thread-safe.
 
     The module answers each {"number", "method", "args", "kwargs"} with {"number", "value"} or
-    {"number", "error"}, when it can; what else it says goes to `on_message`.
+    {"number", "error"}, when it can.
 
     Args:
         module: such as "stage_main"; its argument is the descriptor of its channel.
         first: its first message.
         name: of the process, in errors.
-        on_message: called in the reader's thread.
         on_death: called in the reader's thread, once, when the process has ended that nobody told
             to, and so has all that was asked of it.
         environment: variables of the child besides this process's own.
@@ -51,15 +50,11 @@ class Child:
         *,
         name: str,
         on_death: Callable[[EngineDeadError], None],
-        on_message: Callable[[dict[str, Any]], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ):
         self.name = name
-        self._on_message, self._on_death = on_message, on_death
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._answers: dict[int, Future[Any]] = {}
-        self._ended: EngineError | ClosedError | None = None
+        self._on_death = on_death
+        self._asked = Asked()
         self._told_to = ""
         here, there = socket.socketpair()
         with there:
@@ -79,12 +74,12 @@ class Child:
     @property
     def ended(self) -> EngineError | ClosedError | None:
         """What all calls end in, once the process is gone."""
-        return self._ended
+        return self._asked.ended
 
     @property
     def is_alive(self) -> bool:
         """Whether it could answer still; a process that is frozen is alive."""
-        return self._ended is None and self._process.poll() is None
+        return self._asked.ended is None and self._process.poll() is None
 
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,24 +88,17 @@ class Child:
 
         That is what the method raised, EngineDeadError, or ClosedError after `end`.
         """
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()
-        with self._lock:
-            ended = self._ended
-            number = next(self._numbers)
-            if ended is None:
-                self._answers[number] = answer
-        if ended is not None:
-            answer.set_exception(ended)
-            return answer
+        try:
+            number, answer = self._asked.add()
+        except (EngineError, ClosedError) as error:
+            return failed(error)
         message = {"number": number, "method": method, "args": list(args), "kwargs": kwargs or {}}
         try:
             self.channel.send(message)
         except EngineDeadError:
             pass  # the reader sees it too, and ends every future
         except KVLinkError as error:
-            if self._answers.pop(number, None) is not None:
-                answer.set_exception(error)
+            self._asked.settle(number, {"error": error})
         return answer
 
     def end(self) -> None:
@@ -139,26 +127,14 @@ class Child:
     def _read(self) -> None:
         try:
             while True:
-                self._on(self.channel.receive())
+                message = self.channel.receive()
+                self._asked.settle(message["number"], message)
         except PeerLostError:
             pass
         except Exception:  # nobody knows any more what it means
             _log.exception("%s sent what cannot be read", self.name)
             self._process.kill()
         self._on_gone(self._told_to)
-
-    def _on(self, message: dict[str, Any]) -> None:
-        if "number" not in message:
-            if self._on_message is not None:
-                self._on_message(message)
-            return
-        answer = self._answers.pop(message["number"], None)
-        if answer is None:
-            return
-        if "error" in message:
-            answer.set_exception(message["error"])
-        else:
-            answer.set_result(message["value"])
 
     def _on_gone(self, told_to: str) -> None:
         """The channel is over, and so is the process, or will be."""
@@ -170,11 +146,7 @@ class Child:
             status = self._process.wait()
         words = f"{self.name}, process {self.pid}, ended with status {status}"
         death = EngineDeadError(words)
-        with self._lock:
-            self._ended = ClosedError(words) if told_to == "end" else death
-            answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.set_exception(self._ended)
+        self._asked.end(ClosedError(words) if told_to == "end" else death)
         if not told_to:
             self._on_death(death)
 

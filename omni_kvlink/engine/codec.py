@@ -161,8 +161,12 @@ def renamed(error: BaseException, prefix: str) -> Exception:
 
 def inline(tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor's shape and bytes; on the CPU afterwards."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return {**form_of(tensor), "bytes": flat.numpy().tobytes()}
+    return {**form_of(tensor), "bytes": flat_bytes(tensor).tobytes()}
+
+
+def flat_bytes(tensor: torch.Tensor) -> Any:
+    """A tensor's bytes, uint8 of NumPy; its own where it is dense and on the CPU."""
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def from_inline(values: Mapping[str, Any]) -> torch.Tensor:

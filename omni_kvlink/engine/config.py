@@ -11,6 +11,7 @@ from ..link import Verify
 
 C = TypeVar("C", bound="StageConfig")
 
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -85,6 +86,35 @@ class KVConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RayConfig:
+    """Where Ray puts a stage, or the ranks of its executor.
+
+    Attributes:
+        address: "auto", "host:port" of a cluster, or "local" to start one.
+        num_cpus: of each rank.
+        num_gpus: of each rank; one if None and the stage wants a GPU.
+        resources: of each rank besides, by Ray's names for them.
+        strategy: how ranks are spread over nodes, in Ray's words.
+    """
+
+    address: str = "auto"
+    num_cpus: float = 1.0
+    num_gpus: float | None = None
+    resources: dict[str, float] = dataclasses.field(default_factory=dict)
+    strategy: str = "PACK"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in _STRATEGIES:
+            raise ValueError(f"strategy {self.strategy!r}; there are {', '.join(_STRATEGIES)}")
+        if self.address.startswith("ray://"):
+            raise ValueError(f"{self.address}: Ray's client cannot be used here; name host:port")
+        amounts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or 0, **self.resources}
+        low = [name for name, amount in amounts.items() if amount < 0]
+        if low or not any(amounts.values()):
+            raise ValueError(f"{amounts}: a rank takes something of its node, nothing below 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class StageConfig:
     """What every stage has.
 
@@ -103,6 +133,7 @@ class StageConfig:
         distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port"; found by
             the executor if empty.
         distributed_timeout: seconds in which the other ranks must come to what all do together.
+        ray: see `RayConfig`.
     """
 
     model: str
@@ -119,6 +150,7 @@ class StageConfig:
     distributed_executor_backend: str = ""
     distributed_init_method: str = ""
     distributed_timeout: float = 300.0
+    ray: RayConfig = dataclasses.field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:

@@ -48,6 +48,7 @@ _USED = {
     "model_class_name",
     "kv",
     "own_process",
+    "ray",
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .config import DiffusionParallelConfig, StageConfig
 from .errors import EngineDeadError
+from .meeting import join_meeting
 from .ranks import Place, group_ranks
 
 _LETTER = 8 << 10
@@ -59,13 +61,17 @@ class Mates:
             return cls()
         if not config.distributed_init_method:
             raise ValueError("several ranks need a place to meet: distributed_init_method")
+        where, size = config.distributed_init_method, parallel.world_size
+        how: dict[str, Any] = {"init_method": where}
+        if where.startswith("tcp://"):
+            how = {"store": join_meeting(where, rank, size)}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=config.distributed_init_method,
             rank=rank,
-            world_size=parallel.world_size,
+            world_size=size,
             timeout=timedelta(seconds=config.distributed_timeout),
+            **how,
         )
         mates = cls(Place.of(rank, parallel), parallel)
         mates._has_joined = True

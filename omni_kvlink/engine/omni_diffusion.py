@@ -19,12 +19,14 @@ from .deploy import DeployConfig
 from .diffusion_engine import DiffusionEngine
 from .images import as_tensors, from_tensor
 from .outputs import DiffusionOutput
+from .remote_stage import RemoteStage
 from .request import OmniDiffusionRequest
 from .sampling import OmniDiffusionSamplingParams
+from .stage_actor import StageActor
 from .stage_process import StageProcess
 from .wiring import environment, fed_by, stage_configs
 
-Stage: TypeAlias = StageProcess | DiffusionEngine
+Stage: TypeAlias = RemoteStage | DiffusionEngine
 Wishes: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ _log = logging.getLogger(__name__)
 class OmniDiffusion:
     """Every stage of a model, started and wired; thread-safe; a context manager.
 
-    All stages but the last run in processes of their own.
+    All stages but the last run in processes of their own, or where Ray puts them.
 
     Args:
         model: directory of the checkpoint.
@@ -156,8 +158,18 @@ class OmniDiffusion:
             stage.abort(request_id)
 
     def restart(self, number: int) -> None:
-        """Start a stage again that died; its prompts of before have ended with it."""
-        self.stages[number].restart()
+        """Start a stage again that died; its prompts of before have ended with it.
+
+        If Ray has put it elsewhere, the next stage starts again, too, to find it there.
+        """
+        stage = self.stages[number]
+        before = stage.sink_urls
+        stage.restart()
+        if stage.sink_urls != before:
+            following = self.stages[number + 1]
+            assert isinstance(following.config, OmniDiffusionConfig)
+            following.config = fed_by(following.config, stage.sink_urls, stage.config.kv)
+            self.restart(number + 1)
 
     def stats(self) -> list[dict[str, Any]]:
         """Each stage's queues and what it holds."""
@@ -184,6 +196,8 @@ class OmniDiffusion:
             config = fed_by(config, before, self._configs[number - 1].kv)
         is_last = number == len(self._configs) - 1
         apart = deploy.settings.get("own_process", not is_last)
+        if apart == "ray":
+            return StageActor(config, on_death=on_death)
         if apart or isinstance(config, OmniARConfig):
             return StageProcess(config, on_death=on_death, environment=environment(deploy))
         return DiffusionEngine(config, on_death=on_death)

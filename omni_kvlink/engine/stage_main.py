@@ -13,45 +13,49 @@ from .ar_engine import AREngine
 from .channel import Channel
 from .child import serve_calls
 from .codec import unpack_config
-from .config import OmniARConfig
+from .config import OmniARConfig, StageConfig
 from .diffusion_engine import DiffusionEngine
-from .errors import EngineDeadError, EngineError
+from .errors import EngineError
 from .futures import settle
 
 
 class StageService:
-    """An engine's methods, for who is elsewhere; `start` comes first."""
+    """An engine's methods, for who is elsewhere; `start` comes first.
 
-    def __init__(self, channel: Channel):
-        self._channel = channel
-        self._config = unpack_config(channel.receive())
+    Args:
+        config: of the stage.
+    """
+
+    def __init__(self, config: StageConfig):
+        self._config = config
         self._engine: AREngine | DiffusionEngine | None = None
+        self._death: Future[EngineError] = Future()
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         answer: Future[Any] = Future()
-        home = self if method == "start" else self._engine
+        home = self if method in ("start", "watch") else self._engine
         settle(answer, lambda: getattr(home, method)(*args, **kwargs))
         return answer
 
     def start(self) -> tuple[str, ...]:
         """Load the model and open the links; what the next stage connects to."""
         kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
-        self._engine = kind(self._config, on_death=self._report)
+        self._engine = kind(self._config, on_death=self._death.set_result)
         return self._engine.sink_urls
+
+    def watch(self) -> Future[EngineError]:
+        """Answers when a worker of the stage is gone."""
+        return self._death
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
 
-    def _report(self, error: EngineError) -> None:
-        with contextlib.suppress(EngineDeadError):  # nobody hears it; this process ends
-            self._channel.send({"died": error})
-
 
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
-        with contextlib.closing(StageService(channel)) as service:
+        with contextlib.closing(StageService(unpack_config(channel.receive()))) as service:
             serve_calls(channel, service.call)
     finally:
         channel.release()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ from .config import DiffusionParallelConfig, KVConfig, OmniARConfig, OmniDiffusi
 from .deploy import ConnectorSpec, DeployConfig, StageDeploy
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
+NODE = "{node}"
+"""Stands in a URL for the address of the node on which Ray puts a stage, or a rank of it."""
+
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
 _AR_FIELDS = {
@@ -30,6 +34,7 @@ _AR_FIELDS = {
     "distributed_executor_backend",
     "distributed_init_method",
     "distributed_timeout",
+    "ray",
 }
 
 
@@ -46,10 +51,11 @@ def stage_configs(
         SchemaError: a setting does not fit.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
-    ends = [_sink(stage.connector) for stage in deploy.stages[1:]] + [("", {})]
+    ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
     for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
         values = {**stage.settings, **overrides}
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
+        _check_place(stage, sinks)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
@@ -73,7 +79,8 @@ def fed_by(
     config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
 ) -> OmniDiffusionConfig:
     """A stage's configuration, now that the ranks of the stage before serve at `urls`."""
-    kv = dataclasses.replace(config.kv, sources=urls, source_options=_reader(before.sink_options))
+    options = {**_reader(before.sink_options), **config.kv.source_options}
+    kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
     return dataclasses.replace(config, kv=kv)
 
 
@@ -102,8 +109,29 @@ def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
     return config
 
 
-def _sink(spec: ConnectorSpec | None) -> tuple[str, dict[str, Any]]:
-    """The URL to serve, and its options, of a connector by any of its known names."""
+def _check_place(stage: StageDeploy, sinks: Sequence[str]) -> None:
+    """Raises SchemaError if a setting for Ray has no meaning, or none that is known."""
+    where, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
+    if where not in (True, False, "ray"):
+        raise SchemaError(f"stage {stage.stage_id}: own_process {where!r}; true, false or ray")
+    if "ray" in stage.settings and not is_on_ray:
+        raise SchemaError(
+            f"stage {stage.stage_id}: ray: is for own_process: ray, or for "
+            "distributed_executor_backend: ray"
+        )
+    if not is_on_ray and any(NODE in url for url in sinks):
+        raise SchemaError(f"stage {stage.stage_id}: {NODE} in a URL is for stages on Ray")
+
+
+def _is_on_ray(stage: StageDeploy) -> bool:
+    names = ("own_process", "distributed_executor_backend")
+    return "ray" in (stage.settings.get(name) for name in names)
+
+
+def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str, Any]]:
+    """The URL that a stage serves, and its options, of a connector by any of its known names."""
+    if spec is None and _is_on_ray(stage):  # by memory if both come to one node, else by network
+        return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
     if spec is None or spec.name == "SharedMemoryConnector":
         own = {} if spec is None else spec.extra
         return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", _options(own)
@@ -150,7 +178,7 @@ def _reader(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _device(stage: StageDeploy, kind: str) -> str:
     """A process that sees only its own devices counts from 0; this one counts all."""
-    if not (stage.devices and _has_cuda()) or kind == "ar":
+    if not (stage.devices and _has_cuda()) or kind == "ar" or _is_on_ray(stage):
         return "auto"
     return f"cuda:{stage.devices.split(',')[0]}"
 

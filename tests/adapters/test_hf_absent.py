@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from absent import check_untouched, cure
 
-IMPORTED = """
-import sys
-import omni_kvlink, omni_kvlink.adapters, omni_kvlink.lookup
-assert not [name for name in sys.modules if name.startswith(("transformers", "tokenizers"))]
-"""
-MISSING = """
-import sys
-sys.modules["transformers"] = None  # as if it were not installed
-from omni_kvlink import UnavailableError
+USE = """
 from omni_kvlink.adapters import make_cache
-try:
-    make_cache()
-except UnavailableError as error:
-    print(error)
+make_cache()
 """
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_importing_the_adapters_touches_no_transformers() -> None:
-    assert run(IMPORTED) == ""
+    modules = "omni_kvlink, omni_kvlink.adapters, omni_kvlink.lookup"
+    check_untouched(modules, "transformers", "tokenizers")
 
 
 def test_the_cure_is_named() -> None:
-    assert "pip install 'omni-kvlink[hf]'" in run(MISSING)
+    assert "pip install 'omni-kvlink[hf]'" in cure("transformers", USE)

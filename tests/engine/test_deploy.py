@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
 from omni_kvlink.engine.wiring import fed_by, rank_urls, stage_configs
 
 BAGEL = """
@@ -220,3 +221,48 @@ def test_an_ar_stage_divides_its_heads_alone(parallel: dict[str, int], cure: str
     stages = [{"stage_id": 0, **parallel}, {"stage_id": 1}]
     with pytest.raises(SchemaError, match=cure):
         stage_configs(DeployConfig.from_dict({"stages": stages}), "model", {})
+
+
+def on_ray(first: dict[str, Any], second: dict[str, Any], url: str = "") -> list[Any]:
+    stages = [{"stage_id": 0, **first}, {"stage_id": 1, **second}]
+    how: dict[str, Any] = {"stages": stages}
+    if url:
+        stages[1]["input_connectors"] = {"from_stage_0": "wire"}
+        how["connectors"] = {"wire": {"name": "KVLinkConnector", "extra": {"url": url}}}
+    return stage_configs(DeployConfig.from_dict(how), "model", {})
+
+
+def test_stages_on_ray() -> None:
+    where = {"own_process": "ray", "ray": {"resources": {"fast": 1}, "num_cpus": 2}}
+    ar, dit = on_ray(where, {"distributed_executor_backend": "ray", "data_parallel_size": 2})
+    assert ar.ray == RayConfig(num_cpus=2, resources={"fast": 1})
+    assert ar.kv.sinks[0].startswith("auto://engine-")  # Ray says whether they share memory
+    assert ar.kv.sinks[0].endswith("?tcp={node}:0")
+    assert dit.distributed_executor_backend == "ray"
+    ar, _ = on_ray(where, {"own_process": True}, "zmq+tcp://{node}:0")
+    assert ar.kv.sinks == ("zmq+tcp://{node}:0",)
+    ar, _ = on_ray({}, where)
+    assert ar.kv.sinks[0].startswith("shm://")
+
+
+def test_a_reader_has_keys_of_its_own() -> None:
+    kv = {"source_options": {"keys": "mine", "directory": "here"}}
+    ar, dit = on_ray({}, {"kv": kv}, "zmq+tcp://127.0.0.1:0")
+    before = dataclasses.replace(ar.kv, sink_options={"keys": "its", "mode": "pooled"})
+    fed = fed_by(dit, ("zmq+tcp://127.0.0.1:7",), before)
+    assert fed.kv.source_options == {"keys": "mine", "mode": "pooled", "directory": "here"}
+
+
+@pytest.mark.parametrize(
+    ("first", "url", "word"),
+    [
+        ({"own_process": "rays"}, "", "true, false or ray"),
+        ({"ray": {"num_cpus": 1}}, "", "is for own_process: ray"),
+        ({}, "zmq+tcp://{node}:0", "is for stages on Ray"),
+        ({"own_process": "ray", "ray": {"strategy": "NEAR"}}, "", "stage 0: .*STRICT_SPREAD"),
+        ({"own_process": "ray", "ray": {"num_cpus": "many"}}, "", "stage 0: .*float"),
+    ],
+)
+def test_what_cannot_be_on_ray(first: dict[str, Any], url: str, word: str) -> None:
+    with pytest.raises(SchemaError, match=word):
+        on_ray(first, {}, url)

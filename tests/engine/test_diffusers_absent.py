@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from absent import check_untouched, cure
 
-IMPORTED = """
-import sys
-import omni_kvlink.engine, omni_kvlink.engine.executor.diffusers
-assert not [name for name in sys.modules if name.startswith(("diffusers", "transformers"))]
-"""
-MISSING = """
-import sys, tempfile
+USE = """
+import tempfile
 from pathlib import Path
-sys.modules["diffusers"] = None  # as if it were not installed
-from omni_kvlink import UnavailableError
 from omni_kvlink.engine import DiffusionEngine, OmniDiffusionConfig
 with tempfile.TemporaryDirectory() as directory:
     Path(directory, "model_index.json").write_text("{}")
-    try:
-        DiffusionEngine(OmniDiffusionConfig(directory, distributed_executor_backend="diffusers"))
-    except UnavailableError as error:
-        print(error)
+    DiffusionEngine(OmniDiffusionConfig(directory, distributed_executor_backend="diffusers"))
 """
 
 
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_importing_the_executor_touches_no_diffusers() -> None:
-    assert run(IMPORTED) == ""
+    modules = "omni_kvlink.engine, omni_kvlink.engine.executor.diffusers"
+    check_untouched(modules, "diffusers", "transformers")
 
 
 def test_the_cure_is_named() -> None:
-    assert "pip install 'omni-kvlink[diffusers]'" in run(MISSING)
+    assert "pip install 'omni-kvlink[diffusers]'" in cure("diffusers", USE)

@@ -1,0 +1,41 @@
+"""What happens without a package: in a process of its own, in which nothing is imported yet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORTED = """
+import sys
+import {modules}
+assert not [name for name in sys.modules if name.split(".")[0] in {packages}]
+"""
+MISSING = """
+import sys
+sys.modules[{package!r}] = None  # as if it were not installed
+from omni_kvlink import UnavailableError
+try:
+{use}
+except UnavailableError as error:
+    print(error)
+"""
+
+
+def run(code: str) -> str:
+    """What it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_untouched(modules: str, *packages: str) -> None:
+    """Importing these modules imports none of these packages."""
+    run(IMPORTED.format(modules=modules, packages=packages))
+
+
+def cure(package: str, use: str) -> str:
+    """What its use says where the package is not installed."""
+    lines = "\n".join(f"    {line}" for line in use.strip().splitlines())
+    return run(MISSING.format(package=package, use=lines))

@@ -1,0 +1,25 @@
+"""Without Ray: importing the engine costs nothing, and using it says how it is installed."""
+
+from __future__ import annotations
+
+import pytest
+from absent import check_untouched, cure
+
+MODULES = "omni_kvlink.engine, omni_kvlink.engine.executor.ray, omni_kvlink.engine.stage_actor"
+EXECUTOR = """
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusionConfig
+DiffusionEngine(OmniDiffusionConfig("nowhere", distributed_executor_backend="ray"))
+"""
+STAGE = """
+from omni_kvlink.engine import OmniDiffusion
+OmniDiffusion("nowhere", {"stages": [{"stage_id": 0, "own_process": "ray"}]})
+"""
+
+
+def test_importing_the_executor_touches_no_ray() -> None:
+    check_untouched(MODULES, "ray")
+
+
+@pytest.mark.parametrize("use", [EXECUTOR, STAGE], ids=["executor", "stage"])
+def test_the_cure_is_named(use: str) -> None:
+    assert "pip install 'omni-kvlink[ray]'" in cure("ray", use)

@@ -1,0 +1,68 @@
+"""Two nodes of Ray on this machine, at addresses of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+NODES = ("127.0.0.2", "127.0.0.3")
+"""Ray takes 127.0.0.1 for a name of the machine, and looks for another."""
+
+
+class Nodes:
+    """A head, where this process is, and another node. Each has a resource of its own name.
+
+    Attributes:
+        address: of the cluster.
+    """
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster()
+        self.head = self._add(NODES[0], "head", include_dashboard=False)
+        self.other = self._add(NODES[1], "other")
+        self.address: str = self._cluster.address
+
+    def _add(self, address: str, name: str, **how: Any) -> Any:
+        return self._cluster.add_node(
+            num_cpus=2,
+            node_ip_address=address,
+            object_store_memory=100 << 20,
+            resources={name: 8},
+            **how,
+        )
+
+    def lose_other(self) -> None:
+        """All its processes at once, as when a machine loses its power."""
+        self._cluster.remove_node(self.other, allow_graceful=False)
+
+    def add_other(self) -> None:
+        self.other = self._add(NODES[1], "other")
+        self._cluster.wait_for_nodes()
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    """With this process in the cluster; at the end no actor is alive there."""
+    import ray
+
+    nodes = Nodes()
+    try:
+        ray.init(nodes.address, _node_ip_address=NODES[0], log_to_driver=False)
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.close()
+
+
+def pids_alive(name: str = "") -> list[int]:
+    """Of actors of this class, or of any."""
+    from ray._private.state import actors
+
+    found = [one for one in actors().values() if one["State"] != "DEAD"]
+    return [one["Pid"] for one in found if name in one["ActorClassName"]]
