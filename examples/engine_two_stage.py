@@ -7,6 +7,7 @@ together. Then every image is compared with one made in this process, without an
     python examples/engine_two_stage.py --checkpoint DIR     # published weights
     python examples/engine_two_stage.py --deploy FILE        # a deploy file in vLLM-Omni's shape
     python examples/engine_two_stage.py --ray auto           # stages where Ray puts them; or local
+    python examples/engine_two_stage.py --executor mp        # the workers in processes of their own
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ SIZES = ((32, 32), (16, 24))
 
 def deployment(args: argparse.Namespace, connector: dict[str, Any], scratch: str) -> dict[str, Any]:
     extra = {k: v.format(dir=scratch) for k, v in connector.get("extra", {}).items()}
+    executor = {"distributed_executor_backend": args.executor}
     second = {
+        **executor,
         "stage_id": 1,
         "max_num_seqs": args.batch,
         "request_batch_max_wait_ms": 50.0,
         "input_connectors": {"from_stage_0": "wire"},
     }
     return {
-        "stages": [{"stage_id": 0, "max_num_seqs": 4}, second],
+        "stages": [{**executor, "stage_id": 0, "max_num_seqs": 4}, second],
         "connectors": {"wire": {**connector, "extra": extra}},
     }
 
@@ -101,6 +104,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", default="", help="tiny and random if none")
     parser.add_argument("--deploy", default="", help="a deploy file, instead of three connectors")
     parser.add_argument("--ray", default="", help="address of a cluster: host:port, auto or local")
+    parser.add_argument("--executor", default="uni", choices=["uni", "mp"])
     parser.add_argument("--requests", default=16, type=int)
     parser.add_argument("--batch", default=4, type=int, help="requests painted at once")
     parser.add_argument("--steps", default=12, type=int, help="denoising timesteps")

@@ -72,6 +72,11 @@ class Child:
         return self._process.pid
 
     @property
+    def ended(self) -> EngineError | ClosedError | None:
+        """What all calls end in, once the process is gone."""
+        return self._asked.ended
+
+    @property
     def is_alive(self) -> bool:
         """Whether it could answer still; a process that is frozen is alive."""
         return self._asked.ended is None and self._process.poll() is None

@@ -33,7 +33,7 @@ class OmniDiffusionRequest:
         kv_nbytes: of the KV to come, where the stage before said it.
         kv_timeout: seconds until its KV must be there; the engine's choice if None.
         past_key_values: its KV in the model's own form; put there by the runner for one forward.
-        is_cancelled: asked between denoising steps; the runner adds what it was told.
+        is_cancelled: asked when the runner begins; then between denoising steps, of the runner.
     """
 
     prompt: Prompt

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import KVLinkError
 from .errors import EngineError, RequestAborted
 from .outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from .request import OmniDiffusionRequest, always
+from .request import OmniDiffusionRequest, always, never
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,7 +105,7 @@ class Scheduler(ABC):
             if state is None:
                 return False
             state.aborted = True
-            state.request.is_cancelled = always  # whoever runs it may not have begun
+            state.request.is_cancelled = always  # for whoever runs it, and has not begun
             return True
 
     def schedule(self) -> DiffusionSchedulerOutput:
@@ -243,6 +243,7 @@ class Scheduler(ABC):
     def _finish(self, request_id: str, output: DiffusionOutput) -> DiffusionOutput:
         """A request that ran has ended."""
         state = self._running.pop(request_id)
+        state.request.is_cancelled = never
         self._release(state.request)
         if state.aborted and not isinstance(output.error, RequestAborted):
             error = RequestAborted(f"request {request_id!r} was aborted while it ran")

@@ -27,6 +27,12 @@ def test_many_requests_over_three_connectors(tmp_path: Path) -> None:
     assert said.count(" 0 held at the end") == 3
 
 
+def test_the_same_with_workers_in_processes_of_their_own(tmp_path: Path) -> None:
+    how = ("--executor", "mp", "--requests", "2", "--steps", "3", "--batch", "1")
+    said = run("engine_two_stage.py", tmp_path, *how)
+    assert said.count("2 of 2 images bit-exact") == 3
+
+
 def test_three_stages(tmp_path: Path) -> None:
     assert "both as in one process: bit-exact" in run("intermediate_stage.py", tmp_path)
     assert (tmp_path / "out" / "final.png").exists()

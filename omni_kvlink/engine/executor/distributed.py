@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...errors import ClosedError, TransferTimeout
 from ..codec import renamed
@@ -43,6 +43,10 @@ class WorkerHandle(Protocol):
         That is what the method raised, or EngineDeadError: the worker is gone.
         """
 
+    @property
+    def ended(self) -> Exception | None:
+        """Why its calls end in errors, once the worker is gone."""
+
     def end(self) -> None:
         """Tell the worker to give everything back and end; it is no death."""
 
@@ -54,6 +58,8 @@ class WorkerHandle(Protocol):
 
 
 DeathCallback = Callable[[EngineDeadError], None]
+_GONE = (EngineDeadError, ClosedError)
+"""What calls of a worker end in that died, or was told to end."""
 
 
 class DistributedExecutor(Executor):
@@ -144,8 +150,8 @@ class DistributedExecutor(Executor):
         late = wait(answers, timeout, FIRST_EXCEPTION).not_done
         for rank, answer in enumerate(answers):
             error = answer.exception() if answer.done() else None
-            if isinstance(error, (EngineDeadError, ClosedError)):
-                raise self._dead or error
+            if isinstance(error, _GONE):
+                self._check_alive()
             if error is not None:
                 raise renamed(error, f"rank {rank}: ") if len(answers) > 1 else error
         if late:
@@ -228,8 +234,10 @@ class DistributedExecutor(Executor):
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
             wait(answers, _SETTLE)
         errors = [error for one in answers if one.done() and (error := one.exception())]
-        if any(isinstance(error, (EngineDeadError, ClosedError)) for error in errors):
-            raise self._dead or errors[0]
+        for error in errors:
+            if isinstance(error, _GONE):
+                wait(answers, _SETTLE)
+                self._part(error)
         if not all(one.done() for one in answers):
             self._fail(EngineDeadError(f"a rank waits for one that failed: {errors[0]}"))
             self._check_alive()
@@ -238,7 +246,19 @@ class DistributedExecutor(Executor):
             if not isinstance(failure, EngineError):
                 failure = RequestFailed(f"a worker failed: {failure!r}")
             return {key: DiffusionOutput(key, error=failure) for key in request_ids}
-        return _merged([answer.result() for answer in answers])
+        results = _merged([answer.result() for answer in answers])
+        for result in results.values():
+            if isinstance(result.error, EngineDeadError):
+                self._part(result.error)
+        return results
+
+    def _part(self, error: Any) -> NoReturn:
+        """Ranks are gone, or one says so of another: raises which, and nothing goes on."""
+        gone = [worker.ended for worker in self.workers if worker.ended is not None]
+        if not gone:  # they live, and can do nothing together any more
+            self._fail(error)
+        self._check_alive()
+        raise (gone or [error])[0]
 
     def _fail(self, error: EngineDeadError) -> None:
         """A worker is gone, or as good as that: the others may wait for it, and are ended."""
@@ -268,6 +288,6 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = sum(one.kv_sent.nbytes for one in of_ranks if one.kv_sent is not None)
+            nbytes = max(one.kv_sent.nbytes for one in of_ranks if one.kv_sent is not None)
             result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
     return merged

@@ -57,6 +57,8 @@ class GPUARModelRunner:
             self._running = set(scheduler_output.request_ids)
         results = {}
         for request in scheduler_output.requests:
+            if request.is_cancelled():  # it was aborted on its way here
+                self.abort(request.request_id)
             blocks = scheduler_output.block_ids[request.request_id]
             results[request.request_id] = self._execute(request, blocks)
         with self._lock:
@@ -96,7 +98,7 @@ class GPUARModelRunner:
         return self.utility.extract(request)
 
     def _check_wanted(self, request: OmniDiffusionRequest) -> None:
-        if request.is_cancelled() or request.request_id in self._cancelled:
+        if request.request_id in self._cancelled:
             raise RequestAborted(f"request {request.request_id!r} was aborted")
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import EngineError, RequestFailed, forget_frames
 from ..kv_manager import DiffusionKVManager
 from ..model import ModelUtility, model_utility
 from ..outputs import BatchRunnerOutput, DiffusionOutput
-from ..request import DiffusionRequestBatch, OmniDiffusionRequest, never
+from ..request import DiffusionRequestBatch, OmniDiffusionRequest
 from .handover import Handover
 
 
@@ -106,10 +106,9 @@ class GPUDiffusionModelRunner:
         with self._lock:
             self._running = {request.request_id for request in requests}
         for request in requests:
-            request.is_cancelled = partial(self._is_cancelled, request.is_cancelled, request)
-
-    def _is_cancelled(self, before: Callable[[], bool], request: OmniDiffusionRequest) -> bool:
-        return before() or request.request_id in self._cancelled
+            if request.is_cancelled():  # it was aborted on its way here
+                self.abort(request.request_id)
+            request.is_cancelled = partial(self._cancelled.__contains__, request.request_id)
 
     def _take_kv_cache(
         self, request: OmniDiffusionRequest, outputs: dict[str, DiffusionOutput]
@@ -181,7 +180,6 @@ class GPUDiffusionModelRunner:
     def _let_go(self, request: OmniDiffusionRequest) -> None:
         """The last references to a request's KV: its memory goes back."""
         request.past_key_values = request.sampling_params.generator = None
-        request.is_cancelled = never
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         with self._lock:

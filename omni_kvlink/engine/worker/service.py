@@ -89,7 +89,9 @@ class WorkerService:
     def stop(self) -> None:
         """Let `run` return as soon as it can; from any thread."""
         with self._lock:
-            self._aborted |= self._queued
+            queued = list(self._queued)
+        for request_id in queued:
+            self.abort(request_id)
         self._jobs.put(None)
 
     # What an executor calls besides the worker's own methods.
@@ -123,8 +125,10 @@ class WorkerService:
     def abort(self, request_id: str) -> None:
         """A request that runs here, or is about to, ends as soon as it can."""
         with self._lock:
-            if request_id in self._queued:
-                self._aborted.add(request_id)
+            if request_id not in self._queued:
+                return
+            self._aborted.add(request_id)  # the runner asks when it begins, and is told after
+        self.worker.abort(request_id)
 
     def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
         """Receive a request's KV; the answer comes when all of it is there: its bytes."""
