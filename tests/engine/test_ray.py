@@ -306,7 +306,8 @@ def test_who_is_in_a_cluster_stays_there(nodes: Nodes) -> None:
 def test_a_cluster_that_somebody_leaves_under_a_stage(nodes: Nodes) -> None:
     said = run(sys.executable, "-c", SHUT, nodes.address, checkpoint())
     assert said.splitlines()[0].startswith("the ar stage")
-    assert said.splitlines()[-1].startswith("EngineDeadError")
+    ends = "EngineDeadError", "ClosedError"  # the latter, at `close`, if Ray said nothing
+    assert said.splitlines()[-1].startswith(ends)
 
 
 def test_the_example_runs_on_ray(nodes: Nodes) -> None:
