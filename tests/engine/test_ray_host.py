@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import torch
 from engine_bed import config
-from omni_kvlink.engine.meeting import join_meeting, open_meeting
 
 from omni_kvlink import SchemaError, WireError
 from omni_kvlink.engine import EngineError, RayConfig
 from omni_kvlink.engine.codec import pack_config, unpack_config
+from omni_kvlink.engine.meeting import join_meeting, open_meeting
 from omni_kvlink.engine.ray_host import Host, read, write
 
 
