@@ -164,9 +164,10 @@ def test_stages_on_two_nodes(connector: dict[str, Any] | None) -> None:
         assert ar["link"]["memory"]["used"] == 0
 
 
-def test_a_stage_in_an_actor_with_ranks_in_actors() -> None:
+@pytest.mark.parametrize("way", ["data_parallel_size", "cfg_parallel_size"])
+def test_a_stage_in_an_actor_with_ranks_in_actors(way: str) -> None:
     deaths = []
-    how = stages(ZMQ, distributed_executor_backend="ray", data_parallel_size=2)
+    how = stages(ZMQ, distributed_executor_backend="ray", **{way: 2})
     with omni(how, on_death=lambda stage, error: deaths.append((stage, str(error)))) as made:
         check_images(made, 3)
         assert made.stages[1].sleep(2)
