@@ -152,7 +152,6 @@ def test_a_worker_that_is_frozen_while_it_should_end(
 
 ENGINE = """
 import sys, threading
-from engine_bed import bundle, request
 from mp_bed import bed, until
 
 with bed(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
@@ -160,19 +159,22 @@ with bed(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
         stage.submit(name, num_inference_steps=50_000)
         stage.send(name)
     until(lambda: stage.engine.stats()["running"] == 2)
-    print(*[worker.pid for worker in stage.workers], flush=True)
+    print("painting", flush=True)
     threading.Event().wait()
 """
 
 
-def test_workers_of_an_engine_that_is_killed(sockets: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["starting", "painting"])
+def test_workers_of_an_engine_that_is_killed(sockets: str, tmp_path: Path, when: str) -> None:
     path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", ENGINE, sockets]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as engine:
         assert engine.stdout is not None
-        workers = [int(word) for word in engine.stdout.readline().split()]
-        assert len(workers) == 2
+        if when == "painting":
+            assert engine.stdout.readline()
+        until(lambda: len(children(engine.pid)) == 2)
+        workers = children(engine.pid)
         assert list(tmp_path.glob("kvl-ranks-*"))
         engine.kill()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -25,17 +26,24 @@ def serve(channel: Channel) -> None:
     args = (channel, service, first["meeting"])
     threading.Thread(target=_listen, args=args, name="calls", daemon=True).start()
     service.run()
+    _clean(first["meeting"])
 
 
 def _listen(channel: Channel, service: WorkerService, meeting: str) -> None:
     try:
         serve_calls(channel, service.call)
     finally:
+        faulthandler.dump_traceback_later(2 * _END, exit=True)  # whoever holds the interpreter
         service.stop()
-        if meeting:
-            shutil.rmtree(meeting, ignore_errors=True)  # an executor that was killed could not
         threading.main_thread().join(_END)
+        _clean(meeting)  # not before: whoever is about to meet would wait for the directory
         os._exit(1)  # it waits for others, which are gone or will go
+
+
+def _clean(meeting: str) -> None:
+    """An executor that was killed could not."""
+    if meeting:
+        shutil.rmtree(meeting, ignore_errors=True)
 
 
 def main() -> None:
