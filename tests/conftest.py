@@ -37,7 +37,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def _as_many_threads() -> Iterator[None]:
     """Of torch: as many as before, whatever a test's workers set; sums are ordered by them."""
     count = torch.get_num_threads()
     yield
