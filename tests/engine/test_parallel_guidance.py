@@ -52,6 +52,7 @@ def bed(beds: dict[Any, Stage], request: pytest.FixtureRequest) -> Stage:
 def single() -> Iterator[Any]:
     """One process that does everything, with as many threads as each rank."""
     threads, made = torch.get_num_threads(), dict[str, GPUDiffusionWorker]()
+    torch.set_num_threads(1)
 
     def worker(dtype: torch.dtype) -> GPUDiffusionWorker:
         name = str(dtype).removeprefix("torch.")
