@@ -7,7 +7,7 @@ import itertools
 import re
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setenv(_cuda.ENVIRONMENT, MIXED)
-    return fake_device.install(directory, monkeypatch)
+    yield fake_device.install(directory, monkeypatch)
+    gc.collect()  # what was registered with it is unregistered with it, and not with what follows
 
 
 def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
