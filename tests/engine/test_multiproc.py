@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bed import WAIT, alone, checkpoint, config, request, url
-from mp_bed import bed, until
+from mp_bed import bed, freeze, until
 
 from omni_kvlink import TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -100,7 +100,7 @@ def test_calls_of_all_ranks(sockets: str) -> None:
 
 def test_a_call_that_one_rank_does_not_answer_in_time(sockets: str) -> None:
     with bed(sockets, 2) as stage:
-        os.kill(stage.workers[1].pid, signal.SIGSTOP)
+        freeze(stage.workers[1])
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match=r"no answer of rank 1 within 0\.3 s"):
             stage.executor.collective_rpc("sleep", args=[1], timeout=0.3)
@@ -131,7 +131,7 @@ def test_kv_that_does_not_come(sockets: str) -> None:
 
 def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: str) -> None:
     with bed(sockets, 1) as stage:
-        os.kill(stage.workers[0].pid, signal.SIGSTOP)
+        freeze(stage.workers[0])
         started = time.monotonic()
         future = stage.submit("late", kv_timeout=0.5)
         with pytest.raises(TransferTimeout, match="no worker said so"):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bed import WAIT, alone, checkpoint
-from mp_bed import Bed, bed, until
+from mp_bed import Bed, bed, freeze, until
 
 from omni_kvlink.engine import (
     DiffusionOutput,
@@ -108,7 +108,7 @@ def test_a_rank_that_is_frozen(stage: Bed) -> None:
     stage.deaths.clear()
     futures, workers = busy(stage, "painting"), stage.workers
     stage.executor.check_health(timeout=WAIT)  # who is busy is not frozen
-    os.kill(workers[1].pid, signal.SIGSTOP)
+    freeze(workers[1])
     with pytest.raises(EngineDeadError, match="rank 1 within"):
         stage.executor.check_health(timeout=0.5)
     for future in futures.values():
@@ -127,7 +127,7 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
         future = stage.submit("a", **LONG)
         stage.send("a")
         until(lambda: stage.engine.stats()["running"] == 1)
-        os.kill(stage.workers[0].pid, signal.SIGSTOP)
+        freeze(stage.workers[0])
         started = time.monotonic()
         stage.engine.close()
         assert time.monotonic() - started < 5
@@ -142,7 +142,7 @@ def test_a_worker_that_is_frozen_while_it_should_end(
     monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
     with bed(sockets, 2) as stage:
         workers = stage.workers
-        os.kill(workers[1].pid, signal.SIGSTOP)
+        freeze(workers[1])
         started = time.monotonic()
         stage.engine.close()
         assert time.monotonic() - started < 5
