@@ -9,6 +9,9 @@ from .model import model_utility
 from .request import OmniDiffusionRequest
 from .stage_engine import StageEngine
 
+_ANSWER = 5.0
+"""Seconds to count a prompt's tokens, in which nothing else is scheduled."""
+
 
 class AREngine(StageEngine[OmniARConfig]):
     """Reads prompts; each output says what was sent on, as `kv_sent`."""
@@ -17,7 +20,8 @@ class AREngine(StageEngine[OmniARConfig]):
         executor = Executor.get_class(self.config)(self.config)
 
         def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
-            counted: dict[str, int] = executor.collective_rpc("count_tokens", args=(request,))[0]
+            found = executor.collective_rpc("count_tokens", timeout=_ANSWER, args=(request,))
+            counted: dict[str, int] = found[0]
             return counted
 
         return OmniARScheduler(self.config, count_tokens), executor

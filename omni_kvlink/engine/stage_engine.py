@@ -20,6 +20,8 @@ from .request import OmniDiffusionRequest
 from .scheduler import Scheduler
 
 C = TypeVar("C", bound=StageConfig)
+_ANSWER = 5.0
+"""Seconds in which workers, whatever they compute, say how their links are."""
 _IDLE = 60.0
 """Seconds after which an idle engine looks up; nothing depends on it."""
 _HANGS = 5.0
@@ -127,9 +129,18 @@ class StageEngine(ABC, Generic[C]):
         self._start()
 
     def stats(self) -> dict[str, Any]:
-        """Queues, steps, what is held, and the link to the next stage, as JSON values."""
-        link = self.executor.collective_rpc("sink_stats")[0] if self.config.kv.sinks else None
-        return {**self.scheduler.stats(), **({} if link is None else {"link": link})}
+        """Queues, steps, what is held, and the link to the next stage, as JSON values.
+
+        Several tensor ranks have a link each: "links", in their order.
+
+        Raises:
+            TransferTimeout: a worker does not answer.
+        """
+        stats = self.scheduler.stats()
+        if self.config.kv.sinks:
+            links = self.executor.collective_rpc("sink_stats", timeout=_ANSWER)
+            stats |= {"link": links[0]} if len(links) == 1 else {"links": links}
+        return stats
 
     def close(self) -> None:
         """End every request with ClosedError, and give back all memory; again does nothing."""

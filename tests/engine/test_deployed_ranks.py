@@ -73,6 +73,14 @@ def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, recei
         for found, own in zip(painted(omni, prompts), expected(prompts), strict=True):
             assert int((found.int() - own.int()).abs().max()) <= 1
 
+        def is_back() -> bool:
+            stats = omni.stats()[0]
+            links = stats["links"] if senders > 1 else [stats["link"]]
+            assert len(links) == senders
+            return not any(link["memory"]["used"] for link in links)
+
+        until(is_back)
+
 
 def test_a_guidance_rank_is_killed_amid_a_request() -> None:
     """Its mate, which waits for it, ends too; both come back, and the next image is right."""

@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bed import WAIT, alone, checkpoint
+from engine_bed import WAIT, alone, checkpoint, request, url
 from mp_bed import Bed, bed, freeze, until
 
+from omni_kvlink import TransferTimeout
 from omni_kvlink.engine import (
+    AREngine,
     DiffusionOutput,
     EngineDeadError,
+    KVConfig,
+    OmniARConfig,
     OmniDiffusion,
     RequestAborted,
 )
@@ -222,3 +226,26 @@ def test_a_deployment_of_which_both_stages_have_workers() -> None:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_ar_stage_whose_rank_is_frozen(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts tokens, and says how its link is: nobody waits for that longer than told."""
+    sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
+    monkeypatch.setattr("omni_kvlink.engine.ar_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.stage_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
+    config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)
+    with AREngine(config) as engine:
+        (worker,) = engine.executor.workers  # type: ignore[attr-defined]
+        freeze(worker)
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout, match="sink_stats: no answer of rank 0"):
+            engine.stats()
+        output = engine.submit(request("r", need_kv_receive=False)).result(WAIT)
+        assert isinstance(output.error, TransferTimeout)
+        engine.close()
+        assert time.monotonic() - started < 5
+    assert not worker.is_alive
