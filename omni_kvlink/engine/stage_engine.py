@@ -172,7 +172,9 @@ class StageEngine(ABC, Generic[C]):
 
     def _find_sinks(self) -> tuple[str, ...]:
         try:
-            return tuple(self.executor.collective_rpc("sink_url")) if self.config.kv.sinks else ()
+            if not self.config.kv.sinks:
+                return ()
+            return tuple(self.executor.collective_rpc("sink_url", timeout=_ANSWER))
         except BaseException:
             self.executor.shutdown()
             raise
