@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -59,6 +61,25 @@ def test_forgotten_link_is_loud_and_closed(sockets: str) -> None:
     with pytest.warns(ResourceWarning, match="shm://forgotten was not closed"):
         del link
     KVLink.serve("shm://forgotten", directory=sockets).close()
+
+
+FORGOTTEN = """
+import sys
+from omni_kvlink import KVLink
+from omni_kvlink.testing.caches import Recipe
+producer = KVLink.serve(sys.argv[1])
+consumer = KVLink.connect(producer.url, timeout=5)
+producer.put(Recipe("k").make())
+data = consumer.get("k", timeout=5)
+"""
+
+
+@pytest.mark.parametrize("url", ["inproc://f", "shm://f?directory={}", "zmq+tcp://127.0.0.1:0"])
+def test_a_process_that_forgets_its_links_ends(url: str, sockets: str) -> None:
+    """Its threads have ended before: nothing may wait for them."""
+    command = [sys.executable, "-W", "ignore", "-c", FORGOTTEN, url.format(sockets)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ledger_counts_one_copy(ends: tuple[KVLink, KVLink]) -> None:

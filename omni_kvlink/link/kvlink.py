@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import atexit
 import os
 import time
 import warnings
+import weakref
 from typing import Any
-from urllib.parse import parse_qsl
 
 from ..bundle import KVCacheBundle
-from ..connectors.base import Consumer, Delivery, Options, Producer, Receipt, Want, wrong_side
-from ..connectors.registry import backend, split_url
-from ..copier import Copier, NativeCopier, PinnedCopier, TorchCopier, fastest_copier
+from ..connectors.base import Consumer, Delivery, Producer, Receipt, Want, wrong_side
+from ..connectors.registry import backend
+from ..copier import Copier
 from ..errors import ClosedError, SchemaError
 from ..ledger import Ledger
 from ..memory import Lease
 from ..wire import Manifest
 from .allocation import Allocation
+from .asked import named_copier, parse
 from .get_stream import ReceivedStream
 from .put_stream import PutStream
 from .received import Payload, Received, Verify, check_verify
 from .sending import Sending
 
+_links: weakref.WeakSet[KVLink] = weakref.WeakSet()
 FOREVER = 1e9
 """Seconds that every clock of the system still takes; a longer timeout means this one."""
 
@@ -39,6 +41,7 @@ class KVLink:
         self._copier, self._digests = copier, digests
         self._allocations: dict[str, Allocation] = {}
         self._closed = False
+        _links.add(self)
 
     @classmethod
     def serve(
@@ -58,8 +61,8 @@ class KVLink:
             BusyError: the name is served already.
             UnavailableError: the connector cannot run here.
         """
-        scheme, address, chosen = _parse(url, options)
-        mover = _copier(copier)
+        scheme, address, chosen = parse(url, options)
+        mover = named_copier(copier)
         end = backend(scheme).serve(address, chosen)
         return cls(url.replace(*end.became, 1), end, copier=mover, digests=digests)
 
@@ -71,8 +74,8 @@ class KVLink:
             TransferTimeout: no producer within `timeout` seconds.
             UnavailableError, VersionError, ConnectorError
         """
-        scheme, address, chosen = _parse(url, options)
-        mover = _copier(copier)
+        scheme, address, chosen = parse(url, options)
+        mover = named_copier(copier)
         end = backend(scheme).connect(address, chosen, min(timeout, FOREVER))
         return cls(url, end, copier=mover, digests=True)
 
@@ -273,8 +276,11 @@ class KVLink:
         self.close()
 
     def __del__(self) -> None:
+        self._forgotten()
+
+    def _forgotten(self) -> None:
         if not getattr(self, "_closed", True) and self._pid_owns():
-            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
+            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=3)
             self.close()
 
     def __repr__(self) -> str:
@@ -333,6 +339,13 @@ class KVLink:
         return self._end
 
 
+@atexit.register
+def _close_all() -> None:
+    """While there are threads: at the interpreter's very end nothing may wait for one."""
+    for link in list(_links):
+        link._forgotten()
+
+
 def _check_how(readers: int, ttl: float) -> None:
     if readers < 1 or not ttl > 0:
         raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
@@ -347,31 +360,3 @@ def _check_id(request_id: str) -> str:
     except UnicodeEncodeError as error:
         raise SchemaError(f"request_id: no text: {error}") from None
     return request_id
-
-
-def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
-    scheme, rest = split_url(url)
-    address, _, query = rest.partition("?")
-    fields = {field.name: field.type for field in dataclasses.fields(Options)}
-    values: dict[str, Any] = {
-        name: int(text) if fields.get(name) in ("int", "bool") else text
-        for name, text in parse_qsl(query)
-    }
-    values.update(options)
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ValueError(f"no option {', '.join(unknown)}; there are {', '.join(fields)}")
-    return scheme, address, Options(**values)
-
-
-def _copier(name: str) -> Copier:
-    """An explicit wish that cannot be met is an error; "auto" says once if it had to do without."""
-    if name == "auto":
-        return fastest_copier()
-    if name == "native":
-        return NativeCopier()
-    if name == "torch":
-        return TorchCopier()
-    if name == "pinned":
-        return PinnedCopier()
-    raise ValueError(f"no copier {name!r}; there are 'auto', 'pinned', 'native' and 'torch'")
