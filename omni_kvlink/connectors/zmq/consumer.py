@@ -50,7 +50,7 @@ class ZmqConsumer(RemoteConsumer):
             raise ValueError(f"{endpoint.url}: nobody serves port 0; the producer's url names it")
         check_exposure(self._endpoint, options)
         self._options = options
-        self._dialled: ZmqSession | None = None
+        self._dialled: list[ZmqSession] = []
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             super().__init__(self._endpoint.url, options)
@@ -64,7 +64,8 @@ class ZmqConsumer(RemoteConsumer):
 
     def _dial(self, session: ZmqSession, timeout: float, *, hasty: bool = False) -> ZmqSession:
         """Wait until hands were shaken."""
-        self._dialled, session.hasty = session, hasty
+        self._dialled = [*(one for one in self._dialled if not one.is_over), session]
+        session.hasty = hasty
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.dial)
@@ -81,12 +82,12 @@ class ZmqConsumer(RemoteConsumer):
         return ZmqSession(self._endpoint, self._options, self._context, self._loop, self._store)
 
     def _interrupt(self) -> None:
-        if self._dialled is not None:
-            self._dialled.answer(closed_here(self._url))
+        for session in self._dialled:
+            session.answer(closed_here(self._url))
 
     def _shut(self) -> None:
-        if self._dialled is not None:
-            self._dialled.hang_up()
+        for session in self._dialled:
+            session.hang_up()  # who dialled may be too late: the context waits for every socket
         self._context.term()
 
 
