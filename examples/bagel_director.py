@@ -82,6 +82,7 @@ def start_stage(args: argparse.Namespace, stage: str, output: int) -> subprocess
     command += [sys.executable, str(STAGES), "--stage", stage]
     command += [word for option in options.items() for word in option]
     command += ["--in-place"] * args.in_place + ["--stream"] * args.stream
+    command += ["--direct"] * args.direct
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
 
 

@@ -72,7 +72,10 @@ def send(
     caches = allocate(args, link, pipeline, request, generator) if args.in_place else {}
     bundle = prefill(pipeline, request, generator, caches)
     prefilled = time.perf_counter()
-    receipt = stream(link, bundle) if args.stream else link.put(bundle)
+    if args.stream:
+        receipt = stream(link, bundle)
+    else:
+        receipt = link.put(bundle, direct=args.direct, timeout=args.timeout)
     tell(
         "put",
         request=request.request_id,
@@ -270,6 +273,7 @@ def parse_arguments() -> argparse.Namespace:
         help="tokens there is room for in place; an edit with published weights needs about 9000",
     )
     parser.add_argument("--stream", action="store_true", help="send and receive layer by layer")
+    parser.add_argument("--direct", action="store_true", help="put without a copy (zmq, ucx)")
     parser.add_argument("--stage", default="", choices=["", "ar", "dit"], help=argparse.SUPPRESS)
     return parser.parse_args()
 

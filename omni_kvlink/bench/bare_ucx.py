@@ -31,6 +31,8 @@ from .stats import Summary
 
 TIMEOUT = 60.0
 CHUNK = 8 << 20
+PLAIN = {"TLS": "tcp", "NET_DEVICES": "lo"}
+"""UCX's own settings, on the same way."""
 
 
 class Way(ABC):
@@ -214,10 +216,9 @@ class Tcp(Way):
 def make_ways(nbytes: int, *, is_sender: bool) -> dict[str, Way]:
     """The first is what the others are divided by. All share one buffer."""
     buffer = np.full(nbytes, int(is_sender), np.uint8)
-    plain = {"TLS": "tcp", "NET_DEVICES": "lo"}
     return {
         "bare tag send, our settings": Bare(buffer, Settings().options()),
-        "bare tag send, UCX's settings": Bare(buffer, plain),
+        "bare tag send, UCX's settings": Bare(buffer, PLAIN),
         f"bare, copied in steps of {CHUNK >> 20} MiB": Copied(buffer, Settings().options(), CHUNK),
         "plane, one message": ByPlane(buffer, nbytes),
         f"plane, messages of {CHUNK >> 20} MiB": ByPlane(buffer, CHUNK),

@@ -114,6 +114,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     )
     add("--rounds", type=_positive, default=20)
     add("--warmup", type=_count, default=3, help="rounds not counted (default: 3)")
+    add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
     add("--no-digests", action="store_true", help="no CRC-32C while copying")
     add("--verify", default="auto", choices=("auto", "full"), help="full: the reader checks them")
     add("--threads", type=_positive, default=1, help="torch's, at both ends (default: 1)")
@@ -182,6 +183,7 @@ def _latency(arguments: argparse.Namespace) -> int:
         verify=arguments.verify,
         threads=arguments.threads,
         idle=arguments.idle,
+        direct=arguments.direct,
     )
     quiet = arguments.json == "-"
     with report.progress("rounds", setup.warmup + setup.rounds, quiet=quiet) as step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,44 +18,13 @@ from .pair import Pair, open_pair
 from .payloads import BLOCK, Shape, Sources, make_bundle, make_sample
 from .peer import Message, faults
 from .plain import PlainCopy
-from .raw_tcp import Sender, Told
 from .stats import Summary
 from .threads import torch_threads
+from .yardsticks import SMALL, YARDSTICKS, Bare, Yardstick, open_bare, yardsticks_of
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
 BESIDE = ("put", "release", "plain_copy", "pipe_wake")
-
-
-class Yardstick(NamedTuple):
-    """What moves as many bytes and does nothing else, and how much longer a link may take."""
-
-    name: str
-    text: str
-    limit: float
-    phase: str = "total"
-
-
-RAW_TCP = Yardstick("raw_tcp", "one raw TCP connection", 1.4)
-BARE_UCX = Yardstick("bare_ucx", "one bare ucxx tag send", 1.15)
-ROUND_TRIP = Yardstick("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
-YARDSTICKS = {"zmq+tcp": RAW_TCP, "zmq+ipc": RAW_TCP, "ucx": BARE_UCX}
-SMALL = 64 << 10
-"""Bytes of a payload up to which waking counts, not moving."""
-
-
-def yardstick_of(connector: str, nbytes: int) -> Yardstick | None:
-    """Of links that go over a network."""
-    found = YARDSTICKS.get(connector)
-    return ROUND_TRIP if found and nbytes <= SMALL else found
-
-
-class Bare(Protocol):
-    """The sending end of a yardstick."""
-
-    def seconds(self) -> float: ...
-
-    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +44,7 @@ class Setup:
     verify: str = "auto"
     threads: int = 1
     idle: float = 0.0
+    direct: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +64,7 @@ class Round:
     pipe_wake: float
     producer_faults: int
     reader_faults: int
-    bare: float = 0.0
+    bare: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +88,16 @@ class Result:
         return Summary.of([round.total / round.plain_copy for round in self.rounds])
 
     @property
-    def yardstick(self) -> Yardstick | None:
-        return yardstick_of(self.setup.connector, self.setup.shape.nbytes)
+    def yardsticks(self) -> tuple[Yardstick, ...]:
+        return yardsticks_of(self.setup.connector, self.setup.shape.nbytes)
 
-    @property
-    def bare_ratio(self) -> float:
-        """Median of the trip, or of its waking, over that of the yardstick."""
-        phase = "total" if self.yardstick is None else self.yardstick.phase
-        return self.milliseconds(phase).p50 / self.milliseconds("bare").p50
+    def bare(self, yardstick: Yardstick) -> Summary:
+        """Milliseconds that a yardstick took."""
+        return Summary.of([1e3 * round.bare[yardstick.name] for round in self.rounds])
+
+    def bare_ratio(self, yardstick: Yardstick) -> float:
+        """Median of the trip, or of its waking, over that of a yardstick."""
+        return self.milliseconds(yardstick.phase).p50 / self.bare(yardstick).p50
 
     @property
     def beyond_copy(self) -> Summary:
@@ -156,9 +128,7 @@ class Result:
             "plain_copy": self.plain,
             "ratio": round(self.ratio, 4),
             "ratio_by_round": self.ratio_by_round.to_dict(),
-            **self._beside(RAW_TCP),
-            **self._beside(BARE_UCX),
-            **self._beside(ROUND_TRIP),
+            **{key: value for one in YARDSTICKS for key, value in self._beside(one).items()},
             "beyond_copy_ms": self.beyond_copy.to_dict(),
             "gigabytes_per_second": round(self.rate / 1e9, 3),
             "minor_faults": {
@@ -169,10 +139,10 @@ class Result:
         }
 
     def _beside(self, yardstick: Yardstick) -> dict[str, Any]:
-        is_it = self.yardstick is yardstick
+        ran, name = yardstick in self.yardsticks, yardstick.name
         return {
-            f"{yardstick.name}_ms": self.milliseconds("bare").to_dict() if is_it else None,
-            f"{yardstick.name}_ratio": round(self.bare_ratio, 4) if is_it else None,
+            f"{name}_ms": self.bare(yardstick).to_dict() if ran else None,
+            f"{name}_ratio": round(self.bare_ratio(yardstick), 4) if ran else None,
         }
 
 
@@ -200,46 +170,34 @@ def _measure(setup: Setup, step: Callable[[], None]) -> Result:
         mode=setup.mode,
         quota=quota,
     ) as pair:
-        bare = _bare(setup.connector, pair.peer, setup.shape.nbytes)
+        nbytes = setup.shape.nbytes
+        bares = {
+            yardstick.name: open_bare(yardstick, pair.peer, nbytes)
+            for yardstick in yardsticks_of(setup.connector, nbytes)
+        }
         rounds = list[Round]()
         for _ in range(setup.warmup + setup.rounds):
-            one, receipt = _round(pair, data, setup.verify, plain, bare)
+            one, receipt = _round(pair, data, setup, plain, bares)
             rounds.append(one)
             step()
         idle = _idle(pair, setup.idle) if setup.idle else None
-        if bare is not None:
+        for bare in bares.values():
             bare.close()
     cold = rounds[0] if setup.warmup else None
     return Result(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
 
 
-def _bare(connector: str, peer: Told, nbytes: int) -> Bare | None:
-    """The yardstick's sending end, for links that have one."""
-    yardstick = yardstick_of(connector, nbytes)
-    if yardstick is None:
-        return None
-    if yardstick is RAW_TCP:
-        return Sender(peer, nbytes)
-    if yardstick is ROUND_TRIP:
-        from .raw_zmq import Sender as ZmqSender
-
-        return ZmqSender(peer, nbytes)
-    from .raw_ucx import Sender as UcxSender
-
-    return UcxSender(peer, nbytes)
-
-
 def _round(
-    pair: Pair, data: Payload, verify: str, plain: PlainCopy, bare: Bare | None
+    pair: Pair, data: Payload, setup: Setup, plain: PlainCopy, bares: dict[str, Bare]
 ) -> tuple[Round, Receipt]:
     plain_copy, pipe_wake = plain.seconds(), _pipe_wake(pair)
-    bare_seconds = 0.0 if bare is None else bare.seconds()
-    pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=verify)
+    bare_seconds = {name: bare.seconds() for name, bare in bares.items()}
+    pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=setup.verify)
     pair.await_reader()
     before = faults(own_thread=pair.own_thread)
     with Marks() as marks:
         called = time.monotonic_ns()
-        receipt = pair.link.put(data)
+        receipt = pair.link.put(data, direct=setup.direct, timeout=60.0)
         returned = time.monotonic_ns()
     reader = pair.peer.answer(timeout=60.0)
     receipt.wait(timeout=60.0)
@@ -262,7 +220,7 @@ def _round(
 
 def _phases(ledger: Ledger, called: int, committed: int, reader: Message) -> dict[str, float]:
     prepare = ledger.seconds["plan"] + ledger.seconds["reserve"]
-    copy = ledger.seconds["copy"]
+    copy = ledger.seconds["digest" if "digest" in ledger.seconds else "copy"]
     view, verify = 1e-9 * reader["view"], 1e-9 * reader["verify"]
     return {
         "prepare": prepare,
@@ -310,11 +268,11 @@ def bars(result: Result) -> list[dict[str, Any]]:
         if setup.paged:
             limit = (f"{label}, paged", result.ratio, 1.6)
         found.append(limit)
-    yardstick = result.yardstick
     has_bar = shape.nbytes <= SMALL or shape.nbytes >= 100 << 20
-    if yardstick and has_bar and setup.digests:
-        label = f"{yardstick.phase} / {yardstick.text}"
-        found.append((label, result.bare_ratio, yardstick.limit))
+    for yardstick in result.yardsticks if has_bar and setup.digests else ():
+        if yardstick.limit is not None:
+            label = f"{yardstick.phase} / {yardstick.text}"
+            found.append((label, result.bare_ratio(yardstick), yardstick.limit))
     if result.idle:
         found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
     return [

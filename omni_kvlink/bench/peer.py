@@ -46,7 +46,7 @@ class Reader:
     def __init__(self, *, own_thread: bool):
         self._own_thread = own_thread
         self._link: KVLink | None = None
-        self._raw: Raw | None = None
+        self._raws: dict[str, Raw] = {}
         self._made: list[list[Place]] = []
 
     def answer(self, command: Message) -> Message:
@@ -126,32 +126,32 @@ class Reader:
         want.cancel()
         return {"cpu": used}
 
-    def do_raw_open(self, *, port: int, nbytes: int) -> Message:
+    def do_raw_open(self, *, name: str, port: int, nbytes: int) -> Message:
         """Prepare to take so many bytes from a raw TCP connection, again and again."""
-        self._raw = Receiver(port, nbytes)
+        self._raws[name] = Receiver(port, nbytes)
         return {"opened": port}
 
-    def do_raw_ucx_open(self, *, address: str, nbytes: int) -> Message:
+    def do_raw_ucx_open(self, *, name: str, address: str, nbytes: int, plain: bool) -> Message:
         """The same by ucxx."""
         from .raw_ucx import Receiver as UcxReceiver
 
-        self._raw = receiver = UcxReceiver(address, nbytes)
+        self._raws[name] = receiver = UcxReceiver(address, nbytes, plain=plain)
         return {"address": receiver.address}
 
-    def do_raw_zmq_open(self, *, port: int) -> Message:
+    def do_raw_zmq_open(self, *, name: str, port: int) -> Message:
         """Prepare to send back what comes over ZMQ."""
         from .raw_zmq import Receiver as ZmqReceiver
 
-        self._raw = ZmqReceiver(port)
+        self._raws[name] = ZmqReceiver(port)
         return {"opened": port}
 
-    def do_raw_receive(self) -> Message:
-        assert self._raw is not None
-        return {"received": self._raw.receive()}
+    def do_raw_receive(self, *, name: str) -> Message:
+        return {"received": self._raws[name].receive()}
 
     def do_close(self) -> Message:
-        if self._raw is not None:
-            self._raw.close()
+        for raw in self._raws.values():
+            raw.close()
+        self._raws.clear()
         if self._link is not None:
             self._link.close()
         return {"closed": True}

@@ -23,18 +23,18 @@ class Told(Protocol):
 class Sender:
     """Sends from a warm buffer to a `Receiver` in the reader's process."""
 
-    def __init__(self, peer: Told, nbytes: int):
-        self._peer = peer
+    def __init__(self, peer: Told, name: str, nbytes: int):
+        self._peer, self._name = peer, name
         self._source = np.ones(nbytes, np.uint8)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            peer.tell(do="raw_open", port=listener.getsockname()[1], nbytes=nbytes)
+            peer.tell(do="raw_open", name=name, port=listener.getsockname()[1], nbytes=nbytes)
             self._sock, _ = listener.accept()
         peer.answer(timeout=_PATIENCE)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def seconds(self) -> float:
         """From the first byte's sending to the last one's arrival."""
-        self._peer.tell(do="raw_receive")
+        self._peer.tell(do="raw_receive", name=self._name)
         started = time.monotonic_ns()
         self._sock.sendall(self._source.data)
         return 1e-9 * (int(self._peer.answer(timeout=_PATIENCE)["received"]) - started)

@@ -1,4 +1,4 @@
-"""The yardstick of `ucx://`: as many bytes by one bare ucxx tag send, set up as the plane is."""
+"""The yardsticks of `ucx://`: as many bytes by one bare ucxx tag send."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from ..connectors.ucx.settings import Settings
-from .bare_ucx import Bare
+from .bare_ucx import PLAIN, Bare
 from .raw_tcp import Told
 
 _PATIENCE = 60.0
@@ -16,15 +16,16 @@ _PATIENCE = 60.0
 class Sender:
     """Sends from a warm buffer to a `Receiver` in the reader's process."""
 
-    def __init__(self, peer: Told, nbytes: int):
-        self._peer = peer
-        self._bare = Bare(np.ones(nbytes, np.uint8), Settings().options())
-        peer.tell(do="raw_ucx_open", address=self._bare.address, nbytes=nbytes)
+    def __init__(self, peer: Told, name: str, nbytes: int, *, plain: bool):
+        self._peer, self._name = peer, name
+        self._bare = Bare(np.ones(nbytes, np.uint8), _options(plain))
+        address = self._bare.address
+        peer.tell(do="raw_ucx_open", name=name, address=address, nbytes=nbytes, plain=plain)
         self._bare.meet(peer.answer(timeout=_PATIENCE)["address"])
 
     def seconds(self) -> float:
         """From the sending to the last byte's arrival."""
-        self._peer.tell(do="raw_receive")
+        self._peer.tell(do="raw_receive", name=self._name)
         started = time.monotonic_ns()
         self._bare.send()
         return 1e-9 * (int(self._peer.answer(timeout=_PATIENCE)["received"]) - started)
@@ -36,8 +37,8 @@ class Sender:
 class Receiver:
     """Receives to a warm buffer."""
 
-    def __init__(self, address: str, nbytes: int):
-        self._bare = Bare(np.zeros(nbytes, np.uint8) + np.uint8(1), Settings().options())
+    def __init__(self, address: str, nbytes: int, *, plain: bool):
+        self._bare = Bare(np.zeros(nbytes, np.uint8) + np.uint8(1), _options(plain))
         self._bare.meet(address)
         self.address = self._bare.address
 
@@ -49,3 +50,8 @@ class Receiver:
 
     def close(self) -> None:
         self._bare.close()
+
+
+def _options(plain: bool) -> dict[str, str]:
+    """As UCX sets itself up, or as the plane is."""
+    return PLAIN if plain else Settings().options()

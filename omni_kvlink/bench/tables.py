@@ -8,7 +8,7 @@ from .stats import Summary
 
 _MEANING = {
     "prepare": "plan, reserve",
-    "copy": "gather into the link's memory",
+    "copy": "gather into the link's memory; direct: digests",
     "publish": "write the header",
     "wake": "commit → the waiting get has it",
     "view": "manifest decoded, tensors made",
@@ -43,7 +43,7 @@ def _setup_lines(result: Result) -> str:
             "link",
             f"{setup.connector}, mode {setup.mode}, copier {result.ledger.copier}, "
             f"digests {result.ledger.digests}, verify {setup.verify}, "
-            f"sources {'paged' if setup.paged else 'contiguous'}, "
+            f"sources {'paged' if setup.paged else 'contiguous'}{', direct' * setup.direct}, "
             f"torch threads {setup.threads}",
         ),
         wrapped("rounds", f"{len(result.rounds)} after {setup.warmup} to warm up"),
@@ -57,16 +57,13 @@ def _row(name: str, summary: Summary) -> list[str]:
 
 
 def _bare_lines(result: Result) -> list[str]:
-    yardstick = result.yardstick
-    if yardstick is None:
-        return []
-    bare = result.milliseconds("bare")
-    text = (
-        f"{yardstick.phase} = {result.bare_ratio:.2f} × {yardstick.text}, which took {bare.p50:.3f}"
-    )
-    return [
-        wrapped(yardstick.name.replace("_", " "), f"{text} ms ({bare.min:.3f} to {bare.max:.3f})")
-    ]
+    lines = []
+    for yardstick in result.yardsticks:
+        bare, ratio = result.bare(yardstick), result.bare_ratio(yardstick)
+        text = f"{yardstick.phase} = {ratio:.2f} × {yardstick.text}, which took {bare.p50:.3f} ms"
+        name = yardstick.name.replace("_", " ")
+        lines.append(wrapped(name, f"{text} ({bare.min:.3f} to {bare.max:.3f})"))
+    return lines
 
 
 def _lines(result: Result) -> list[str]:

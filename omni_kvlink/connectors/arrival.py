@@ -19,7 +19,7 @@ from .messages import Chunk, Committed, Layer, Offer, Outcome, short
 from .progress import Progress
 from .store import Store, fill
 
-_HEAD, _WHOLE = "head", "whole"
+_HEAD, _WHOLE, _TENSOR = "head", "whole", "tensor"
 Label: TypeAlias = "str | Layer"
 
 
@@ -63,6 +63,7 @@ class Arrival:
         self._header = b""
         self._manifest: Manifest | None = None
         self._early: list[Layer | Committed] = []
+        self._uncommitted: list[Layer] = []
         self._lock = threading.Lock()
         self._decided = False
 
@@ -161,7 +162,12 @@ class Arrival:
                 self._reject(WireError(f"layers of {self.key!r} were announced that it has not"))
                 return
             data = self._manifest.header_nbytes
-            self.fetch.want(data + tensors[0].start, data + tensors[-1].stop, message)
+            if self.offer.direct:
+                self._uncommitted.append(message)
+                for spec in tensors:
+                    self.fetch.want(data + spec.start, data + spec.stop, _TENSOR)
+            else:
+                self.fetch.want(data + tensors[0].start, data + tensors[-1].stop, message)
         self._go_on()
 
     def fail(self, error: KVLinkError) -> bool:
@@ -198,7 +204,7 @@ class Arrival:
             elif isinstance(label, Layer):
                 if self.progress is not None:
                     self.progress.announce(label.first, label.digests)
-            else:
+            elif label == _WHOLE:
                 self._complete()
         self._fetching(self)
 
@@ -227,7 +233,10 @@ class Arrival:
             self.hear(message)
 
     def _complete(self) -> None:
+        """Of a direct payload nothing counts before: its bytes may change until it is committed."""
         if self.progress is not None:
+            for layer in self._uncommitted:
+                self.progress.announce(layer.first, layer.digests)
             self.progress.commit()
         elif self._decide():
             self.there.set_result(None)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -230,6 +230,30 @@ class Producer(Connector):
             draft: its header without digests, as long as `reserve` was told.
         """
 
+    def refuses(self, device: str) -> str:
+        """Why no payload can be sent from a caller's own memory on this device; "" if it can."""
+        return "readers look into the link's own memory here"
+
+    def begin_direct(
+        self,
+        lease: Lease,
+        draft: bytes,
+        tensors: Sequence[tuple[int, Region]],
+        *,
+        nbytes: int,
+        readers: int,
+    ) -> None:
+        """As `begin`, of a payload whose tensors stay where they are: the lease is its header's.
+
+        Each tensor is announced like a stream's. `publish` returns when every reader was sent all
+        of them; they may change then, and the payload cannot be delivered again.
+
+        Args:
+            tensors: where each begins in the payload, and its memory.
+            nbytes: of the payload.
+        """
+        raise wrong_side("send directly", self.refuses("cpu"))
+
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         """The tensors from number `first` on are written; one entry of digests for each.
@@ -243,10 +267,16 @@ class Producer(Connector):
         """The receipt of a payload that will be published later, or fail."""
 
     @abstractmethod
-    def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
+    def publish(
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, until: float = 0.0
+    ) -> Receipt:
         """Commit a reserved payload; the lease is spent. Readers that wait are woken now.
 
+        Args:
+            until: of what `begin_direct` began, when to give up (`time.monotonic`).
+
         Raises:
+            TransferTimeout: so late readers still needed tensors of the caller.
             TransferFailed: the key was aborted meanwhile.
         """
 

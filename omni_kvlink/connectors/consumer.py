@@ -25,7 +25,7 @@ from ..memory import Region
 from .base import Consumer, Delivery, Want
 from .inbox import Inbox, Wanted
 from .messages import PROTOCOL, Abort, Hello, Location, Message, Offer, Refused, agree, short
-from .producer import SLOT, holds
+from .slot import SLOT, holds
 
 _BLIP = 0.5
 """Seconds that a producer which is alive may take to answer again after its connection broke."""

@@ -34,6 +34,10 @@ class Door(ABC):
     def say(self, reader: Any, message: Message) -> None:
         """Carry a message to a reader of this door; the lock is held, so it must not block."""
 
+    def refuses(self, device: str) -> str:
+        """Why no payload can be sent from a caller's own memory on this device; "" if it can."""
+        return "readers look into the link's own memory here"
+
     def hurry(self) -> None:  # noqa: B027 (most have said it by then)
         """Let what was said leave now; in the thread that said it, with no lock held."""
 

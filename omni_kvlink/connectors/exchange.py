@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..errors import DuplicateKeyError, TransferFailed
+from .direct import Direct
 from .messages import (
     Committed,
     Ending,
@@ -47,7 +48,7 @@ class Exchange:
 
     def __init__(self, send: Callable[[Peer, Message], None], free: Callable[[Transfer], None]):
         self._send, self._free = send, free
-        self._epoch = 0
+        self._epoch, self._now = 0, 0.0
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
         self._pinned: set[Transfer] = set()
@@ -96,15 +97,29 @@ class Exchange:
         transfer.has_writer = False
         if transfer.state is State.STREAMING:
             self._end(transfer, State.FAILED, "its producer gave it up", "failed")
-        elif self._live.get(transfer.key) is transfer:
+            return
+        if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
             transfer.state, transfer.reason = State.FAILED, "it was given up unwritten"
             transfer.settled.set()
         self._free_if_unseen(transfer)
 
-    def begin(self, transfer: Transfer, location: Location, draft: int, readers: int) -> None:
-        """Offer a payload that is still being written to readers that take its layers."""
+    def begin(
+        self,
+        transfer: Transfer,
+        location: Location,
+        draft: int,
+        readers: int,
+        direct: Direct | None = None,
+    ) -> None:
+        """Offer a payload that is still being written to readers that take its layers.
+
+        Args:
+            direct: where it lies, if that is its caller's memory: it may be committed when it
+                `is_taken`, and cannot be delivered again then.
+        """
         self._check_writing(transfer)
+        transfer.direct = direct
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
         transfer.state = State.STREAMING
         self._offer(transfer)
@@ -120,6 +135,12 @@ class Exchange:
         for peer, want in transfer.leases:
             self._send(peer, Layer(want, first, digests))
 
+    def took(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
+        """Bytes have left for a reader."""
+        if transfer.direct is not None:
+            transfer.direct.took(claim, start, stop)
+            self._see_if_taken(transfer)
+
     def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
         """The payload is whole: offer it to `readers` readers until `expires`.
 
@@ -132,6 +153,8 @@ class Exchange:
         if transfer.state is State.RESERVED:
             transfer.location, transfer.unclaimed = location, readers
         transfer.expires, transfer.has_writer, transfer.is_whole = expires, False, True
+        if transfer.direct is not None:
+            transfer.direct.give_back()
         transfer.state = State.LEASED if transfer.leases else State.COMMITTED
         self.counters["committed"] += 1
         for peer, want in transfer.leases:
@@ -184,7 +207,7 @@ class Exchange:
 
     def want(self, peer: Peer, want: int, key: str, now: float, *, streamed: bool = False) -> None:
         """A reader asks, before or after the payload exists."""
-        transfer, claim = self._live.get(key), (peer, want)
+        transfer, claim, self._now = self._live.get(key), (peer, want), now
         if transfer is None and key in self._tombstones:
             _, reason, ending = self._tombstones[key]
             self._send(peer, Failed(want, reason, ending))
@@ -296,9 +319,11 @@ class Exchange:
             transfer.state = State.LEASED
             self._send(peer, Offer(want, transfer.epoch, location))
             return
-        self._send(peer, Offer(want, transfer.epoch, location, transfer.draft))
+        direct = transfer.direct is not None
+        self._send(peer, Offer(want, transfer.epoch, location, transfer.draft, direct))
         for first, digests in transfer.layers:
             self._send(peer, Layer(want, first, digests))
+        self._see_if_taken(transfer)
 
     def _drop_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases.discard(claim)
@@ -306,6 +331,11 @@ class Exchange:
             self._leased.pop(transfer.epoch, None)
         if transfer.state.is_final:
             self._free_if_unseen(transfer)
+            return
+        if redeliver and transfer.is_whole and transfer.direct is not None:
+            reason = "its reader was lost; it was sent from tensors that are the caller's again"
+            self._end(transfer, State.FAILED, reason, "failed")
+            self._bury(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
             transfer.unclaimed += 1
@@ -316,6 +346,11 @@ class Exchange:
             self._offer(transfer)
         elif transfer.state is State.LEASED and not transfer.unclaimed and not transfer.leases:
             self._end(transfer, State.RELEASED, "", "closed")
+        self._see_if_taken(transfer)
+
+    def _see_if_taken(self, transfer: Transfer) -> None:
+        if transfer.is_taken:
+            transfer.taken.set()
 
     def _end(self, transfer: Transfer, state: State, reason: str, ending: Ending) -> None:
         """Reach a final state; the memory is freed now, or when nobody is on it any more.
@@ -329,7 +364,7 @@ class Exchange:
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
         self.counters[state.value] += 1
-        transfer.settled.set()
+        transfer.settle()
         self._free_if_unseen(transfer)
 
     def _free_if_unseen(self, transfer: Transfer) -> None:

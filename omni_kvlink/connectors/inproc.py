@@ -13,7 +13,8 @@ from .consumer import PooledSession, Session, SessionConsumer, closed_here
 from .door import Door, Visitor
 from .inbox import Inbox
 from .messages import Abort, Location, Message
-from .producer import SLOT, PooledProducer
+from .producer import PooledProducer
+from .slot import SLOT
 
 _names: dict[str, InprocDoor] = {}
 _changed = threading.Condition()

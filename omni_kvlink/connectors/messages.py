@@ -94,6 +94,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
     epoch: Number
     location: Location
     draft: Number = 0
+    direct: bool = False
 
     @property
     def first(self) -> tuple[int, int]:

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from .. import _faults
 from ..arena import ArenaPool, Block
-from ..errors import CapacityError, ClosedError, SchemaError
+from ..errors import CapacityError, ClosedError, SchemaError, WireError
 from ..ledger import Ledger
 from ..memory import Lease, Mapping, Region
 from .base import Options, Producer, Receipt
+from .direct import Direct
 from .door import Door, Visitor
 from .exchange import Exchange
 from .loop import Loop
 from .messages import Abort, Hello, Location, Message, Release, Unwant, Want, own_hello, unexpected
-from .transfer import Peer, Transfer
-
-SLOT = 256
-"""Bytes of a slot's head; the payload follows, so it keeps the payload's alignment."""
-_HEAD = struct.Struct("<8sQQQ")
-_MAGIC = b"kvlslot1"
-
+from .slot import SLOT, write_head
+from .transfer import Claim, Peer, Transfer
 
 Opener = Callable[["PooledProducer"], Door]
 """Opens a door of the producer that it is given."""
@@ -116,26 +111,37 @@ class PooledProducer(Producer):
         with self.lock:
             return self.exchange.leased(peer, want, epoch)
 
-    def payload(self, transfer: Transfer) -> Region:
-        """What a reader may fetch: the payload, and a stream's draft behind it."""
+    def piece(self, transfer: Transfer, start: int, stop: int) -> Region:
+        """Bytes of what a reader may fetch: the payload, and a stream's draft behind it.
+
+        Raises:
+            WireError: there are no such bytes, or they lie in two places.
+        """
+        if transfer.direct is not None:
+            return transfer.direct.find(start, stop)
         assert transfer.location is not None
         nbytes = transfer.location.nbytes + transfer.draft
-        return self.pool.region(_block(transfer)).slice(SLOT, nbytes)
+        if not start <= stop <= nbytes:
+            raise WireError(f"bytes {start}…{stop} of {nbytes}")
+        return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
     def take_off(
-        self, transfer: Transfer, start: int, stop: int, landed: Callable[[int], None]
+        self, transfer: Transfer, claim: Claim, start: int, stop: int, landed: Callable[[int], None]
     ) -> Region:
         """A piece of a payload to send from, later: its memory stays until the last view is gone.
 
         Args:
             landed: told the bytes then; in the loop's thread.
+
+        Raises:
+            WireError: as of `piece`.
         """
         _faults.point("send.chunk")
-        block, nbytes = _block(transfer), stop - start
-        piece = self.payload(transfer).slice(start, nbytes)
+        block, piece = _block(transfer), self.piece(transfer, start, stop)
         with self.lock:
-            self._flying[block] += nbytes
-        back = partial(self._landed, block, nbytes, landed)
+            self._flying[block] += piece.nbytes
+        took = partial(self.exchange.took, transfer, claim, start, stop)
+        back = partial(self._landed, block, took, piece.nbytes, landed)
         weakref.finalize(piece.span, self.loop.call, back).atexit = False
         return piece
 
@@ -154,6 +160,9 @@ class PooledProducer(Producer):
         with self.lock:
             return self.exchange.is_awaited(key)
 
+    def refuses(self, device: str) -> str:
+        return next(filter(None, (door.refuses(device) for door in self.doors)), "")
+
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         self._check_open()
         with self.lock:
@@ -161,7 +170,7 @@ class PooledProducer(Producer):
         try:
             transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
             slot = self.pool.region(block)
-            _write_head(slot, transfer.epoch, nbytes, committed=False)
+            write_head(slot, transfer.epoch, nbytes, committed=False)
             return Lease(slot.slice(SLOT, nbytes), partial(self._discard, transfer), transfer)
         except CapacityError as error:
             self._discard(transfer)
@@ -185,23 +194,30 @@ class PooledProducer(Producer):
         return Receipt(_transfer(lease), ledger)
 
     def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
-        self._check_open()
-        if readers < 1:
-            raise SchemaError(f"readers {readers}: at least one")
-        transfer = _transfer(lease)
-        slot = self.pool.region(_block(transfer))
-        nbytes = lease.region.nbytes
-        _write_head(slot, transfer.epoch, nbytes, committed=False)  # it may be less than reserved
-        slot.view(SLOT + nbytes, SLOT + nbytes + len(draft))[:] = draft
-        with self.lock:
-            self.exchange.begin(transfer, _location(transfer, nbytes), len(draft), readers)
+        self._begin(lease, draft, lease.region.nbytes, readers, None)
+
+    def begin_direct(
+        self,
+        lease: Lease,
+        draft: bytes,
+        tensors: Sequence[tuple[int, Region]],
+        *,
+        nbytes: int,
+        readers: int,
+    ) -> None:
+        head = self.pool.region(_block(_transfer(lease)))
+        head = head.slice(SLOT, lease.region.nbytes + len(draft))
+        direct = Direct(head, lease.region.nbytes, tensors, nbytes)
+        self._begin(lease, draft, nbytes, readers, direct)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         self._check_open()
         with self.lock:
             self.exchange.announce(_transfer(lease), first, digests)
 
-    def publish(self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger) -> Receipt:
+    def publish(
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, until: float = 0.0
+    ) -> Receipt:
         self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
@@ -211,10 +227,9 @@ class PooledProducer(Producer):
         try:
             _faults.point("publish.before")
             slot = self.pool.region(_block(transfer))
-            _write_head(slot, transfer.epoch, region.nbytes, True)
-            with self.lock:
-                location = _location(transfer, region.nbytes)
-                self.exchange.commit(transfer, location, readers, expires)
+            write_head(slot, transfer.epoch, region.nbytes, committed=True)
+            while not self._commit(transfer, region.nbytes, readers, expires):
+                transfer.await_taken(until)
             for door in self.doors:
                 door.hurry()
         except BaseException:
@@ -278,6 +293,29 @@ class PooledProducer(Producer):
         if self._closed:
             raise ClosedError(f"link {self._name!r} is closed")
 
+    def _begin(
+        self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: Direct | None
+    ) -> None:
+        self._check_open()
+        if readers < 1:
+            raise SchemaError(f"readers {readers}: at least one")
+        transfer, here = _transfer(lease), lease.region.nbytes
+        slot = self.pool.region(_block(transfer))
+        write_head(slot, transfer.epoch, here, committed=False)  # it may be less than reserved
+        slot.view(SLOT + here, SLOT + here + len(draft))[:] = draft
+        with self.lock:
+            location = _location(transfer, nbytes)
+            self.exchange.begin(transfer, location, len(draft), readers, direct)
+
+    def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
+        """Unless readers still need the caller's own memory."""
+        with self.lock:
+            if transfer.is_taken or transfer.state.is_final:
+                self.exchange.commit(transfer, _location(transfer, nbytes), readers, expires)
+                return True
+            transfer.taken.clear()
+            return False
+
     def _discard(self, transfer: Transfer) -> None:
         if os.getpid() == self._pid:
             with self.lock:
@@ -299,9 +337,16 @@ class PooledProducer(Producer):
         elif isinstance(block, Block):
             self.pool.free(block)
 
-    def _landed(self, block: Block, nbytes: int, landed: Callable[[int], None]) -> None:
+    def _landed(
+        self,
+        block: Block,
+        took: Callable[[], None],
+        nbytes: int,
+        landed: Callable[[int], None],
+    ) -> None:
         """A piece was let go of: sent, or dropped with its connection."""
         with self.lock:
+            took()
             self._flying[block] -= nbytes
             if not self._flying[block]:
                 del self._flying[block]
@@ -350,15 +395,3 @@ def _block(transfer: Transfer) -> Block:
 def _location(transfer: Transfer, nbytes: int) -> Location:
     block = _block(transfer)
     return Location(block.arena, block.offset, nbytes)
-
-
-def _write_head(slot: Region, epoch: int, nbytes: int, committed: bool) -> None:
-    """The commit word repeats the epoch; whoever reads a slot compares both with its offer."""
-    slot.view()[: _HEAD.size] = _HEAD.pack(_MAGIC, epoch, nbytes, epoch if committed else 0)
-
-
-def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:
-    """Whether a slot holds exactly the payload that was offered, whole or being written."""
-    head = bytes(slot.view()[: _HEAD.size])
-    whole = _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
-    return head == whole or (not committed and head == _HEAD.pack(_MAGIC, epoch, nbytes, 0))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections.abc import Hashable
 
+from ..errors import TransferTimeout
+from .direct import Direct
 from .messages import Location
 
 Peer = Hashable
@@ -47,7 +50,39 @@ class Transfer:
         self.has_writer = True
         self.is_lent = False
         self.settled = threading.Event()
+        self.direct: Direct | None = None
+        self.taken = threading.Event()
         self.block: object = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether nobody needs the caller's own memory any more."""
+        if self.direct is None:
+            return True
+        return not self.unclaimed and all(map(self.direct.has_all, self.leases))
+
+    def settle(self) -> None:
+        """It has ended: nobody waits for it, and what was its caller's is his again."""
+        if self.direct is not None:
+            self.direct.give_back()
+        self.settled.set()
+        self.taken.set()
+
+    def await_taken(self, until: float) -> None:
+        """Sleep until it may be so, or the transfer has ended.
+
+        Raises:
+            TransferTimeout: neither happened until then (`time.monotonic`).
+        """
+        left = max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+        if not self.taken.wait(left):
+            phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
+            raise TransferTimeout(
+                f"payload {self.key!r} was given up: it is sent from its caller's tensors, and "
+                f"not every reader took it in time ({phase})",
+                key=self.key,
+                phase=phase,
+            )
 
     @property
     def is_offerable(self) -> bool:

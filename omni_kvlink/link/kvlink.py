@@ -19,6 +19,7 @@ from ..memory import Lease
 from ..wire import Manifest
 from .allocation import Allocation
 from .asked import named_copier, parse
+from .direct import DirectSending
 from .get_stream import ReceivedStream
 from .put_stream import PutStream
 from .received import Payload, Received, Verify, check_verify
@@ -88,6 +89,7 @@ class KVLink:
         timeout: float = 10.0,
         digests: bool | None = None,
         background: bool = False,
+        direct: bool = False,
     ) -> Receipt:
         """Copy a cache into the link's memory and publish it under its request id.
 
@@ -95,17 +97,24 @@ class KVLink:
         the receipt's to say. Tensors that lie in memory which `allocate` gave for this request id
         are not copied.
 
+        With `direct=True` no tensor is copied, and no memory taken for one: over ZMQ and UCX its
+        bytes leave from where they lie. Then it returns when all readers were sent all of them.
+        A reader that is lost later cannot be replaced, and the receipt ends FAILED.
+
         Args:
             readers: how many `get`s shall have it.
             ttl: seconds in which they must come.
-            timeout: seconds to wait for room.
+            timeout: seconds to wait for room; with `direct=True` for the readers, too.
             digests: compute them or not; as the link was told if None.
             background: for allocated memory: return now, and let a thread compute the digests and
                 commit. If that fails, the receipt says so.
+            direct: send from these tensors: contiguous, on the host, or for `ucx://` links with
+                `ucx_tls="…,cuda_copy"` and `digests=False` on a GPU.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: no room within the timeout; asked and free bytes are its attributes.
+            TransferTimeout: of a direct one: not every reader took it, and none will have it.
             SchemaError, ClosedError
         """
         producer, ledger = self._producer("put"), self._ledger(digests)
@@ -114,6 +123,11 @@ class KVLink:
             plan, places = self._plan(data, ledger), data.tensors()
         if background and self._allocation(plan.request_id) is None:
             raise SchemaError("background=True is for memory that allocate() gave")
+        if direct:
+            if background or self._allocation(plan.request_id) is not None:
+                raise SchemaError("direct=True is for tensors of your own, and puts them now")
+            meeting = DirectSending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
+            return meeting.meet(places, timeout=min(timeout, FOREVER))
         sending = Sending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
         early = sending.is_awaited
         draft = plan.header_nbytes if early else 0

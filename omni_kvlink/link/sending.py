@@ -88,15 +88,15 @@ class Sending:
         """Begin to copy device tensors to their places."""
         return self._copier.begin_gather(places, plan, lease.region)
 
-    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
-        """Write the header, whose digests are known now, and commit."""
+    def publish(self, lease: Lease, digests: Sequence[str], *, until: float = 0.0) -> Receipt:
+        """Write the header, whose digests are known now, and commit; `until`: see `Producer`."""
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
             _faults.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger
+                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=until
             )
 
     def _land_in_steps(
@@ -105,7 +105,7 @@ class Sending:
         """The same as `land`, telling readers of every step."""
         self.begin(lease)
         digests, copied = list[str](), False
-        for step in _steps(plan):
+        for step in steps(plan):
             part = places[step.start : step.stop]
             found, is_copied = self.land(lease, part, plan.part(step))
             self.announce(lease, step.start, found)
@@ -129,7 +129,7 @@ def can_announce(plan: Manifest) -> bool:
     return all(len(spec.digest) <= MAX_DIGITS for spec in plan.tensors)
 
 
-def _steps(plan: Manifest) -> Iterator[range]:
+def steps(plan: Manifest) -> Iterator[range]:
     """The tensors in their order, as many at a time as make a step.
 
     Each is twice as long as the one before: copying is faster than sending, and words cost, too.

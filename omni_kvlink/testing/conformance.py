@@ -10,6 +10,7 @@ from typing import Any
 from . import (
     allocation_checks,
     delivery_checks,
+    direct_checks,
     ending_checks,
     memory_checks,
     scatter_checks,
@@ -39,6 +40,7 @@ CONNECTOR_CHECKS = _checks_of(
     stream_ending_checks,
     scatter_checks,
     allocation_checks,
+    direct_checks,
 )
 """Every behaviour that `check_connector` asks for, in the order it asks."""
 

@@ -94,5 +94,5 @@ def test_nobody_waits_so_nothing_is_announced(
 
 def test_steps_cover_every_tensor_once() -> None:
     plan = RECIPE.make().plan(digests=True)
-    steps = list(sending._steps(plan))
+    steps = list(sending.steps(plan))
     assert [number for step in steps for number in step] == list(range(len(plan.tensors)))

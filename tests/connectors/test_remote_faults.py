@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from battle import Field, Start, kill, timed
@@ -187,6 +188,39 @@ def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed
     expect(
         TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, words=("expired",)
     )
+    until_freed(producer)
+
+
+# Sent from the caller's own tensors
+
+
+@EACH
+def test_reader_killed_amid_a_direct_put(field: Field, start: Start) -> None:
+    """The put waits for another, who gets every byte."""
+    victim = start({"fetch.chunk": "kill"})
+    producer, reader = field.serve(), field.connect()
+    field.connect_at(victim).ask("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(producer.put, BIG.make(), direct=True)
+        victim.process.wait(PATIENCE)
+        assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+        putting.result(PATIENCE).wait(timeout=5)
+    until_freed(producer)
+
+
+@EACH
+def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: float) -> None:
+    """It had the only copy: the receipt says so, and so does the next get."""
+    victim = start()
+    producer, reader = field.serve(), field.connect()
+    holding = field.connect_at(victim).ask("hold", key="k", timeout=PATIENCE)
+    receipt = producer.put(BIG.make(), direct=True)
+    assert holding.result(PATIENCE) == fingerprint(BIG.make())
+    kill(victim)
+    again = ("the caller's again",)
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, words=again)
+    expect(TransferFailed, lambda: reader.do("get", key="k", timeout=5), within=SLACK, words=again)
     until_freed(producer)
 
 

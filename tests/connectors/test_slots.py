@@ -10,8 +10,8 @@ import torch
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.producer import SLOT, holds
 from omni_kvlink.connectors.registry import backend
+from omni_kvlink.connectors.slot import SLOT, holds
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory import Region
 from omni_kvlink.testing.caches import Recipe

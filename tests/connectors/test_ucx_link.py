@@ -193,8 +193,8 @@ def test_a_producer_that_sends_too_little(
 ) -> None:
     take_off = UcxDoor._take_off
 
-    def cut(self: UcxDoor, reader: Any, transfer: Any, start: int, stop: int) -> Any:
-        return take_off(self, reader, transfer, start, stop - 1)
+    def cut(self: UcxDoor, reader: Any, fetch: Fetch, transfer: Any, start: int, stop: int) -> Any:
+        return take_off(self, reader, fetch, transfer, start, stop - 1)
 
     monkeypatch.setattr(UcxDoor, "_take_off", cut)
     with connect(producer.url) as reader:

@@ -77,12 +77,14 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
         assert low < high, f"{name} is one flat colour"
 
 
-def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [["--in-place", "--stream"], ["--direct"]])
+def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path, how: list[str]) -> None:
     link = ["--connector", "zmq+tcp://127.0.0.1:0", "--keys", str(tmp_path / "keys")]
-    done = run_demo(tmp_path, *link, "--in-place", "--stream", "--timeout", "20")
+    done = run_demo(tmp_path, *link, *how, "--timeout", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"serves zmq\+tcp://127.0.0.1:[1-9]", done.stdout)
     assert done.stdout.count("bit-exact") == 4
+    assert done.stdout.count("with 0 copies;") == 2
     assert (tmp_path / "keys" / "guests" / "dit.public").exists()
 
 

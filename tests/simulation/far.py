@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from parties import LAYERS, Producer, Reader
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
 from omni_kvlink.connectors.base import Delivery, Want
+from omni_kvlink.connectors.direct import Direct
 from omni_kvlink.connectors.fetch import Pace
 from omni_kvlink.connectors.messages import Abort, Chunk, Fetch, Location, Message, Offer
 from omni_kvlink.connectors.remote import RemoteSession, RemoteWant
@@ -54,12 +56,60 @@ class FarProducer(Producer):
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
+    def direct(self, key: str, readers: int, ttl: float) -> None:
+        """Send it from tensors of the caller, who writes to them as soon as they are his again."""
+        transfer = self._reserve(key)
+        if transfer is None:
+            return
+        plan = PLANS[key]
+        header, owned = plan.encode(), Tensors(key, transfer.epoch)
+        head = owned.head(header)
+        tensors = [
+            (plan.header_nbytes + spec.start, owned.tensor(n))
+            for n, spec in enumerate(plan.tensors)
+        ]
+        direct = Direct(head, len(header), tensors, plan.nbytes)
+        self.exchange.begin(transfer, self._place(transfer), len(header), readers, direct)
+        until = self.clock.now + ttl
+        self.clock.soon(partial(self._announce, transfer, 0, owned, until))
+
+    def _announce(self, transfer: Transfer, layer: int, owned: Tensors, until: float) -> None:
+        """Layer by layer; then wait until they are taken, or for too long."""
+        if not self.alive:
+            return
+        try:
+            if layer < LAYERS:
+                self.exchange.announce(transfer, layer, (b"",))
+                layer += 1
+            elif transfer.is_taken:
+                self.exchange.commit(transfer, self._place(transfer), 0, self.clock.now + 1.0)
+                owned.overwrite()
+                return
+            elif self.clock.now > until:
+                raise TransferFailed("too late", key=transfer.key, reason="")
+        except TransferFailed:
+            self.exchange.discard(transfer)
+            owned.overwrite()
+            return
+        self.clock.soon(partial(self._announce, transfer, layer, owned, until))
+
+    def _leave(self, peer: FarConnection, transfer: Transfer, fetch: Fetch, piece: Region) -> None:
+        """The network reads the memory when it gets round to it."""
+        if peer in self.connections:
+            chunk = Chunk(fetch.want, fetch.epoch, fetch.start)
+            peer.bytes_to_reader.send(chunk, bytes(piece.view()))
+        self.exchange.took(transfer, (peer, fetch.want), fetch.start, fetch.stop)
+
     def serve(self, peer: FarConnection, fetch: Fetch) -> None:
         transfer = self.exchange.leased(peer, fetch.want, fetch.epoch)
         if transfer is not None and self.alive and peer in self.connections:
+            if transfer.direct is not None:
+                found = transfer.direct.find(fetch.start, fetch.stop)
+                self.clock.soon(partial(self._leave, peer, transfer, fetch, found))
+                return
             piece = bytes(self._memory(transfer)[fetch.start : fetch.stop])
             assert len(piece) == fetch.stop - fetch.start, "asked for more than there is"
-            peer.to_reader.send(Chunk(fetch.want, fetch.epoch, fetch.start), piece)
+            peer.bytes_to_reader.send(Chunk(fetch.want, fetch.epoch, fetch.start), piece)
 
     def _reserve(self, key: str) -> Transfer | None:
         transfer = super()._reserve(key)
@@ -91,6 +141,25 @@ class FarProducer(Producer):
     def _memory(self, transfer: Transfer) -> bytearray:
         assert isinstance(transfer.block, int)
         return self.bytes[transfer.block]
+
+
+class Tensors:
+    """What a caller put directly, and writes to again."""
+
+    def __init__(self, key: str, epoch: int):
+        rows = [np.frombuffer(tensor_of(key, epoch, layer), np.uint8) for layer in range(LAYERS)]
+        self._rows = np.stack(rows)
+
+    def head(self, header: bytes) -> Region:
+        """Memory for a header, and for its draft; both are known."""
+        memory = np.frombuffer(bytearray(2 * header), np.uint8)
+        return Region(memory.ctypes.data, memory.nbytes, memory)
+
+    def tensor(self, layer: int) -> Region:
+        return Region(self._rows[layer].ctypes.data, ROW, self._rows)
+
+    def overwrite(self) -> None:
+        self._rows[:] = 0xBB
 
 
 class Turn:
@@ -156,6 +225,7 @@ class FarConnection:
         self.clock, self.name, self.producer = reader.clock, reader.name, producer
         self.to_producer = Wire(self.clock, self._told, wild=wild)
         self.to_reader = Wire(self.clock, self._heard, wild=wild)
+        self.bytes_to_reader = Wire(self.clock, self._heard, wild=wild)  # as UCX's, beside ZMQ's
         self.session = FarSession(self, Turn(self.clock), reader.shelf)
         self.is_over = False
         producer.connections.add(self)  # type: ignore[arg-type]
@@ -167,6 +237,7 @@ class FarConnection:
         self.is_over = True
         self.to_producer.cut()
         self.to_reader.cut()
+        self.bytes_to_reader.cut()
         self.clock.soon(partial(self.session.end, PeerLostError("gone")), 0.3)
         self.clock.soon(self._lose, 0.3)
 

@@ -54,6 +54,10 @@ class Producer:
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
+    def direct(self, key: str, readers: int, ttl: float) -> None:
+        """Where both sides see the same memory, there is no such thing."""
+        self.stream(key, readers, ttl)
+
     def fail(self, key: str) -> None:
         if self.alive:
             self.exchange.fail(key, "it was told to", "failed", self.clock.now)

@@ -53,6 +53,8 @@ class Story:
         deeds = {
             "put": (6, partial(producer.put, key, readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
+            # Nothing carries bytes twice, or in another order, that were read where they lay.
+            "direct": (0 if self.wild else 4, partial(producer.direct, key, readers, ttl)),
             "get": (14, partial(reader.get, key, chance.uniform(0, 2), streamed=streamed)),
             "fail": (1, partial(producer.fail, key)),
             "abort": (1, partial(reader.abort, key)),

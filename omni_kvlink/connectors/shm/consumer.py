@@ -33,7 +33,7 @@ from ..messages import (
     Unwant,
     own_hello,
 )
-from ..producer import SLOT
+from ..slot import SLOT
 from .channel import Channel
 from .rendezvous import dial, peer_identity, socket_path
 

@@ -60,6 +60,12 @@ class UcxDoor(ZmqDoor):
     def health(self) -> dict[str, Any]:
         return {**super().health(), "ucx": self._plane.stats()}
 
+    def refuses(self, device: str) -> str:
+        if device == "cpu" or (device.startswith("cuda") and self._plane.has_cuda):
+            return ""
+        tls = self._plane.settings.transports
+        return f"UCX has {tls} alone, ucx_tls='{tls},cuda_copy' reaches a GPU"
+
     @property
     def is_here(self) -> bool:
         return self._plane.is_here
@@ -94,7 +100,7 @@ class UcxDoor(ZmqDoor):
             super()._answer(reader, fetch, transfer)
             return
         tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
-        piece = self._take_off(reader, transfer, fetch.start, fetch.stop)
+        piece = self._take_off(reader, fetch, transfer, fetch.start, fetch.stop)
         try:
             self._plane.send(met.endpoint, piece, tag, partial(self._sent, reader))
         except ClosedError as error:

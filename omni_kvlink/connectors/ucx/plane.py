@@ -145,6 +145,11 @@ class Plane:
         self._call(lambda: self._abandon(request))
 
     @property
+    def has_cuda(self) -> bool:
+        """Whether UCX takes memory of a GPU."""
+        return bool(self._facts["cuda"])
+
+    @property
     def is_here(self) -> bool:
         """Whether the caller is the plane's own thread."""
         return self._loop.is_here

@@ -37,6 +37,26 @@ class Arrived(NamedTuple):
     handle: Any
 
 
+class _OnDevice:
+    """Memory of a GPU, as UCX takes it."""
+
+    def __init__(self, region: Region):
+        self._region = region
+        self.__cuda_array_interface__ = {
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+
+
+def _exported(region: Region) -> object:
+    if region.device != "cpu":
+        return _OnDevice(region)
+    # A view of no bytes cannot be cast.
+    return region.view() if region.nbytes else bytearray()
+
+
 class Worker:
     """A UCX worker that can be slept on, with endpoints that notice a peer's death.
 
@@ -123,8 +143,7 @@ class Worker:
             ValueError: it is not contiguous.
         """
         if isinstance(memory, Region):
-            # A view of no bytes cannot be cast.
-            memory = memory.view() if memory.nbytes else bytearray()
+            memory = _exported(memory)
         array = self._array(memory)
         if not array.c_contiguous:
             raise ValueError("memory with gaps cannot be one message")
@@ -135,5 +154,6 @@ class Worker:
         lines = self._context.info.splitlines()
         return {
             "ucx": ".".join(map(str, self._ucxx.get_ucx_version())),
+            "cuda": bool(self._context.cuda_support),
             "devices": [line.split()[-1] for line in lines if "resource" in line],
         }

@@ -131,6 +131,9 @@ class ZmqDoor(Door):
             "refused": dict(self._counts),
         }
 
+    def refuses(self, device: str) -> str:
+        return "" if device == "cpu" else "ZMQ sends what lies in host memory"
+
     # Messages out
 
     def say(self, reader: Reader, message: Message) -> None:
@@ -169,7 +172,7 @@ class ZmqDoor(Door):
         transfer = self._producer.leased(reader, message.want, message.epoch)
         if transfer is None:
             return []
-        return [bytes(self._producer.payload(transfer).view(start, stop))]
+        return [bytes(self._producer.piece(transfer, start, stop).view())]
 
     def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
         try:
@@ -304,22 +307,27 @@ class ZmqDoor(Door):
             if transfer is None:
                 self._producer.exchange.counters["stale"] += 1
                 continue
-            if fetch.stop > self._producer.payload(transfer).nbytes:
+            try:
+                self._answer(reader, fetch, transfer)
+            except WireError as error:
                 self._count("bad message")
-                self._turn_out(reader, "it asked for bytes beyond the payload")
+                self._turn_out(reader, f"it asked for {error}")
                 return
-            self._answer(reader, fetch, transfer)
 
     def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
         for start in range(fetch.start, fetch.stop, CHUNK):
-            piece = self._take_off(reader, transfer, start, min(fetch.stop, start + CHUNK))
+            piece = self._take_off(reader, fetch, transfer, start, min(fetch.stop, start + CHUNK))
             header = encode(Chunk(fetch.want, fetch.epoch, start))
             self._say(reader, [header, piece.view()], copy=False)
 
-    def _take_off(self, reader: Reader, transfer: Transfer, start: int, stop: int) -> Region:
+    def _take_off(
+        self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
+    ) -> Region:
         """A piece of a payload to send from."""
-        reader.flying += stop - start
-        return self._producer.take_off(transfer, start, stop, partial(self._landed, reader))
+        landed, claim = partial(self._landed, reader), (reader, fetch.want)
+        piece = self._producer.take_off(transfer, claim, start, stop, landed)
+        reader.flying += piece.nbytes
+        return piece
 
     def _landed(self, reader: Reader, nbytes: int) -> None:
         """A piece was let go of: more may follow."""

@@ -1,0 +1,171 @@
+"""Payloads sent from their caller's own tensors: where it can be done, and where it is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ..connectors.base import Producer, Receipt
+from ..errors import SchemaError, TransferFailed, TransferTimeout
+from ..link import KVLink, Payload
+from ..places import dense
+from ..schema import KVCacheTransferData
+from .caches import Recipe, fingerprint, layers_of
+from .memory_checks import MIB, sized
+from .rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
+
+RECIPES = (
+    Recipe("d", layers=3, tokens=100),
+    Recipe("d", latent=True, tokens=700, dim=999),  # padding behind each tensor
+    Recipe("d", bundle=True, tokens=9),
+    Recipe("d", tokens=0),
+)
+
+
+def check_direct_put_copies_nothing(rig: Rig) -> None:
+    """Every byte arrives, of more than the link has memory for; or it is refused, and said why."""
+    producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
+    if not _is_possible(producer):
+        data = RECIPES[0].make()
+        expect(SchemaError, lambda: producer.put(data, direct=True), words=("link's own memory",))
+        assert producer.stats()["transfers"]["live"] == 0
+        return
+    for recipe in (*RECIPES, sized("d", 12 * MIB)):
+        for digests in (True, False):
+            waiting = reader.ask("get", key="d", timeout=PATIENCE, verify="full")
+            receipt = producer.put(recipe.make(), direct=True, digests=digests)
+            assert waiting.result(PATIENCE) == fingerprint(recipe.make())
+            receipt.wait(timeout=5)
+            assert (receipt.ledger.copies, receipt.ledger.digests != "off") == (0, digests)
+    until_freed(producer)
+
+
+def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
+    """It returns when the last of them has been sent the tensors, which are the caller's then."""
+    producer, reader = rig.serve(), rig.connect()
+    if not _is_possible(producer):
+        return
+    recipe = sized("d", MIB)
+    data = recipe.make()
+    putting = _putting(producer, data)
+    first = reader.ask("get", key="d", timeout=PATIENCE)
+    _until_offered(producer)
+    time.sleep(SLACK / 5)
+    assert not putting.done(), "it did not wait for the second reader"
+    assert not first.done(), "delivered before it was committed"
+    second = reader.ask("get", key="d", timeout=PATIENCE)
+    receipt = putting.result(PATIENCE)
+    _overwrite(data)
+    assert first.result(PATIENCE) == second.result(PATIENCE) == fingerprint(recipe.make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_direct_put_gives_up_in_time(rig: Rig) -> None:
+    """Nobody comes, or one of two: it raises, no byte counts, and the key can be put again."""
+    producer, reader = rig.serve(), rig.connect()
+    if not _is_possible(producer):
+        return
+    recipe = sized("d", MIB)
+    data = recipe.make()
+    words = ("1 readers missing", "its caller's tensors")
+    nobody = partial(producer.put, data, direct=True, timeout=0.2)
+    expect(TransferTimeout, nobody, within=0.2 + SLACK, words=words)
+    stream = reader.ask("stream_get", key="d", timeout=PATIENCE)
+    until_asked(producer, 1)
+    one = partial(producer.put, data, direct=True, readers=2, timeout=1.0)
+    expect(TransferTimeout, one, within=1.0 + SLACK, words=words)
+    _overwrite(data)
+    stream.result(PATIENCE)
+    layer = reader.handle.ask("layer", key="d", layer=0, timeout=5)
+    expect(TransferFailed, lambda: layer.result(PATIENCE), words=("gave it up",))
+    reader.handle.do("drop", key="d")
+    until_freed(producer)
+    again = producer.put(recipe.make())
+    assert reader.do("get", key="d", timeout=5, verify="full") == fingerprint(recipe.make())
+    again.wait(timeout=5)
+
+
+def check_stream_of_a_direct_put(rig: Rig) -> None:
+    """A reader of layers has them, all at once: none counts before the commit."""
+    producer, reader = rig.serve(), rig.connect()
+    if not _is_possible(producer):
+        return
+    data = RECIPES[0].make()
+    reading = reader.ask("stream_get", key="d", timeout=PATIENCE)
+    until_asked(producer, 1)
+    receipt = producer.put(data, direct=True)
+    assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
+    assert reader.handle.do("whole", key="d", timeout=5) == fingerprint(data)
+    reader.handle.do("drop", key="d")
+    receipt.wait(timeout=5)
+
+
+def check_direct_put_can_be_ended(rig: Rig) -> None:
+    """By an abort of either side, and by closing the link."""
+    producer, reader = rig.serve(), rig.connect()
+    if not _is_possible(producer):
+        return
+    ends: tuple[Callable[[], object], ...] = (
+        lambda: producer.abort("d", "no more"),
+        lambda: reader.do("abort", key="d", reason="no more"),
+        producer.close,
+    )
+    for end in ends:
+        putting = _putting(producer, RECIPES[0].make())
+        waiting = reader.ask("get", key="d", timeout=PATIENCE)
+        _until_offered(producer)
+        end()
+        expect(TransferFailed, lambda p=putting: p.result(PATIENCE), within=SLACK)  # type: ignore[misc]
+        assert waiting.exception(PATIENCE) is not None
+
+
+def check_what_cannot_be_sent_directly(rig: Rig) -> None:
+    """Refused before anything is announced, and can be put as ever."""
+    producer, reader = rig.serve(), rig.connect()
+    data = Recipe("d", layers=1, tokens=8, heads=4).make()
+    assert isinstance(data, KVCacheTransferData)
+    pieces = {
+        name: [torch.stack([dense(place)] * 2, -1)[..., 0] for place in layers if place is not None]
+        for name, layers in data.layer_blocks.items()
+    }
+    broken = KVCacheTransferData.from_dict({**data.to_dict(), "layer_blocks": pieces})
+    expect(SchemaError, lambda: producer.put(broken, direct=True), words=("layer 0, K",))
+    allocation = producer.allocate(data)
+    for background in (True, False):
+        expect(
+            SchemaError,
+            lambda b=background: producer.put(allocation.data, direct=True, background=b),  # type: ignore[misc]
+            words=("tensors of your own",),
+        )
+    allocation.release()
+    receipt = producer.put(broken)
+    assert reader.do("get", key="d", timeout=5, verify="full") == fingerprint(data)
+    receipt.wait(timeout=5)
+
+
+def _is_possible(producer: KVLink) -> bool:
+    assert isinstance(producer._end, Producer)
+    return not producer._end.refuses("cpu")
+
+
+def _putting(producer: KVLink, data: Payload) -> Future[Receipt]:
+    """A direct put for two readers, in a thread."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(producer.put, data, direct=True, readers=2)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _until_offered(producer: KVLink) -> None:
+    """Not only until one asked: that may be before there is anything to end."""
+    until(lambda: producer.stats()["transfers"]["leased"] == 1, "a reader has the offer")
+
+
+def _overwrite(data: Payload) -> None:
+    for place in data.tensors():
+        dense(place).view(torch.uint8).fill_(0xBB)

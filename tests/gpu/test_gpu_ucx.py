@@ -1,0 +1,38 @@
+"""Device tensors that UCX sends from where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from bed import DEVICE, GPU
+from payloads import noise
+
+from omni_kvlink import KVCacheTransferData, KVLink
+
+missing = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing")
+pytestmark = [*GPU, missing]
+
+
+def test_device_tensors_leave_from_where_they_lie() -> None:
+    parts = [noise(seed, (1000, 4, 128), "bfloat16") for seed in range(6)]
+    there = [part.to(DEVICE) for part in parts]
+    about = {"kv_lens": [1000], "ropes": [7], "num_layers": 3}
+    cache = KVCacheTransferData(
+        "r", {"key_cache": there[::2], "value_cache": there[1::2]}, (), about
+    )
+    with (
+        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
+        KVLink.connect(producer.url, timeout=30) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        putting = pool.submit(producer.put, cache, direct=True, digests=False, timeout=30)
+        received = reader.get("r", timeout=30)
+        with received as data:
+            found = [hashlib.sha256(place.view(torch.uint8).numpy()) for place in data.tensors()]
+        assert putting.result(30).ledger.copies == 0
+    wanted = [hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest() for part in parts]
+    assert [one.hexdigest() for one in found] == wanted
