@@ -208,7 +208,7 @@ def test_consumers_and_threads_at_once(bed: Bed) -> None:
 
     def work(lookup: LookupConsumer, seed: int) -> None:
         try:
-            for step in range(25):
+            for step in range(10):
                 asked = [*range(step % 7), *range(step + seed, step + seed + 30)]
                 insert(bed.stores[step % 2], asked, states=1)
                 with lookup.select(asked, timeout=30.0) as match:

@@ -81,7 +81,7 @@ def test_a_dit_process_that_is_killed_while_it_paints() -> None:
         checkpoint(), two(True), on_death=lambda stage, _: deaths.append(stage), dtype="float32"
     ) as omni:
         omni.generate("a fox", HOW, timeout=WAIT)
-        busy = omni.submit("a fox", {**HOW, "num_inference_steps": 1_000_000}, request_id="busy")
+        busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="busy")
         until(lambda: omni.stages[1].stats()["running"] == 1)
         os.kill(omni.stages[1].pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="status -9"):
@@ -103,7 +103,7 @@ def until(true: Any) -> None:
 @pytest.mark.parametrize("own_process", [False, True])
 def test_an_abort_while_it_is_painted(own_process: bool) -> None:
     with OmniDiffusion(checkpoint(), two(own_process), dtype="float32") as omni:
-        busy = omni.submit("a fox", {**HOW, "num_inference_steps": 1_000_000}, request_id="r")
+        busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="r")
         until(lambda: omni.stages[1].stats()["running"] == 1)
         omni.abort("r")
         with pytest.raises(RequestAborted):

@@ -16,7 +16,7 @@ from far import FarProducer, FarReader
 from parties import Producer, Reader
 from world import Clock
 
-SEEDS = int(os.environ.get("KVLINK_SEEDS", "2400"))
+SEEDS = int(os.environ.get("KVLINK_SEEDS", "2100"))
 ONLY = os.environ.get("KVLINK_SEED")
 KEYS = "abc"
 SHARE = 300
