@@ -164,6 +164,8 @@ class Arrival:
             data = self._manifest.header_nbytes
             if self.offer.direct:
                 self._uncommitted.append(message)
+                if len(self._uncommitted) > MAX_TENSORS:
+                    raise WireError(f"more layers of {self.key!r} were announced than it has")
                 for spec in tensors:
                     self.fetch.want(data + spec.start, data + spec.stop, _TENSOR)
             else:

@@ -58,9 +58,10 @@ class Direct:
             WireError: in two places, nowhere, or in a tensor that is the caller's again.
         """
         part = self._at(start)
-        if part.place is None or not part.start <= start <= stop <= part.stop:
+        place = part.place  # read once: another thread may give it back
+        if place is None or not part.start <= start <= stop <= part.stop:
             raise WireError(f"bytes {start}…{stop} lie in no one place of this payload")
-        return part.place.slice(start - part.start, stop - start)
+        return place.slice(start - part.start, stop - start)
 
     def took(self, claim: Hashable, start: int, stop: int) -> None:
         """These bytes, as `find` was asked for them, have left for a reader."""

@@ -294,8 +294,8 @@ class KVLink:
 
     def _forgotten(self) -> None:
         if not getattr(self, "_closed", True) and self._pid_owns():
-            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=3)
             self.close()
+            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=3)
 
     def __repr__(self) -> str:
         side = "producer" if isinstance(self._end, Producer) else "consumer"

@@ -15,6 +15,9 @@ from battle import Field, Start, kill, timed
 from zmq_places import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.connectors.producer import PooledProducer
+from omni_kvlink.connectors.transfer import Transfer
+from omni_kvlink.memory import Region
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
@@ -222,6 +225,31 @@ def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: f
     expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, words=again)
     expect(TransferFailed, lambda: reader.do("get", key="k", timeout=5), within=SLACK, words=again)
     until_freed(producer)
+
+
+@EACH
+def test_a_direct_put_is_aborted_amid_a_fetch(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors go just as they are to be sent: no reader is to blame."""
+    piece, aborted = PooledProducer.piece, list[str]()
+
+    def abort_first(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
+        if transfer.direct is not None and stop - start > 64 << 10 and not aborted:
+            aborted.append(transfer.key)
+            self.fail(transfer.key, "no more", aborted=True)
+        return piece(self, transfer, start, stop)
+
+    monkeypatch.setattr(PooledProducer, "piece", abort_first)
+    producer, reader = field.serve(), field.connect()
+    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    with pytest.raises(TransferFailed, match="no more"):
+        producer.put(BIG.make(), direct=True)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), words=("no more",))
+    assert (aborted, producer.stats()["refused"]) == (["k"], {})
+    receipt = producer.put(BIG.make())
+    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+    receipt.wait(timeout=5)
 
 
 # Frozen

@@ -62,7 +62,8 @@ class UcxDoor(ZmqDoor):
 
     def refuses(self, device: str) -> str:
         if device == "cpu" or (device.startswith("cuda") and self._plane.has_cuda):
-            return ""
+            is_for_all = device == "cpu" or not self._is_optional
+            return "" if is_for_all else "readers without UCX could not have it"
         tls = self._plane.settings.transports
         return f"UCX has {tls} alone, ucx_tls='{tls},cuda_copy' reaches a GPU"
 

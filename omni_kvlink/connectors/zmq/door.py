@@ -310,6 +310,8 @@ class ZmqDoor(Door):
             try:
                 self._answer(reader, fetch, transfer)
             except WireError as error:
+                if self._producer.leased(reader, fetch.want, fetch.epoch) is None:
+                    continue  # it ended this very moment, and a caller's tensors with it
                 self._count("bad message")
                 self._turn_out(reader, f"it asked for {error}")
                 return
