@@ -290,12 +290,9 @@ class KVLink:
         self.close()
 
     def __del__(self) -> None:
-        self._forgotten()
-
-    def _forgotten(self) -> None:
         if not getattr(self, "_closed", True) and self._pid_owns():
             self.close()
-            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=3)
+            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         side = "producer" if isinstance(self._end, Producer) else "consumer"
@@ -357,7 +354,8 @@ class KVLink:
 def _close_all() -> None:
     """While there are threads: at the interpreter's very end nothing may wait for one."""
     for link in list(_links):
-        link._forgotten()
+        if not link._closed and link._pid_owns():
+            link.close()  # without a word: its owner may be about to, at exit as well
 
 
 def _check_how(readers: int, ttl: float) -> None:
