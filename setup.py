@@ -26,8 +26,11 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"  # as omni_kvlink/_native.py knows them
-CUDA_LIBRARY, CUDA_EXCUSE = "_kvlink_cuda.so", "_kvlink_cuda.missing"  # as _cuda.py knows them
+LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"  # as omni_kvlink/_native/host.py knows them
+CUDA_LIBRARY, CUDA_EXCUSE = (
+    "_kvlink_cuda.so",
+    "_kvlink_cuda.missing",
+)  # as omni_kvlink/_native/cuda.py knows them
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
@@ -92,7 +95,7 @@ class build_native(Command):
 
     def _package(self) -> Path:
         in_tree = self.inplace or self.editable_mode
-        return (ROOT if in_tree else Path(self.build_lib or "build")) / "omni_kvlink"
+        return (ROOT if in_tree else Path(self.build_lib or "build")) / "omni_kvlink" / "_native"
 
 
 def build_part(library: Path, excuse: Path, compile_to: Callable[[Path], None]) -> str | None:

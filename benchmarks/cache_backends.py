@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.bench import machine, report
-from omni_kvlink.engine.cache_backend import make_cache_backend
-from omni_kvlink.engine.step_cache import StepCache
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
+from omni_kvlink.engine.step_cache.step_cache import StepCache
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
 from omni_kvlink.models.bagel.tiny import tiny_config

@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 import torch
 
-from omni_kvlink import KVCacheTransferData, Paged, Pages, _cuda
+from omni_kvlink import KVCacheTransferData, Paged, Pages
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.copier import Landing, PinnedCopier
-from omni_kvlink.memory import Mapping
-from omni_kvlink.places import Place
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.views import Place
 
 DEVICE = "cuda"
 HEADS, DIM, BLOCK = 4, 128, 16

@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from omni_kvlink import KVCacheBundle
-from omni_kvlink.connectors.zmq.keys import generate
+from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.models.bagel import DenoiseParams
 
 STAGES = Path(__file__).with_name("bagel_two_stage.py")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from omni_kvlink.engine import OmniDiffusion
-from omni_kvlink.engine.images import from_tensor
+from omni_kvlink.engine.models.images import from_tensor
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
 
 DEPLOYMENT = {

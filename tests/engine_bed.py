@@ -21,7 +21,8 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
 )
-from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 
 SHAPE = (16, 24)
 STEPS = 5
@@ -41,9 +42,9 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @cache
-def pipeline(dtype: torch.dtype = torch.float32) -> BagelPipeline:
+def pipeline(dtype: torch.dtype = torch.float32) -> OmniBagelPipeline:
     """The whole model in this process: what everything is compared with."""
-    return BagelPipeline.from_pretrained(checkpoint(), dtype=dtype)
+    return OmniBagelPipeline.from_pretrained(checkpoint(), dtype=dtype)
 
 
 def wishes(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:

@@ -15,8 +15,8 @@ from headers import ALIGN, branch, dump, entry, names, note, payload, sealed, sp
 from hostile import CASES, case, inner, raw, tensors
 
 from omni_kvlink.errors import WireError
-from omni_kvlink.header import MAX_HEADER
-from omni_kvlink.wire import Manifest
+from omni_kvlink.payload.header import MAX_HEADER
+from omni_kvlink.payload.manifest import Manifest
 
 MEASURED = 32 << 10
 """A header shorter than this has no room to ask for megabytes."""

@@ -20,7 +20,7 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     EngineError,
 )
-from omni_kvlink.engine.child import Child
+from omni_kvlink.engine.ipc.process_handle import Child
 
 
 class Bed:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from payloads import bits, noise
 
-from omni_kvlink import KVCacheTransferData, _native, split_packed, split_stacked
+from omni_kvlink import KVCacheTransferData, split_packed, split_stacked
+from omni_kvlink._native import host as _native
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier
 
 LAYERS, BLOCKS, SIZE, HEADS, DIM = 2, 9, 4, 3, 5

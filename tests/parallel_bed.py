@@ -23,10 +23,10 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     StageConfig,
 )
-from omni_kvlink.engine.cache_backend import make_cache_backend
-from omni_kvlink.engine.holding import KVState
+from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
-from omni_kvlink.engine.worker.handover import Handover
 
 PATIENCE = 60.0
 _numbers = itertools.count()

@@ -9,8 +9,8 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory import Mapping
-from omni_kvlink.wire import Manifest
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.manifest import Manifest
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from omni_kvlink.lookup import Match, PrefixStore
-from omni_kvlink.places import dense
+from omni_kvlink.payload.views import dense
 
 LAYERS, HEADS, DIM = 3, 2, 4
 ROW = 2 * LAYERS * HEADS * DIM * 4

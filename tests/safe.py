@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from omni_kvlink.connectors.zmq.keys import generate
+from omni_kvlink.connectors.control.keys import generate
 
 
 class Safe:

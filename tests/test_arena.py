@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import omni_kvlink.arena
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-import omni_kvlink.arena
 from omni_kvlink import CapacityError, ClosedError
-from omni_kvlink.arena import GRAIN, Arena, ArenaPool, Block
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
+from omni_kvlink.memory.region import Mapping
 
 steps = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_had(nbytes: int) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def small_arenas() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(omni_kvlink.arena, "MIN_ARENA", 4 * GRAIN)
+        patch.setattr(omni_kvlink.memory.arena, "MIN_ARENA", 4 * GRAIN)
         yield
 
 

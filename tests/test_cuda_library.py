@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from omni_kvlink import _cuda, _native
+from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import host as _native
 from omni_kvlink.copier import PinnedCopier, fastest_copier
 from omni_kvlink.errors import NativeError
 

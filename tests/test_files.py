@@ -22,7 +22,7 @@ from omni_kvlink import (
     SchemaError,
     WireError,
 )
-from omni_kvlink.wire import Manifest
+from omni_kvlink.payload.manifest import Manifest
 
 
 def bundle() -> KVCacheBundle:

@@ -11,8 +11,8 @@ import safetensors.torch
 from payloads import bits
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData
-from omni_kvlink.header import VERSION
-from omni_kvlink.wire import Manifest
+from omni_kvlink.payload.header import VERSION
+from omni_kvlink.payload.manifest import Manifest
 
 HERE = Path(__file__).parent / "golden"
 MAKE: dict[str, Any] = runpy.run_path(str(HERE / "make.py"))

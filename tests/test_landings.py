@@ -13,12 +13,13 @@ import pytest
 
 from omni_kvlink import KVLink, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import Landing, TorchCopier
-from omni_kvlink.link import PutStream, put_stream, sending
-from omni_kvlink.memory import Region
-from omni_kvlink.places import Place
+from omni_kvlink.link import PutStream, put_stream
+from omni_kvlink.link import put_operation as sending
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import Place
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
-from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 RECIPE = Recipe("s", layers=3, tokens=10, dim=24)

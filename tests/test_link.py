@@ -23,7 +23,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.places import dense
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect
 

@@ -16,13 +16,7 @@ import psutil
 import pytest
 import torch
 
-from omni_kvlink import (
-    CapacityError,
-    KVCacheTransferData,
-    KVLink,
-    KVMetadata,
-    TransferFailed,
-)
+from omni_kvlink import CapacityError, KVCacheTransferData, KVLink, KVMetadata, TransferFailed
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_freed
 

@@ -28,7 +28,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
-from omni_kvlink.lookup.words import HELLO, Hello, say
+from omni_kvlink.lookup.messages import HELLO, Hello, say
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()

@@ -12,7 +12,7 @@ import torch
 from payloads import cache, written
 
 from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
-from omni_kvlink.memory import (
+from omni_kvlink.memory.region import (
     F_ADD_SEALS,
     PAGE,
     Lease,
@@ -22,7 +22,7 @@ from omni_kvlink.memory import (
     ensure_room,
     is_sealed,
 )
-from omni_kvlink.tensors import tensor_view
+from omni_kvlink.payload.dtypes import tensor_view
 
 
 def anonymous(nbytes: int = PAGE) -> Region:

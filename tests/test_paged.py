@@ -35,8 +35,8 @@ from payloads import DTYPES, bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink, Paged, Pages
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory import Mapping
-from omni_kvlink.wire import Manifest
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.manifest import Manifest
 
 _numbers = itertools.count()
 

@@ -36,7 +36,7 @@ from omni_kvlink import (
     split_stacked,
 )
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
 
 # ---- the schema
 

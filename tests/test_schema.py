@@ -15,7 +15,7 @@ from payloads import DTYPES, bits, cache, empty, noise, written
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.tensors import tensor_view
+from omni_kvlink.payload.dtypes import tensor_view
 
 ABOUT: dict[str, Any] = {"kv_lens": [3], "ropes": [3], "num_layers": 3}
 

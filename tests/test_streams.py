@@ -12,12 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from omni_kvlink import (
-    KVCacheTransferData,
-    KVLink,
-    SchemaError,
-    TransferFailed,
-)
+from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
 from omni_kvlink.link import PutStream, ReceivedStream
 from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of

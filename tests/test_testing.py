@@ -98,7 +98,7 @@ def test_connector_kit_with_readers_in_a_process(sockets: str) -> None:
 
 def test_connector_kit_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector whose slots are never committed does not pass."""
-    monkeypatch.setattr("omni_kvlink.connectors.consumer.holds", lambda *_, **__: False)
+    monkeypatch.setattr("omni_kvlink.connectors.runtime.consumer.holds", lambda *_, **__: False)
     with pytest.raises(CheckFailed, match="holds another") as found:
         check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
     assert found.value.check == "check_every_dtype_arrives"

@@ -23,7 +23,7 @@ from omni_kvlink import (
     SchemaError,
     Shard,
 )
-from omni_kvlink.places import dense
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import Topology, head_targets, merge_heads, shard_of, slice_heads
 

@@ -19,7 +19,7 @@ from test_topology import blank_like, contents, held, held_latent, whole
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.places import dense
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import Topology, blank_heads, head_targets, merge_heads, slice_heads
 

@@ -24,8 +24,8 @@ from omni_kvlink import (
     VersionError,
     WireError,
 )
-from omni_kvlink.header import ALIGN, MAX_TENSORS
-from omni_kvlink.wire import DIGEST_CHUNK, Manifest
+from omni_kvlink.payload.header import ALIGN, MAX_TENSORS
+from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from battle import Start
 
-from omni_kvlink.connectors.zmq import sockets as zmq_sockets
+from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing import faults
 from omni_kvlink.testing.rig import ProcessPeer, until
 

@@ -15,13 +15,13 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 
-from ..branch import Shard
-from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from ..errors import SchemaError
-from ..metadata import KVMetadata
-from ..places import Place, dense, first_tokens, same_bytes
-from ..schema import KVCacheTransferData
-from .base import CacheAdapter
+from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Shard
+from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense, first_tokens, same_bytes
 
 GEN = "gen"
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from ..metadata import KVMetadata
-from ..schema import KVCacheTransferData
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
 
 C = TypeVar("C")
 

@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch
 
-from ..bundle import KVCacheBundle
-from ..errors import SchemaError, UnavailableError
-from ..metadata import KVMetadata
-from ..paged import Paged, Pages
-from ..places import Place, dense
-from ..schema import KVCacheTransferData
-from .base import CacheAdapter
+from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense
 
 INSTALL = "pip install 'omni-kvlink[hf]'"
 EXTRA = "dynamic_cache"

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..errors import SchemaError
-from ..metadata import KVMetadata
-from ..paged import Paged
-from ..places import Place, dense, overlaps_itself, write
-from ..pools import BlockTable, PoolLayers, paged_layers, pages_of
-from ..schema import CACHES, KVCacheTransferData
-from .base import CacheAdapter
+from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.pools import BlockTable, PoolLayers, paged_layers, pages_of
+from omni_kvlink.payload.schema import CACHES, KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense, overlaps_itself, write
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,12 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ..connectors.base import MOST_BLIPS, Delivery, Receipt, Want
-from ..errors import PeerLostError, TransferTimeout
-from ..link import KVLink, Payload, Received, Verify, check_verify
-from ..wire import Manifest
-from .get_stream import AsyncReceivedStream
-from .put_stream import AsyncPutStream
+from omni_kvlink.aio.put_stream import AsyncPutStream
+from omni_kvlink.aio.received_stream import AsyncReceivedStream
+from omni_kvlink.connectors.base import MOST_BLIPS, Delivery, Receipt, Want
+from omni_kvlink.errors import PeerLostError, TransferTimeout
+from omni_kvlink.link import KVLink, Payload, Received, Verify, check_verify
+from omni_kvlink.payload.manifest import Manifest
 
 
 class AsyncKVLink:

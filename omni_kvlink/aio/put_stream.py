@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from ..connectors.base import Receipt
-from ..link import PutStream
-from ..places import Place
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.link import PutStream
+from omni_kvlink.payload.views import Place
 
 
 class AsyncPutStream:

@@ -2,6 +2,6 @@
 
 import sys
 
-from .cli import main
+from omni_kvlink.bench.cli import main
 
 sys.exit(main())

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import _native
-from ..connectors.ucx import unavailable
-from ..connectors.ucx.plane import Plane
-from ..connectors.ucx.settings import Settings
-from ..connectors.ucx.worker import load
-from .errors import BenchError
-from .stats import Summary
+from omni_kvlink._native import host as _native
+from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.stats import Summary
+from omni_kvlink.connectors.ucx import unavailable
+from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.ucx.transport import Plane
+from omni_kvlink.connectors.ucx.worker import load
 
 TIMEOUT = 60.0
 CHUNK = 8 << 20

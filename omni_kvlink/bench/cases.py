@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from ..branch import DTYPES
-from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from ..link import Payload
-from .payloads import Shape, Sources, empty_cache, expected_empty, make_sample, prefix_metadata
+from omni_kvlink.bench.payloads import (
+    Shape,
+    Sources,
+    empty_cache,
+    expected_empty,
+    make_sample,
+    prefix_metadata,
+)
+from omni_kvlink.link import Payload
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 
 SOURCES: tuple[Sources, ...] = ("contiguous", "strided", "paged")
 BRANCHINGS = ("single", "prefix", "same", "empty", "mixed")

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..branch import DTYPES
-from ..errors import KVLinkError
-from . import latency, limits, machine, report, streaming, verify
-from .cases import cases
-from .payloads import BLOCK, Shape
-from .tables import latency_text
+from omni_kvlink.bench import latency, machine, report, streaming, verify
+from omni_kvlink.bench import membench as limits
+from omni_kvlink.bench.cases import cases
+from omni_kvlink.bench.payloads import BLOCK, Shape
+from omni_kvlink.bench.tables import latency_text
+from omni_kvlink.errors import KVLinkError
+from omni_kvlink.payload.branch import DTYPES
 
 PRESETS = {
     "tiny": Shape(1, 1, 1, 1024),
@@ -146,7 +147,7 @@ def _add_keygen(parser: argparse.ArgumentParser) -> None:
 
 def _keygen(arguments: argparse.Namespace) -> int:
     """Make the two key files of one side of an encrypted zmq+tcp:// link."""
-    from ..connectors.zmq.keys import generate
+    from omni_kvlink.connectors.control.keys import generate
 
     try:
         secret, public = generate(arguments.directory, arguments.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import KVLinkError
+from omni_kvlink.errors import KVLinkError
 
 
 class BenchError(KVLinkError):

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..connectors.base import Receipt
-from ..ledger import Ledger
-from ..link import Payload
-from ..memory import PAGE
-from .marks import Marks
-from .pair import Pair, open_pair
-from .payloads import BLOCK, Shape, Sources, make_bundle, make_sample
-from .peer import Message, faults
-from .plain import PlainCopy
-from .stats import Summary
-from .threads import torch_threads
-from .yardsticks import SMALL, YARDSTICKS, Bare, Yardstick, open_bare, yardsticks_of
+from omni_kvlink.bench.baselines import SMALL, YARDSTICKS, Bare, Yardstick, open_bare, yardsticks_of
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.payloads import BLOCK, Shape, Sources, make_bundle, make_sample
+from omni_kvlink.bench.peer import Message, faults
+from omni_kvlink.bench.plain import PlainCopy
+from omni_kvlink.bench.stats import Summary
+from omni_kvlink.bench.threads import torch_threads
+from omni_kvlink.bench.timestamps import Marks
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.link import Payload
+from omni_kvlink.memory.region import PAGE
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")

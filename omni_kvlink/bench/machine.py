@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._version import __version__
+from omni_kvlink._version import __version__
 
 
 def describe() -> dict[str, Any]:

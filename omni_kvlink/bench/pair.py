@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import omni_kvlink
-
-from ..connectors.registry import schemes
-from ..errors import UnavailableError
-from ..link import KVLink
-from .errors import BenchError, ReaderError
-from .peer import Message, converse
+from omni_kvlink.bench.errors import BenchError, ReaderError
+from omni_kvlink.bench.peer import Message, converse
+from omni_kvlink.connectors.registry import schemes
+from omni_kvlink.errors import UnavailableError
+from omni_kvlink.link import KVLink
 
 SAME_PROCESS = ("inproc",)
 """Connectors whose two ends cannot be in two processes."""

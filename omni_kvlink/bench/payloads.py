@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from ..bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from ..metadata import KVMetadata
-from ..places import dense
-from ..pools import PoolLayers
-from ..schema import KVCacheTransferData
+from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.pools import PoolLayers
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""

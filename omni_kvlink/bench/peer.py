@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from ..bundle import KVCacheBundle
-from ..link import KVLink, Payload
-from ..memory import PAGE
-from ..places import Place, dense
-from ..schema import KVCacheTransferData
-from .payloads import Shape, Sources, bytes_of, found_in, make_sample
-from .raw_tcp import Receiver
+from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
+from omni_kvlink.bench.raw_tcp import Receiver
+from omni_kvlink.link import KVLink, Payload
+from omni_kvlink.memory.region import PAGE
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense
 
 Message: TypeAlias = dict[str, Any]
 
@@ -133,14 +133,14 @@ class Reader:
 
     def do_raw_ucx_open(self, *, name: str, address: str, nbytes: int, plain: bool) -> Message:
         """The same by ucxx."""
-        from .raw_ucx import Receiver as UcxReceiver
+        from omni_kvlink.bench.raw_ucx import Receiver as UcxReceiver
 
         self._raws[name] = receiver = UcxReceiver(address, nbytes, plain=plain)
         return {"address": receiver.address}
 
     def do_raw_zmq_open(self, *, name: str, port: int) -> Message:
         """Prepare to send back what comes over ZMQ."""
-        from .raw_zmq import Receiver as ZmqReceiver
+        from omni_kvlink.bench.raw_zmq import Receiver as ZmqReceiver
 
         self._raws[name] = ZmqReceiver(port)
         return {"opened": port}

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from ..connectors.ucx.settings import Settings
-from .bare_ucx import PLAIN, Bare
-from .raw_tcp import Told
+from omni_kvlink.bench.bare_ucx import PLAIN, Bare
+from omni_kvlink.bench.raw_tcp import Told
+from omni_kvlink.connectors.ucx.settings import Settings
 
 _PATIENCE = 60.0
 

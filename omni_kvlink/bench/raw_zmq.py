@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from .raw_tcp import Told
+from omni_kvlink.bench.raw_tcp import Told
 
 _PATIENCE = 60.0
 

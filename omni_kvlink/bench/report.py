@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .machine import one_line
+from omni_kvlink.bench.machine import one_line
 
 SCHEMA = "kvlink-bench/1"
 WIDTH = 96

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ..link import Allocation
-from ..memory import Mapping, Region
-from ..places import dense
-from ..schema import KVCacheTransferData
-from .pair import Pair, open_pair
-from .payloads import Sample, Shape, Sources, bytes_of, make_sample, torch_dtype
-from .plain import PlainCopy
-from .report import table, wrapped
-from .stats import Summary
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.payloads import Sample, Shape, Sources, bytes_of, make_sample, torch_dtype
+from omni_kvlink.bench.plain import PlainCopy
+from omni_kvlink.bench.report import table, wrapped
+from omni_kvlink.bench.stats import Summary
+from omni_kvlink.link import Allocation
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
 
 KEY = "bench"
 WAYS = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .latency import BESIDE, PHASES, Result, bars, notes
-from .report import table, wrapped
-from .stats import Summary
+from omni_kvlink.bench.latency import BESIDE, PHASES, Result, bars, notes
+from omni_kvlink.bench.report import table, wrapped
+from omni_kvlink.bench.stats import Summary
 
 _MEANING = {
     "prepare": "plan, reserve",

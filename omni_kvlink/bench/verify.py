@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConnectorError, KVLinkError
-from .cases import Case
-from .errors import ReaderError
-from .pair import Pair, open_pair
-from .report import table
-from .spoiler import FlipOneBit
+from omni_kvlink.bench.bitflip import FlipOneBit
+from omni_kvlink.bench.cases import Case
+from omni_kvlink.bench.errors import ReaderError
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.report import table
+from omni_kvlink.errors import ConnectorError, KVLinkError
 
 MAX_SHOWN = 10
 

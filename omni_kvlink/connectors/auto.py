@@ -9,22 +9,22 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import ConnectorError, KVLinkError, TransferTimeout
-from ..memory import Mapping
-from . import ucx
-from .base import Backend, Consumer, Options, refuse_keys
-from .consumer import Session
-from .producer import Opener, PooledProducer
-from .shm.consumer import ShmConsumer, ShmSession
-from .shm.door import ShmDoor
-from .shm.rendezvous import dial, socket_path
-from .ucx.consumer import UcxSession
-from .ucx.door import UcxDoor
-from .ucx.exposure import settings_of
-from .ucx.plane import Plane
-from .zmq.consumer import ZmqConsumer, ZmqSession
-from .zmq.door import ZmqDoor
-from .zmq.endpoint import Endpoint
+from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
+from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.runtime.consumer import Session
+from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.listener import ShmDoor
+from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
+from omni_kvlink.connectors.ucx.access_policy import settings_of
+from omni_kvlink.connectors.ucx.consumer import UcxSession
+from omni_kvlink.connectors.ucx.listener import UcxDoor
+from omni_kvlink.connectors.ucx.transport import Plane
+from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, ZmqSession
+from omni_kvlink.connectors.zmq.listener import ZmqDoor
+from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
+from omni_kvlink.memory.region import Mapping
 
 _log = logging.getLogger("omni_kvlink")
 

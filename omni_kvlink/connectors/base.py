@@ -15,12 +15,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import ClosedError, KVLinkError, PeerLostError, TransferFailed, TransferTimeout
-from ..ledger import Ledger
-from ..memory import Lease, Region
-from .messages import Outcome
-from .progress import Progress
-from .transfer import State, Transfer
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.protocol.messages import Outcome
+from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.connectors.protocol.transfer import State, Transfer
+from omni_kvlink.errors import (
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.memory.region import Lease, Region
 
 MOST_BLIPS = 3
 """Times that a `get` is asked again; connections that always break are no accident."""

@@ -6,15 +6,20 @@ import threading
 import time
 from functools import partial
 
-from ..errors import BusyError, ClosedError, PeerLostError, TransferTimeout
-from ..memory import Mapping, Region
-from .base import Backend, Options, refuse_keys
-from .consumer import PooledSession, Session, SessionConsumer, closed_here
-from .door import Door, Visitor
-from .inbox import Inbox
-from .messages import Abort, Location, Message
-from .producer import PooledProducer
-from .slot import SLOT
+from omni_kvlink.connectors.base import Backend, Options, refuse_keys
+from omni_kvlink.connectors.protocol.get_table import Inbox
+from omni_kvlink.connectors.protocol.messages import Abort, Location, Message
+from omni_kvlink.connectors.protocol.slot import SLOT
+from omni_kvlink.connectors.runtime.consumer import (
+    PooledSession,
+    Session,
+    SessionConsumer,
+    closed_here,
+)
+from omni_kvlink.connectors.runtime.listener import Door, Visitor
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.errors import BusyError, ClosedError, PeerLostError, TransferTimeout
+from omni_kvlink.memory.region import Mapping, Region
 
 _names: dict[str, InprocDoor] = {}
 _changed = threading.Condition()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import entry_points
 
-from ..errors import UnavailableError
-from .base import Backend
+from omni_kvlink.connectors.base import Backend
+from omni_kvlink.errors import UnavailableError
 
 GROUP = "omni_kvlink.connectors"
 """The entry-point group for connectors of other packages: `scheme = "module:BACKEND"`."""

@@ -1,8 +1,8 @@
 """Copiers: the one copy, from the engine's tensors into the transport's memory."""
 
-from .base import Copier as Copier
-from .base import Landing as Landing
-from .native import NativeCopier as NativeCopier
-from .native import fastest_copier as fastest_copier
-from .pinned import PinnedCopier as PinnedCopier
-from .torch_copier import TorchCopier as TorchCopier
+from omni_kvlink.copier.base import Copier as Copier
+from omni_kvlink.copier.base import Landing as Landing
+from omni_kvlink.copier.native import NativeCopier as NativeCopier
+from omni_kvlink.copier.native import fastest_copier as fastest_copier
+from omni_kvlink.copier.pinned import PinnedCopier as PinnedCopier
+from omni_kvlink.copier.torch_copier import TorchCopier as TorchCopier

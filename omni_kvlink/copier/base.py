@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ..errors import IntegrityError, SchemaError
-from ..memory import Region
-from ..places import Place
-from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
+from omni_kvlink.errors import IntegrityError, SchemaError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+from omni_kvlink.payload.views import Place
 
 
 class Landing:

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
-from .. import _cuda, _native
-from ..branch import DTYPES
-from ..errors import NativeError, SchemaError
-from ..memory import Region
-from ..paged import Paged
-from ..places import Place, view_words
-from ..tensors import dtype_name, tensor_view
-from ..wire import Manifest, TensorSpec
-from .base import Copier, check_fit, mismatch
-from .torch_copier import TorchCopier
+from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import host as _native
+from omni_kvlink.copier.base import Copier, check_fit, mismatch
+from omni_kvlink.copier.torch_copier import TorchCopier
+from omni_kvlink.errors import NativeError, SchemaError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.dtypes import dtype_name, tensor_view
+from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.views import Place, view_words
 
 
 class NativeCopier(Copier):
@@ -164,7 +165,7 @@ def fastest_copier() -> Copier:
     global _warned
     reason = _native.missing()
     if reason is None and _has_device():
-        from .pinned import PinnedCopier  # which needs this file
+        from omni_kvlink.copier.pinned import PinnedCopier  # which needs this file
 
         return PinnedCopier()
     if reason is None:

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from .. import _cuda, _native
-from ..errors import NativeError
-from ..memory import Region
-from ..places import Place, view_words
-from ..wire import Manifest, TensorSpec
-from .base import Copier, Landing
-from .native import NativeCopier, check_places, failures
+from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import host as _native
+from omni_kvlink.copier.base import Copier, Landing
+from omni_kvlink.copier.native import NativeCopier, check_places, failures
+from omni_kvlink.errors import NativeError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.views import Place, view_words
 
 BATCH = 8 << 20
 """Bytes digested by one thread at a time, while others are still on their way."""

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from ..branch import DTYPES
-from ..memory import Region
-from ..paged import STEP, Paged
-from ..places import Place
-from ..tensors import dtype_name, tensor_view
-from ..wire import DIGEST_CHUNK, Manifest, TensorSpec
-from .base import Copier, check_fit, mismatch
+from omni_kvlink.copier.base import Copier, check_fit, mismatch
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.dtypes import dtype_name, tensor_view
+from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+from omni_kvlink.payload.paged import STEP, Paged
+from omni_kvlink.payload.views import Place
 
 
 class TorchCopier(Copier):

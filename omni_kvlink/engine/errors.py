@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..errors import KVLinkError
+from omni_kvlink.errors import KVLinkError
 
 _log = logging.getLogger(__name__)
 

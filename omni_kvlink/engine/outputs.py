@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .errors import EngineError
-from .request import OmniDiffusionRequest
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 @dataclasses.dataclass(frozen=True)

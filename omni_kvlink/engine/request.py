@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .sampling import OmniDiffusionSamplingParams, SamplingParamsKey
+from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
 
 Prompt: TypeAlias = str | torch.Tensor | Sequence[str | torch.Tensor]
 """Texts and images (uint8 [H, W, 3]) in their order."""

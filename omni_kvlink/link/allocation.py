@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..errors import ClosedError
-from ..files import open_payload
-from ..memory import Lease, Region
-from ..wire import Manifest
-from .received import Payload
+from omni_kvlink.errors import ClosedError
+from omni_kvlink.link.received import Payload
+from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.payload.files import open_payload
+from omni_kvlink.payload.manifest import Manifest
 
 
 class Allocation:

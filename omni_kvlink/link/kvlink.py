@@ -9,21 +9,21 @@ import warnings
 import weakref
 from typing import Any
 
-from ..bundle import KVCacheBundle
-from ..connectors.base import Consumer, Delivery, Producer, Receipt, Want, wrong_side
-from ..connectors.registry import backend
-from ..copier import Copier
-from ..errors import ClosedError, SchemaError
-from ..ledger import Ledger
-from ..memory import Lease
-from ..wire import Manifest
-from .allocation import Allocation
-from .asked import named_copier, parse
-from .direct import DirectSending
-from .get_stream import ReceivedStream
-from .put_stream import PutStream
-from .received import Payload, Received, Verify, check_verify
-from .sending import Sending
+from omni_kvlink.connectors.base import Consumer, Delivery, Producer, Receipt, Want, wrong_side
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.registry import backend
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.link.allocation import Allocation
+from omni_kvlink.link.direct_put import DirectSending
+from omni_kvlink.link.put_operation import Sending
+from omni_kvlink.link.put_stream import PutStream
+from omni_kvlink.link.received import Payload, Received, Verify, check_verify
+from omni_kvlink.link.received_stream import ReceivedStream
+from omni_kvlink.link.url_options import named_copier, parse
+from omni_kvlink.memory.region import Lease
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.manifest import Manifest
 
 _links: weakref.WeakSet[KVLink] = weakref.WeakSet()
 FOREVER = 1e9

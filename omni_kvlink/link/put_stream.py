@@ -8,15 +8,15 @@ import warnings
 from functools import partial
 from types import TracebackType
 
-from .. import _faults
-from ..branch import Branch
-from ..connectors.base import Receipt
-from ..errors import ClosedError, SchemaError
-from ..memory import Lease
-from ..places import Place
-from .landings import Landings
-from .received import Payload
-from .sending import MAX_DIGITS, Sending, can_announce
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.link.gather_queue import Landings
+from omni_kvlink.link.put_operation import MAX_DIGITS, Sending, can_announce
+from omni_kvlink.link.received import Payload
+from omni_kvlink.memory.region import Lease
+from omni_kvlink.payload.branch import Branch
+from omni_kvlink.payload.views import Place
 
 
 class PutStream:

@@ -8,17 +8,17 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from ..bundle import KVCacheBundle
-from ..connectors.base import Delivery
-from ..copier import Copier
-from ..errors import ClosedError, SchemaError, WireError
-from ..files import open_payload
-from ..ledger import Ledger
-from ..memory import Region
-from ..paged import Paged
-from ..places import Place, overlaps_itself
-from ..schema import KVCacheTransferData
-from ..wire import Manifest
+from omni_kvlink.connectors.base import Delivery
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import ClosedError, SchemaError, WireError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.files import open_payload
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place, overlaps_itself
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 Verify: TypeAlias = Literal["auto", "full", "off"]

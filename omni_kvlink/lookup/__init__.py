@@ -1,6 +1,6 @@
 """Prefill and decode apart: K and V found again by the tokens that they begin with."""
 
-from .consumer import LookupConsumer as LookupConsumer
-from .match import Match as Match
-from .producer import LookupProducer as LookupProducer
-from .store import PrefixStore as PrefixStore
+from omni_kvlink.lookup.consumer import LookupConsumer as LookupConsumer
+from omni_kvlink.lookup.match import Match as Match
+from omni_kvlink.lookup.producer import LookupProducer as LookupProducer
+from omni_kvlink.lookup.store import PrefixStore as PrefixStore

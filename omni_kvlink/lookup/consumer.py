@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..connectors.base import Receipt, Want
-from ..errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
-from ..link import FOREVER, KVLink, Received, Verify, check_verify
-from . import words
-from .match import Match
-from .tokens import TokenIds, count, encode
+from omni_kvlink.connectors.base import Receipt, Want
+from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
+from omni_kvlink.link import FOREVER, KVLink, Received, Verify, check_verify
+from omni_kvlink.lookup import messages as words
+from omni_kvlink.lookup.match import Match
+from omni_kvlink.lookup.tokens import TokenIds, count, encode
 
 PATIENCE, PAUSE = 0.1, 5.0
 """Seconds that a select waits for a producer that was lost, and how often at most."""

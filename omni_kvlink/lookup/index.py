@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from .tokens import common
+from omni_kvlink.lookup.tokens import common
 
 
 class PrefixIndex:

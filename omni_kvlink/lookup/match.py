@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..places import Place
-from ..schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place
 
 
 class Match:

@@ -11,10 +11,16 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from ..errors import ClosedError, DuplicateKeyError, KVLinkError, PeerLostError, SchemaError
-from ..link import FOREVER, KVLink, Received
-from . import words
-from .store import PrefixStore
+from omni_kvlink.errors import (
+    ClosedError,
+    DuplicateKeyError,
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+)
+from omni_kvlink.link import FOREVER, KVLink, Received
+from omni_kvlink.lookup import messages as words
+from omni_kvlink.lookup.store import PrefixStore
 
 EVERYBODY = 2**31 - 1
 """Readers of a payload that stays."""

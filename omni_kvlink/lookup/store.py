@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ..errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
-from ..metadata import KVMetadata
-from ..paged import Paged
-from ..places import Place
-from ..schema import KVCacheTransferData
-from .index import PrefixIndex
-from .match import Match
-from .tokens import TokenIds, count, encode
+from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.lookup.index import PrefixIndex
+from omni_kvlink.lookup.match import Match
+from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place
 
 MAX_FAILURES = 4096
 

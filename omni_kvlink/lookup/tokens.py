@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from ..errors import SchemaError
+from omni_kvlink.errors import SchemaError
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor
 SIZE = 4

@@ -1,5 +1,5 @@
 """`python -m omni_kvlink.testing`: a `Peer` in a process of its own."""
 
-from .peer import main
+from omni_kvlink.testing.peer import main
 
 main()

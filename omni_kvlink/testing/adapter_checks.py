@@ -7,14 +7,14 @@ from typing import TypeVar
 
 import torch
 
-from ..adapters.base import CacheAdapter
-from ..branch import DTYPES
-from ..errors import SchemaError
-from ..metadata import KVMetadata
-from ..schema import KVCacheTransferData, same_bytes
-from .caches import random_tensor
-from .failure import CheckFailed
-from .rig import expect
+from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
+from omni_kvlink.testing.caches import random_tensor
+from omni_kvlink.testing.failure import CheckFailed
+from omni_kvlink.testing.rig import expect
 
 C = TypeVar("C")
 Layers = list[torch.Tensor | None]

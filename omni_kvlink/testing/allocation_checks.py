@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from ..bundle import KVCacheBundle
-from ..copier import TorchCopier
-from ..errors import (
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.errors import (
     CapacityError,
     ClosedError,
     DuplicateKeyError,
     SchemaError,
     TransferFailed,
 )
-from ..link import Allocation, KVLink, Payload
-from ..memory import Region
-from ..places import dense
-from ..schema import KVCacheTransferData
-from ..wire import Manifest
-from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
-from .memory_checks import MIB, sized
-from .rig import SLACK, Rig, expect, until, until_freed
-from .stream_checks import write
+from omni_kvlink.link import Allocation, KVLink, Payload
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.memory_checks import MIB, sized
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
+from omni_kvlink.testing.stream_checks import write
 
 CACHE = Recipe("a", layers=3, tokens=10, heads=2, dim=24)
 BUNDLE = Recipe("a", bundle=True, layers=2, tokens=9)

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..branch import DTYPES
-from ..bundle import KVCacheBundle, PrefixOf, SameAs
-from ..link import Payload
-from ..metadata import KVMetadata
-from ..places import Place, dense
-from ..schema import KVCacheTransferData
+from omni_kvlink.link import Payload
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.bundle import KVCacheBundle, PrefixOf, SameAs
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense
 
 Layers: TypeAlias = dict[tuple[str, int], list[Place]]
 """K and V, or one latent, by branch and layer."""

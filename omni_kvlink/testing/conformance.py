@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import (
+from omni_kvlink.testing import (
     allocation_checks,
     delivery_checks,
     direct_checks,
@@ -17,8 +17,8 @@ from . import (
     stream_checks,
     stream_ending_checks,
 )
-from .failure import CheckFailed
-from .rig import Handle, ProcessPeer, Rig, ThreadPeer
+from omni_kvlink.testing.failure import CheckFailed
+from omni_kvlink.testing.rig import Handle, ProcessPeer, Rig, ThreadPeer
 
 Check = Callable[[Rig], None]
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from crc32c import crc32c
 
-from ..branch import DTYPES
-from ..copier import Copier
-from ..errors import IntegrityError, SchemaError
-from ..memory import Mapping, Region
-from ..metadata import KVMetadata
-from ..places import dense
-from ..schema import KVCacheTransferData
-from ..wire import Manifest
-from .caches import random_tensor
-from .failure import CheckFailed
-from .rig import expect
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import IntegrityError, SchemaError
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import random_tensor
+from omni_kvlink.testing.failure import CheckFailed
+from omni_kvlink.testing.rig import expect
 
 MIB = 1 << 20
 _FILL = 0xA5

@@ -6,9 +6,9 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import DuplicateKeyError, KVLinkError, TransferTimeout
-from .caches import Recipe, every_dtype, fingerprint
-from .rig import PATIENCE, SLACK, Rig, expect, until, until_freed
+from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferTimeout
+from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_freed
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:

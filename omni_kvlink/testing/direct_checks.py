@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
-from ..connectors.base import Producer, Receipt
-from ..errors import SchemaError, TransferFailed, TransferTimeout
-from ..link import KVLink, Payload
-from ..places import dense
-from ..schema import KVCacheTransferData
-from .caches import Recipe, fingerprint, layers_of
-from .memory_checks import MIB, sized
-from .rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
+from omni_kvlink.connectors.base import Producer, Receipt
+from omni_kvlink.errors import SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.link import KVLink, Payload
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
+from omni_kvlink.testing.memory_checks import MIB, sized
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
 
 RECIPES = (
     Recipe("d", layers=3, tokens=100),

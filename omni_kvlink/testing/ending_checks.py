@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import time
 
-from ..errors import BusyError, ClosedError, PeerLostError, TransferFailed, TransferTimeout
-from .caches import Recipe, fingerprint
-from .rig import PATIENCE, SLACK, Rig, expect, until, until_disconnected, until_freed
+from omni_kvlink.errors import (
+    BusyError,
+    ClosedError,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import (
+    PATIENCE,
+    SLACK,
+    Rig,
+    expect,
+    until,
+    until_disconnected,
+    until_freed,
+)
 
 
 def check_fail_before_get(rig: Rig) -> None:

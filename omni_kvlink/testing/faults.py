@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .._faults import POINTS as POINTS
-from .._faults import VARIABLE as VARIABLE
-from .._faults import parse
-from .._faults import point as point
+from omni_kvlink.connectors.runtime.fault_points import POINTS as POINTS
+from omni_kvlink.connectors.runtime.fault_points import VARIABLE as VARIABLE
+from omni_kvlink.connectors.runtime.fault_points import parse
+from omni_kvlink.connectors.runtime.fault_points import point as point
 
 
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -6,13 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..copier import TorchCopier
-from ..errors import CapacityError, ClosedError, IntegrityError, SchemaError, TransferFailed
-from ..memory import Region
-from ..places import Place
-from ..wire import Manifest
-from .caches import Recipe, fingerprint
-from .rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.errors import (
+    CapacityError,
+    ClosedError,
+    IntegrityError,
+    SchemaError,
+    TransferFailed,
+)
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import Place
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
 
 MIB = 1 << 20
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ..bundle import KVCacheBundle
-from ..connectors.base import Receipt
-from ..errors import KVLinkError
-from ..link import KVLink, Payload, PutStream, Received, ReceivedStream
-from ..places import Place
-from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.errors import KVLinkError
+from omni_kvlink.link import KVLink, Payload, PutStream, Received, ReceivedStream
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.views import Place
+from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 
 
 class Peer:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .. import errors
-from ..copier import Copier
-from ..link import KVLink
-from .peer import Peer
+from omni_kvlink import errors
+from omni_kvlink.copier import Copier
+from omni_kvlink.link import KVLink
+from omni_kvlink.testing.peer import Peer
 
 SLACK = 0.25
 """Seconds by which no call may outlive its deadline, and in which every wake-up must come."""

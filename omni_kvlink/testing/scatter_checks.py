@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..copier import TorchCopier
-from ..errors import ClosedError, IntegrityError, SchemaError, TransferFailed
-from ..link import Payload
-from ..memory import Region
-from ..paged import Paged, Pages
-from ..places import Place, dense
-from ..wire import Manifest
-from .caches import Recipe, hash_tensors
-from .rig import PATIENCE, SLACK, Rig, expect, until_freed
-from .stream_checks import begin, write
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, TransferFailed
+from omni_kvlink.link import Payload
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.testing.caches import Recipe, hash_tensors
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.stream_checks import begin, write
 
 ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
 SIZE = 4

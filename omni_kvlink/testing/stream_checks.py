@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from ..errors import DuplicateKeyError, SchemaError, TransferTimeout
-from ..link import KVLink, PutStream
-from .caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
-from .rig import PATIENCE, SLACK, Remote, Rig, expect, until, until_asked, until_freed
+from omni_kvlink.errors import DuplicateKeyError, SchemaError, TransferTimeout
+from omni_kvlink.link import KVLink, PutStream
+from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.rig import (
+    PATIENCE,
+    SLACK,
+    Remote,
+    Rig,
+    expect,
+    until,
+    until_asked,
+    until_freed,
+)
 
 
 def begin(producer: KVLink, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from ..errors import (
+from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
     PeerLostError,
@@ -16,10 +16,10 @@ from ..errors import (
     TransferFailed,
     TransferTimeout,
 )
-from ..link import KVLink, ReceivedStream
-from .caches import Recipe, fingerprint, hash_tensors
-from .rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
-from .stream_checks import begin, write
+from omni_kvlink.link import KVLink, ReceivedStream
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
+from omni_kvlink.testing.stream_checks import begin, write
 
 THREE = Recipe("s", layers=3)
 

@@ -16,10 +16,10 @@ A latent (layout "ND", MLA) has no heads: every rank holds all of it, as if it w
 (`heads=1`), and each receiver gets it from one sender.
 """
 
-from .heads import blank_heads as blank_heads
-from .heads import head_targets as head_targets
-from .heads import merge_heads as merge_heads
-from .heads import slice_heads as slice_heads
-from .parts import Part as Part
-from .parts import Topology as Topology
-from .parts import shard_of as shard_of
+from omni_kvlink.topology.heads import blank_heads as blank_heads
+from omni_kvlink.topology.heads import head_targets as head_targets
+from omni_kvlink.topology.heads import merge_heads as merge_heads
+from omni_kvlink.topology.heads import slice_heads as slice_heads
+from omni_kvlink.topology.parts import Part as Part
+from omni_kvlink.topology.parts import Topology as Topology
+from omni_kvlink.topology.parts import shard_of as shard_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ..branch import Shard
-from ..errors import SchemaError
-from ..metadata import KVMetadata
-from ..schema import SINGLE, KVCacheTransferData
-from .shards import Payload, first_head, request_of, shard_in, suffix, words
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Shard
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
+from omni_kvlink.topology.shards import Payload, first_head, request_of, shard_in, suffix, words
 
 _PLACED = ("kv_lens", "ropes", "num_layers", "dtype", "layout")
 """Metadata that a target has in common with what is written into it."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..branch import Shard
-from ..bundle import BundleBranch, KVCacheBundle
-from ..errors import SchemaError
-from ..paged import Paged
-from ..places import Place, dense
-from ..schema import SINGLE, KVCacheTransferData
-from .fit import check_parts, check_target
-from .shards import (
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Shard
+from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
+from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.topology.fit import check_parts, check_target
+from omni_kvlink.topology.shards import (
     P,
     Payload,
     caches_of,

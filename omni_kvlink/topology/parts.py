@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..branch import Shard
-from ..errors import SchemaError
-from .heads import slice_heads
-from .shards import P, rank_of, suffix, words
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Shard
+from omni_kvlink.topology.heads import slice_heads
+from omni_kvlink.topology.shards import P, rank_of, suffix, words
 
 
 def shard_of(rank: int, world: int, *, heads: int) -> Shard:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeAlias, TypeVar
 
-from ..branch import Shard
-from ..bundle import KVCacheBundle
-from ..errors import SchemaError
-from ..schema import SINGLE, KVCacheTransferData
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Shard
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)

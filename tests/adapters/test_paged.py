@@ -18,10 +18,10 @@ from omni_kvlink import (
     KVLink,
     SameAs,
     SchemaError,
-    _native,
     split_packed,
     split_stacked,
 )
+from omni_kvlink._native import host as _native
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
 from omni_kvlink.errors import NativeError
 

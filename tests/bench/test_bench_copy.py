@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from omni_kvlink.bench import limits, report, ways
+from omni_kvlink.bench import copy_methods as ways
+from omni_kvlink.bench import membench as limits
+from omni_kvlink.bench import report
 from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.copy_methods import FirstTouch, Way, make_ways
 from omni_kvlink.bench.payloads import Shape
-from omni_kvlink.bench.ways import FirstTouch, Way, make_ways
 from omni_kvlink.copier import Copier, NativeCopier
 
 SHAPE = Shape(2, 300, 4, 128)

@@ -8,7 +8,7 @@ import pytest
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Paged
 from omni_kvlink.bench.cases import BRANCHINGS, cases
 from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
-from omni_kvlink.branch import DTYPES
+from omni_kvlink.payload.branch import DTYPES
 
 SHAPE = Shape(2, 5, 3, 8)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from omni_kvlink.connectors.exchange import Exchange
-from omni_kvlink.connectors.messages import Location, Message, Offer
-from omni_kvlink.connectors.transfer import Transfer
+from omni_kvlink.connectors.protocol.messages import Location, Message, Offer
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Exchange
 
 HERE = Location(0, 4096, 100)
 

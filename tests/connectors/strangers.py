@@ -7,12 +7,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from omni_kvlink.connectors.messages import (
-    Message,
-    decode,
-    encode,
-    own_hello,
-)
+from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
 
 
 class Raw:

@@ -18,8 +18,8 @@ from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, Transf
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.auto import AutoConsumer
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.messages import encode, own_hello
-from omni_kvlink.connectors.zmq.keys import generate
+from omni_kvlink.connectors.control.keys import generate
+from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check

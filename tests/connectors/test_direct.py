@@ -8,10 +8,10 @@ import pytest
 from exchange_bed import HERE, Bench
 
 from omni_kvlink import TransferFailed, WireError
-from omni_kvlink.connectors.direct import Direct
-from omni_kvlink.connectors.messages import Committed, Failed, Layer, Offer
-from omni_kvlink.connectors.transfer import State, Transfer
-from omni_kvlink.memory import Mapping
+from omni_kvlink.connectors.protocol.direct_source import Direct
+from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer
+from omni_kvlink.connectors.protocol.transfer import State, Transfer
+from omni_kvlink.memory.region import Mapping
 
 HEADER, FIRST, SECOND = 512, 700, 300
 START = 512 + 768

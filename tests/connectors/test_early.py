@@ -8,14 +8,14 @@ import pytest
 from zmq_places import fresh_url
 
 from omni_kvlink import KVLink, TransferFailed
-from omni_kvlink.connectors.exchange import Exchange
+from omni_kvlink.connectors.protocol.transfer_table import Exchange
 from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.link import sending
-from omni_kvlink.memory import Region
-from omni_kvlink.places import Place
+from omni_kvlink.link import put_operation as sending
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import Place
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote, ThreadPeer, expect, until, until_asked
-from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 RECIPE = Recipe("k", layers=9, tokens=100)

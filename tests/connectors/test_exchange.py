@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from exchange_bed import HERE, Bench, offer
 
-from omni_kvlink.connectors.messages import Status
-from omni_kvlink.connectors.transfer import State
+from omni_kvlink.connectors.protocol.messages import Status
+from omni_kvlink.connectors.protocol.transfer import State
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 from exchange_bed import HERE, Bench, offer
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
-from omni_kvlink.connectors import exchange as module
-from omni_kvlink.connectors.exchange import TOMBSTONE_SECONDS
-from omni_kvlink.connectors.messages import Failed, Status
-from omni_kvlink.connectors.transfer import State
+from omni_kvlink.connectors.protocol import transfer_table as module
+from omni_kvlink.connectors.protocol.messages import Failed, Status
+from omni_kvlink.connectors.protocol.transfer import State
+from omni_kvlink.connectors.protocol.transfer_table import TOMBSTONE_SECONDS
 
 
 @pytest.fixture

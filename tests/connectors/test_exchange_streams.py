@@ -6,8 +6,8 @@ import pytest
 from exchange_bed import HERE, Bench
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
-from omni_kvlink.connectors.messages import Committed, Failed, Layer, Offer, Status
-from omni_kvlink.connectors.transfer import State, Transfer
+from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer, Status
+from omni_kvlink.connectors.protocol.transfer import State, Transfer
 
 K, V = (b"\1\2\3\4", b"\5\6\7\10"), (b"abcd", b"efgh")
 DRAFT = 512

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_kvlink import WireError
-from omni_kvlink.connectors.fetch import CHUNK, WINDOW, Fetch, Spans
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, Fetch, Spans
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 

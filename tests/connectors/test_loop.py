@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from omni_kvlink.connectors.loop import READ, Loop, readable_pidfd
+from omni_kvlink.connectors.runtime.event_loop import READ, Loop, readable_pidfd
 from omni_kvlink.testing.rig import SLACK
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -160,7 +160,7 @@ def test_what_was_called_runs_before_the_process_ends() -> None:
     """A daemon thread would be stopped wherever it is: a view's last word would be lost."""
     program = (
         "import time\n"
-        "from omni_kvlink.connectors.loop import Loop\n"
+        "from omni_kvlink.connectors.runtime.event_loop import Loop\n"
         "loop = Loop('t')\n"
         "loop.call(lambda: time.sleep(0.2))\n"
         "loop.call(lambda: print('said', flush=True))\n"

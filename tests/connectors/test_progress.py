@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from omni_kvlink import KVLinkError, PeerLostError, WireError
-from omni_kvlink.connectors.progress import Progress
+from omni_kvlink.connectors.protocol.progress import Progress
 
 ONE = (b"1234",)
 

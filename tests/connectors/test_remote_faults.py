@@ -15,9 +15,9 @@ from battle import Field, Start, kill, timed
 from zmq_places import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.connectors.producer import PooledProducer
-from omni_kvlink.connectors.transfer import Transfer
-from omni_kvlink.memory import Region
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed

@@ -13,14 +13,7 @@ from battle import NOTICED, Field, Start, kill, timed
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import (
-    PATIENCE,
-    SLACK,
-    PeerGone,
-    expect,
-    until,
-    until_freed,
-)
+from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

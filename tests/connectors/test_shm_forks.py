@@ -11,13 +11,9 @@ import pytest
 from battle import NOTICED, Field, Start, forked_twice, kill, timed
 
 from omni_kvlink import PeerLostError, TransferTimeout
-from omni_kvlink.connectors.messages import encode, own_hello
+from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import (
-    PATIENCE,
-    expect,
-    until,
-)
+from omni_kvlink.testing.rig import PATIENCE, expect, until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -13,22 +13,10 @@ import msgspec
 import pytest
 from strangers import Raw
 
-from omni_kvlink import (
-    IntegrityError,
-    KVLink,
-    PeerLostError,
-    VersionError,
-    WireError,
-)
-from omni_kvlink.connectors.messages import (
-    Location,
-    Memory,
-    Offer,
-    Want,
-    own_hello,
-)
+from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
+from omni_kvlink.connectors.protocol.messages import Location, Memory, Offer, Want, own_hello
 from omni_kvlink.connectors.shm.rendezvous import listen, unlink
-from omni_kvlink.memory import seal
+from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.rig import expect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -15,7 +15,7 @@ from strangers import Raw
 from test_shm_hostile import Hostile
 
 from omni_kvlink import KVLink, KVLinkError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.messages import (
+from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Failed,
     Layer,
@@ -26,7 +26,7 @@ from omni_kvlink.connectors.messages import (
     Release,
     Want,
 )
-from omni_kvlink.memory import seal
+from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import SLACK, expect
 

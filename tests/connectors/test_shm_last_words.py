@@ -9,7 +9,7 @@ import pytest
 from strangers import greeted
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.messages import Offer, Release, Want
+from omni_kvlink.connectors.protocol.messages import Offer, Release, Want
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
 from omni_kvlink.testing.stream_checks import begin, write

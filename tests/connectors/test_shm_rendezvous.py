@@ -11,12 +11,7 @@ import time
 
 import pytest
 
-from omni_kvlink import (
-    BusyError,
-    ClosedError,
-    ConnectorError,
-    KVLink,
-)
+from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink
 from omni_kvlink.connectors.shm.rendezvous import listen, socket_path, unlink
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import SLACK, expect, until

@@ -11,11 +11,8 @@ import msgspec
 import pytest
 from strangers import dialled, greeted
 
-from omni_kvlink import (
-    KVLink,
-    TransferFailed,
-)
-from omni_kvlink.connectors.messages import (
+from omni_kvlink import KVLink, TransferFailed
+from omni_kvlink.connectors.protocol.messages import (
     Location,
     Memory,
     Message,
@@ -25,7 +22,7 @@ from omni_kvlink.connectors.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.memory import F_GET_SEALS, SEALS
+from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
 

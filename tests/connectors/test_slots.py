@@ -10,12 +10,12 @@ import torch
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.slot import SLOT, holds
 from omni_kvlink.connectors.registry import backend
-from omni_kvlink.connectors.slot import SLOT, holds
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory import Region
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe
-from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()

@@ -10,9 +10,9 @@ import pytest
 from zmq_places import free_port
 
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.fetch import Pace
+from omni_kvlink.connectors.protocol.fetch_plan import Pace
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
-from omni_kvlink.connectors.zmq import door as zmq_door
+from omni_kvlink.connectors.zmq import listener as zmq_door
 from omni_kvlink.testing import (
     CONNECTOR_CHECKS,
     delivery_checks,

@@ -10,11 +10,11 @@ import pytest
 
 from omni_kvlink import KVLink, SchemaError
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.ucx.plane import Plane
 from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.ucx.transport import Plane
 from omni_kvlink.connectors.ucx.worker import Worker
-from omni_kvlink.link import direct
-from omni_kvlink.memory import Mapping, Region
+from omni_kvlink.link import direct_put as direct
+from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 

@@ -18,14 +18,7 @@ from omni_kvlink import KVLink, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import (
-    PATIENCE,
-    ProcessPeer,
-    Remote,
-    expect,
-    until,
-    until_freed,
-)
+from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, Remote, expect, until, until_freed
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

@@ -25,9 +25,17 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.messages import Fetch, Meet, Message, Refused, Want, encode, own_hello
-from omni_kvlink.connectors.ucx.door import UcxDoor
-from omni_kvlink.connectors.ucx.plane import Plane
+from omni_kvlink.connectors.protocol.messages import (
+    Fetch,
+    Meet,
+    Message,
+    Refused,
+    Want,
+    encode,
+    own_hello,
+)
+from omni_kvlink.connectors.ucx.listener import UcxDoor
+from omni_kvlink.connectors.ucx.transport import Plane
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed

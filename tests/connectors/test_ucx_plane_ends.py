@@ -15,8 +15,8 @@ import pytest
 
 from omni_kvlink import ClosedError, PeerLostError, UnavailableError, WireError
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.ucx.plane import Plane
 from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.ucx.transport import Plane
 from omni_kvlink.testing.rig import until
 
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
@@ -215,7 +215,7 @@ def test_planes_leave_nothing_behind() -> None:
 
 def test_a_process_that_forgets_to_close_ends_well() -> None:
     script = (
-        "from omni_kvlink.connectors.ucx.plane import Plane\n"
+        "from omni_kvlink.connectors.ucx.transport import Plane\n"
         "one, two = Plane(), Plane()\n"
         "one.send(one.connect(two.address), bytearray(1000000), 1, lambda error: None)\n"
     )

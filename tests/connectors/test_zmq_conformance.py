@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from zmq_places import fresh_url
 
-from omni_kvlink.connectors.zmq import door as zmq_door
+from omni_kvlink.connectors.zmq import listener as zmq_door
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.rig import ProcessPeer, Rig

@@ -12,8 +12,8 @@ import zmq
 from zmq_places import free_port
 
 from omni_kvlink import ConnectorError, KVLink, KVLinkError, PeerLostError, VersionError, WireError
-from omni_kvlink.connectors.fetch import CHUNK
-from omni_kvlink.connectors.messages import (
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.protocol.messages import (
     Chunk,
     Committed,
     Failed,

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 from zmq_places import fresh_url
 
-from omni_kvlink import CapacityError, KVLink, TransferTimeout, arena
+from omni_kvlink import CapacityError, KVLink, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
-from omni_kvlink.connectors import remote
-from omni_kvlink.connectors.fetch import CHUNK
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.runtime import remote_consumer as remote
+from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import SLACK, Remote, ThreadPeer, expect, until, until_freed

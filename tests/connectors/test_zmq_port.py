@@ -12,9 +12,9 @@ from zmq_places import fresh_url
 from zmq_strangers import greeted
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.loop import Loop
-from omni_kvlink.connectors.messages import Failed, Want
-from omni_kvlink.connectors.zmq.sockets import Port
+from omni_kvlink.connectors.control.monitored_socket import Port
+from omni_kvlink.connectors.protocol.messages import Failed, Want
+from omni_kvlink.connectors.runtime.event_loop import Loop
 from omni_kvlink.testing.rig import until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")

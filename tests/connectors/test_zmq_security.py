@@ -14,7 +14,7 @@ from safe import Safe
 from zmq_places import free_port, fresh_url
 
 from omni_kvlink import ConnectorError, KVLink, TransferTimeout
-from omni_kvlink.connectors.zmq.keys import generate
+from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until
@@ -98,14 +98,14 @@ def test_a_network_needs_keys(safe: Safe) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]"])
 def test_loopback_needs_none(address: str) -> None:
-    from omni_kvlink.connectors.zmq.endpoint import Endpoint
+    from omni_kvlink.connectors.control.address import Endpoint
 
     assert Endpoint("tcp", f"{address}:1").is_local
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "192.168.1.1", "example.org", "[fe80::1]", "*"])
 def test_anything_else_is_a_network(address: str) -> None:
-    from omni_kvlink.connectors.zmq.endpoint import Endpoint
+    from omni_kvlink.connectors.control.address import Endpoint
 
     assert not Endpoint("tcp", f"{address}:1").is_local
 

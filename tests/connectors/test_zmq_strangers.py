@@ -12,8 +12,9 @@ from zmq_places import fresh_url
 from zmq_strangers import Raw, dialled, greeted
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.fetch import CHUNK, WINDOW
-from omni_kvlink.connectors.messages import (
+from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
+from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,
     Failed,
@@ -28,11 +29,10 @@ from omni_kvlink.connectors.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.zmq import sockets as zmq_sockets
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
-from omni_kvlink.wire import Manifest
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 BIG = sized("big", 3 * WINDOW)

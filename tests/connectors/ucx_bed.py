@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.ucx.plane import Endpoint, Plane, Request
+from omni_kvlink.connectors.ucx.transport import Endpoint, Plane, Request
 from omni_kvlink.testing.rig import until
 
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from omni_kvlink.connectors.ucx.plane import Endpoint, Plane
+from omni_kvlink.connectors.ucx.transport import Endpoint, Plane
 
 PATIENCE = 20.0
 _PERIOD = 65_521  # a prime: a piece in the wrong place shows

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from omni_kvlink.connectors.messages import Message, decode, encode, own_hello
+from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
 
 
 class Raw:

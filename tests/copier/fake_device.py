@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from omni_kvlink import _cuda
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.copier import pinned
-from omni_kvlink.places import Place
+from omni_kvlink.payload.views import Place
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FIELDS = (

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from omni_kvlink import _native
-from omni_kvlink.memory import Region
-from omni_kvlink.wire import Manifest
+from omni_kvlink._native import host as _native
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
 
 FEATURES = ("portable", "avx2", "avx512", "avx512+clmul")
 NEEDS_LIBRARY = pytest.mark.skipif(bool(_native.missing()), reason=_native.missing() or "")

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_bed import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
 
-from omni_kvlink import KVCacheTransferData, _native
+from omni_kvlink import KVCacheTransferData
+from omni_kvlink._native import host as _native
 from omni_kvlink.copier import Copier, TorchCopier
 from omni_kvlink.copier.native import NativeCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.manifest import DIGEST_CHUNK
 from omni_kvlink.testing import COPIER_CHECKS
-from omni_kvlink.wire import DIGEST_CHUNK
 
 pytestmark = NEEDS_LIBRARY
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_bed import FEATURES, NEEDS_LIBRARY, Locked, noise, using
 
-from omni_kvlink import _native
+from omni_kvlink._native import host as _native
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from native_bed import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, us
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.copier.native import NativeCopier
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.memory import Mapping
-from omni_kvlink.paged import Paged, Pages
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.paged import Paged, Pages
 
 Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]
 

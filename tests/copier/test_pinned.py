@@ -20,13 +20,14 @@ from fake_device import FakeDevice
 from native_bed import NEEDS_LIBRARY, Locked, plan_of, tensor_of
 from pages import LAYOUTS, SIZE, about, copier, table, wanted
 
-from omni_kvlink import KVCacheTransferData, KVLink, _cuda
+from omni_kvlink import KVCacheTransferData, KVLink
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory import Mapping, Region
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import check_copier
-from omni_kvlink.wire import Manifest
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.memory import Region
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import COPIER_CHECKS, CheckFailed, check_copier
-from omni_kvlink.wire import Manifest
 
 
 @pytest.mark.parametrize("check", COPIER_CHECKS, ids=lambda check: check.__name__[6:])

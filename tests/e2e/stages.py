@@ -23,7 +23,7 @@ from omni_kvlink.models.bagel import (
     InPlaceCache,
     make_tiny_checkpoint,
 )
-from omni_kvlink.schema import same_bytes
+from omni_kvlink.payload.schema import same_bytes
 
 STEPS = 6
 

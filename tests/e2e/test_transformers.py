@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from omni_kvlink import KVCacheBundle, KVLink
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
-from omni_kvlink.schema import same_bytes
+from omni_kvlink.payload.schema import same_bytes
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 

@@ -10,7 +10,7 @@ import pytest
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
-from omni_kvlink.engine.wiring import fed_by, rank_urls, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import fed_by, rank_urls, stage_configs
 
 BAGEL = """
 async_chunk: false

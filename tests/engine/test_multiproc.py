@@ -26,8 +26,8 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import ARExecutor
+from omni_kvlink.engine.ipc.shm_tensors import SMALL
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
-from omni_kvlink.engine.parcels import SMALL
 
 LONG = {"num_inference_steps": 50_000}
 """Minutes of it."""

@@ -126,7 +126,7 @@ def test_a_rank_that_is_frozen(stage: Bed) -> None:
 def test_an_engine_that_is_closed_while_a_rank_is_frozen(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.stage_engine._HANGS", 0.5)
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._HANGS", 0.5)
     with bed(sockets, 1) as stage:
         future = stage.submit("a", **LONG)
         stage.send("a")
@@ -233,8 +233,8 @@ def test_an_ar_stage_whose_rank_is_frozen(
 ) -> None:
     """It counts tokens, and says how its link is: nobody waits for that longer than told."""
     sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
-    monkeypatch.setattr("omni_kvlink.engine.ar_engine._ANSWER", 0.3)
-    monkeypatch.setattr("omni_kvlink.engine.stage_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER", 0.3)
     monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)

@@ -10,10 +10,10 @@ from engine_bed import bundle, pipeline, wishes
 
 from omni_kvlink import CapacityError, SchemaError
 from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionRequest
-from omni_kvlink.engine.bagel import BagelUtility
-from omni_kvlink.engine.blocks import BlockManager, KVPools
-from omni_kvlink.engine.paged_cache import BlockTable, PagedNaiveCache
-from omni_kvlink.schema import same_bytes
+from omni_kvlink.engine.kv.block_manager import BlockManager, KVPools
+from omni_kvlink.engine.models.bagel import BagelUtility
+from omni_kvlink.engine.models.paged_naive_cache import BlockTable, PagedNaiveCache
+from omni_kvlink.payload.schema import same_bytes
 
 CPU = torch.device("cpu")
 PROMPTS: dict[str, Any] = {

@@ -13,13 +13,8 @@ from typing import Any
 import pytest
 from parallel_bed import Stage, digests, execute, painted, receive, requests, stages, value
 
-from omni_kvlink.engine import (
-    EngineDeadError,
-    EngineError,
-    RequestAborted,
-    RequestFailed,
-    agreement,
-)
+from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.parallel import batch_sync as agreement
 from omni_kvlink.errors import SchemaError, TransferFailed
 
 GUIDANCE, TENSOR = {"cfg_parallel_size": 2}, {"tensor_parallel_size": 2}

@@ -17,7 +17,6 @@ from parallel_bed import EDIT, digest
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.bundle import PrefixOf, SameAs
 from omni_kvlink.engine import (
     DiffusionKVManager,
     DiffusionParallelConfig,
@@ -25,10 +24,10 @@ from omni_kvlink.engine import (
     KVState,
     OmniDiffusionRequest,
 )
-from omni_kvlink.engine.division import Division
-from omni_kvlink.engine.ranks import Place
-from omni_kvlink.engine.source import KVSource
-from omni_kvlink.engine.worker.handover import Handover
+from omni_kvlink.engine.kv.kv_partition import Division
+from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.kv.kv_source import KVSource
+from omni_kvlink.engine.parallel.rank_coords import Place
 from omni_kvlink.errors import (
     IntegrityError,
     PeerLostError,
@@ -36,7 +35,8 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.places import dense
+from omni_kvlink.payload.bundle import PrefixOf, SameAs
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import shard_of, slice_heads
 

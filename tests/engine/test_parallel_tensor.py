@@ -40,10 +40,10 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
+from omni_kvlink.engine.models.bagel_requests import denoise_params
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
-from omni_kvlink.models.bagel.requests import denoise_params
 
 TWO = DiffusionParallelConfig(tensor_parallel_size=2)
 ONWARD = ("shm://onward-0", "shm://onward-1")

@@ -14,10 +14,10 @@ import torch
 
 from omni_kvlink import CapacityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.engine import EngineDeadError, KVState
-from omni_kvlink.engine.channel import Channel
-from omni_kvlink.engine.codec import unpack
+from omni_kvlink.engine.ipc.channel import Channel
+from omni_kvlink.engine.ipc.codec import unpack
+from omni_kvlink.engine.ipc.shm_tensors import SMALL, Inbox
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
-from omni_kvlink.engine.parcels import SMALL, Inbox
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 BIG = 4 * SMALL
@@ -124,7 +124,7 @@ def test_arenas_that_make_way_for_larger_ones(ends: tuple[Channel, Channel]) -> 
 def test_more_than_the_quota_is_an_error(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.parcels._PATIENCE", 0.1)
+    monkeypatch.setattr("omni_kvlink.engine.ipc.shm_tensors._PATIENCE", 0.1)
     here, there = ends
     with pytest.raises(CapacityError, match="send less at once") as caught:
         here.send({"small": filled(1), "large": torch.zeros(5 << 20, dtype=torch.uint8)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_kvlink.engine import DiffusionParallelConfig
-from omni_kvlink.engine.ranks import Place, group_ranks
+from omni_kvlink.engine.parallel.rank_coords import Place, group_ranks
 
 
 def test_every_place_is_taken_once_and_leaders_come_first() -> None:

@@ -28,7 +28,7 @@ from omni_kvlink.engine import (
     RayConfig,
     RequestAborted,
 )
-from omni_kvlink.engine.executor.ray import RayExecutor
+from omni_kvlink.engine.ray.executor import RayExecutor
 
 ray = pytest.importorskip("ray", reason="needs `pip install 'omni-kvlink[ray]'`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from absent import check_untouched, cure
 
-MODULES = "omni_kvlink.engine, omni_kvlink.engine.executor.ray, omni_kvlink.engine.stage_actor"
+MODULES = "omni_kvlink.engine, omni_kvlink.engine.ray.executor, omni_kvlink.engine.ray.stage_actor"
 EXECUTOR = """
 from omni_kvlink.engine import DiffusionEngine, OmniDiffusionConfig
 DiffusionEngine(OmniDiffusionConfig("nowhere", distributed_executor_backend="ray"))

@@ -16,9 +16,9 @@ from engine_bed import config
 
 from omni_kvlink import SchemaError, WireError
 from omni_kvlink.engine import EngineError, RayConfig
-from omni_kvlink.engine.codec import pack_config, unpack_config
-from omni_kvlink.engine.meeting import join_meeting, open_meeting
-from omni_kvlink.engine.ray_host import Host, read, write
+from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
+from omni_kvlink.engine.parallel.rendezvous import join_meeting, open_meeting
+from omni_kvlink.engine.ray.actor_host import Host, read, write
 
 
 class Echo(Host):

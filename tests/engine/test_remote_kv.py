@@ -14,7 +14,7 @@ from mp_bed import until
 
 from omni_kvlink import CapacityError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import EngineError, KVConfig, KVState
-from omni_kvlink.engine.executor.groups import Groups
+from omni_kvlink.engine.executor.dp_router import Groups
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 
 

@@ -25,7 +25,7 @@ from omni_kvlink.engine import (
     RequestFailed,
     StageProcess,
 )
-from omni_kvlink.engine.codec import pack, unpack, unpack_error
+from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
 from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}

@@ -18,12 +18,13 @@ from engine_bed import WAIT, alone, bundle, checkpoint, config, link, pipeline, 
 from torch import Tensor
 
 from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
-from omni_kvlink.engine.block_cache import BlockCache
-from omni_kvlink.engine.cache_backend import make_cache_backend
-from omni_kvlink.engine.step_cache import StepCache
-from omni_kvlink.engine.tea_cache import TeaCache
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from omni_kvlink.engine.step_cache.block_cache import BlockCache
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
+from omni_kvlink.engine.step_cache.step_cache import StepCache
+from omni_kvlink.engine.step_cache.tea_cache import TeaCache
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
-from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams
+from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
 
 SHAPE, STEPS = (16, 24), 12
@@ -40,7 +41,7 @@ class Watched:
     """A pipeline of its own with a backend, its decoder's layers counted."""
 
     def __init__(self, name: str, settings: dict[str, Any]):
-        self.pipeline: BagelPipeline = copy.copy(pipeline())
+        self.pipeline: OmniBagelPipeline = copy.copy(pipeline())
         self.pipeline.hooks = DenoiseHooks()
         made = make_cache_backend(name, settings)
         assert isinstance(made, StepCache)

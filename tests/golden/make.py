@@ -17,8 +17,8 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf, SameAs, Shard
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.header import VERSION
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.header import VERSION
 
 HERE = Path(__file__).parent
 PRODUCER = {"library": "golden", "host": "golden"}

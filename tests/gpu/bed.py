@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from omni_kvlink import _cuda
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.copier import Copier, PinnedCopier
-from omni_kvlink.memory import Region
-from omni_kvlink.paged import Paged
-from omni_kvlink.places import Place
-from omni_kvlink.wire import Manifest
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.views import Place
 
 DEVICE = "cuda"
 ENGINES, MIXED, KERNEL, MEASURED = "0", "300", str(1 << 62), ""

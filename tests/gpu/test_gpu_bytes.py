@@ -12,9 +12,10 @@ from bed import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, ThroughDevice, mo
 from pages import LAYOUTS, SIZE, about, table, wanted
 from payloads import DTYPES, noise
 
-from omni_kvlink import KVCacheTransferData, Paged, Pages, _cuda
+from omni_kvlink import KVCacheTransferData, Paged, Pages
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
 from omni_kvlink.testing import check_copier
 
 pytestmark = GPU

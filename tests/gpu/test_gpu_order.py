@@ -10,10 +10,11 @@ import torch
 from bed import DEVICE, ENGINES, GPU, KERNEL
 from payloads import bits, noise
 
-from omni_kvlink import KVCacheTransferData, _cuda
+from omni_kvlink import KVCacheTransferData
+from omni_kvlink._native import cuda as _cuda
 from omni_kvlink.copier import PinnedCopier
-from omni_kvlink.memory import Mapping, Region
-from omni_kvlink.wire import Manifest
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU
 LONG = 2_000_000_000  # clock cycles: about a second

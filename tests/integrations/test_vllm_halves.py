@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from omni_kvlink import KVLink, SchemaError, UnavailableError, _faults
+from omni_kvlink import KVLink, SchemaError, UnavailableError
+from omni_kvlink.connectors.runtime import fault_points as _faults
 from omni_kvlink.integrations.vllm.blocks import BlockFormat, byte_pools
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.payload import Pools

@@ -110,7 +110,7 @@ def test_what_nobody_polls_any_more_goes_back(
     assert polled(reader, "first_0_0") == 1
     for forget in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
         assert reader.get(*EDGE, "r_0_0") is None
-        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.asking.KEPT", 0.0)
+        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.KEPT", 0.0)
         time.sleep(0.01)
         forget()
         assert len(reader._asking) == 0

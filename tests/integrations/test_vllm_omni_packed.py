@@ -26,7 +26,7 @@ from omni_kvlink.integrations.vllm_omni import Settings
 from omni_kvlink.integrations.vllm_omni.links import Links
 from omni_kvlink.integrations.vllm_omni.packed import check_packed, header_of
 from omni_kvlink.integrations.vllm_omni.payloads import Buffer, object_of, payload_of
-from omni_kvlink.integrations.vllm_omni.places import Announcement, Place, announced, find
+from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, Place, announced, find
 
 LAYERS, TOKENS, ROW = 2, 5, (2, 4)
 NBYTES = TOKENS * 8 * 4
@@ -219,7 +219,7 @@ def test_a_living_senders_name_is_its_own(sockets: str) -> None:
 def test_a_dead_senders_name_is_not_believed(sockets: str) -> None:
     path = f"{sockets}/a.url"
     code = (
-        "import os, sys; from omni_kvlink.integrations.vllm_omni.places import Announcement\n"
+        "import os, sys; from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement\n"
         "kept = Announcement(sys.argv[1], 'zmq+tcp://127.0.0.1:1'); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)

@@ -11,7 +11,7 @@ import vllm_engine
 
 from omni_kvlink.connectors import registry, shm
 from omni_kvlink.connectors.base import Backend, Options
-from omni_kvlink.wire import Manifest
+from omni_kvlink.payload.manifest import Manifest
 
 
 def serve(address: str, options: Options) -> Any:

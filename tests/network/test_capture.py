@@ -15,7 +15,7 @@ from cable import Cable
 from hosts import HAS_UCX, Hosts
 from safe import Safe
 
-from omni_kvlink.places import dense
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.memory_checks import sized
 
 REQUEST = "request-of-somebody"

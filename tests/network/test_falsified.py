@@ -12,7 +12,7 @@ from safe import Safe
 from zmq_places import free_port
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.zmq import sockets as zmq_sockets
+from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, Remote, until
 

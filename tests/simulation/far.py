@@ -12,13 +12,13 @@ from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
 from omni_kvlink.connectors.base import Delivery, Want
-from omni_kvlink.connectors.direct import Direct
-from omni_kvlink.connectors.fetch import Pace
-from omni_kvlink.connectors.messages import Abort, Chunk, Fetch, Location, Message, Offer
-from omni_kvlink.connectors.remote import RemoteSession, RemoteWant
-from omni_kvlink.connectors.transfer import Transfer
-from omni_kvlink.memory import Mapping, Region
-from omni_kvlink.wire import Manifest
+from omni_kvlink.connectors.protocol.direct_source import Direct
+from omni_kvlink.connectors.protocol.fetch_plan import Pace
+from omni_kvlink.connectors.protocol.messages import Abort, Chunk, Fetch, Location, Message, Offer
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession, RemoteWant
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.manifest import Manifest
 
 ROW = 600
 BLOCK = 1 << 14

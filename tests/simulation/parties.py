@@ -11,9 +11,8 @@ from typing import Any
 from world import Clock, Memory, Wire
 
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.exchange import Exchange
-from omni_kvlink.connectors.inbox import Inbox, Wanted
-from omni_kvlink.connectors.messages import (
+from omni_kvlink.connectors.protocol.get_table import Inbox, Wanted
+from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Location,
     Message,
@@ -22,7 +21,8 @@ from omni_kvlink.connectors.messages import (
     Unwant,
     Want,
 )
-from omni_kvlink.connectors.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Exchange
 
 LAYERS = 4
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.messages import Message, decode, encode
+from omni_kvlink.connectors.protocol.messages import Message, decode, encode
 
 
 class Clock:

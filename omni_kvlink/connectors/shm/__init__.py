@@ -3,11 +3,11 @@
 import sys
 from functools import partial
 
-from ...memory import Mapping
-from ..base import Backend, Options, refuse_keys
-from ..producer import PooledProducer
-from .consumer import ShmConsumer
-from .door import ShmDoor
+from omni_kvlink.connectors.base import Backend, Options, refuse_keys
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.connectors.shm.consumer import ShmConsumer
+from omni_kvlink.connectors.shm.listener import ShmDoor
+from omni_kvlink.memory.region import Mapping
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

@@ -11,8 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ...errors import WireError
-from ..messages import MAX_MESSAGE, Message, decode, encode
+from omni_kvlink.connectors.protocol.messages import MAX_MESSAGE, Message, decode, encode
+from omni_kvlink.errors import WireError
 
 MAX_BACKLOG = 4096
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)

@@ -9,20 +9,9 @@ import threading
 import time
 from functools import partial
 
-from ...arena import GRAIN
-from ...errors import (
-    ConnectorError,
-    KVLinkError,
-    PeerLostError,
-    TransferTimeout,
-    WireError,
-)
-from ...memory import Mapping, Region, is_sealed
-from ..base import Options, refuse_keys
-from ..consumer import PooledSession, Session, SessionConsumer, check_greeting, closed_here
-from ..inbox import Inbox
-from ..loop import READ, WRITE, Loop, readable_pidfd
-from ..messages import (
+from omni_kvlink.connectors.base import Options, refuse_keys
+from omni_kvlink.connectors.protocol.get_table import Inbox
+from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Hello,
     Location,
@@ -33,9 +22,26 @@ from ..messages import (
     Unwant,
     own_hello,
 )
-from ..slot import SLOT
-from .channel import Channel
-from .rendezvous import dial, peer_identity, socket_path
+from omni_kvlink.connectors.protocol.slot import SLOT
+from omni_kvlink.connectors.runtime.consumer import (
+    PooledSession,
+    Session,
+    SessionConsumer,
+    check_greeting,
+    closed_here,
+)
+from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, Loop, readable_pidfd
+from omni_kvlink.connectors.shm.channel import Channel
+from omni_kvlink.connectors.shm.rendezvous import dial, peer_identity, socket_path
+from omni_kvlink.errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    WireError,
+)
+from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.memory.region import Mapping, Region, is_sealed
 
 
 class ShmConsumer(SessionConsumer):

@@ -13,8 +13,8 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from ...errors import BusyError, ClosedError, ConnectorError, TransferTimeout
-from ..private import check_private, is_alive, locked
+from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
+from omni_kvlink.errors import BusyError, ClosedError, ConnectorError, TransferTimeout
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...memory import Mapping
-from ..base import Backend, Options
-from ..producer import PooledProducer
-from .consumer import UcxConsumer
-from .door import UcxDoor
-from .exposure import endpoint_of
+from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.connectors.ucx.access_policy import endpoint_of
+from omni_kvlink.connectors.ucx.consumer import UcxConsumer
+from omni_kvlink.connectors.ucx.listener import UcxDoor
+from omni_kvlink.memory.region import Mapping
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
 
@@ -17,7 +17,7 @@ INSTALL = "pip install 'omni-kvlink[ucx]'"
 def unavailable() -> str | None:
     """Why UCX cannot be used here, with the cure, or None if it can; imports ucxx, so ask late."""
     try:
-        from .worker import load
+        from omni_kvlink.connectors.ucx.worker import load
 
         load()
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from ...errors import WireError
+from omni_kvlink.errors import WireError
 
 _MAGIC = b"kvu1"
 _LONGEST = 4096

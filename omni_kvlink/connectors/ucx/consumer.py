@@ -7,15 +7,15 @@ import threading
 from functools import partial
 from typing import Any
 
-from ...errors import ClosedError, KVLinkError, PeerLostError, WireError
-from ..arrival import Arrival
-from ..base import Options
-from ..fetch import Pace
-from ..messages import Chunk, Meet, Message, Release, unexpected
-from ..zmq.consumer import ZmqConsumer, ZmqSession
-from .exposure import PACE, endpoint_of, settings_of
-from .plane import Endpoint, Plane, Request
-from .tags import Tags
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.fetch_plan import Pace
+from omni_kvlink.connectors.protocol.messages import Chunk, Meet, Message, Release, unexpected
+from omni_kvlink.connectors.runtime.inbound_transfer import Arrival
+from omni_kvlink.connectors.ucx.access_policy import PACE, endpoint_of, settings_of
+from omni_kvlink.connectors.ucx.tags import Tags
+from omni_kvlink.connectors.ucx.transport import Endpoint, Plane, Request
+from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, ZmqSession
+from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 
 
 class UcxConsumer(ZmqConsumer):

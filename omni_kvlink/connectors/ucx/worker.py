@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from ...errors import PeerLostError, UnavailableError
-from ...memory import Region
-from .settings import Settings
+from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.errors import PeerLostError, UnavailableError
+from omni_kvlink.memory.region import Region
 
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from ...memory import Mapping
-from ..base import Backend, Options
-from ..producer import PooledProducer
-from .consumer import ZmqConsumer
-from .door import ZmqDoor
-from .endpoint import Endpoint
+from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.connectors.zmq.consumer import ZmqConsumer
+from omni_kvlink.connectors.zmq.listener import ZmqDoor
+from omni_kvlink.memory.region import Mapping
 
 
 def _serve(transport: str, address: str, options: Options) -> PooledProducer:

@@ -10,17 +10,12 @@ from typing import Any
 
 import zmq
 
-from ...errors import (
-    ConnectorError,
-    KVLinkError,
-    PeerLostError,
-    TransferTimeout,
-)
-from ..base import Options
-from ..consumer import Session, check_greeting, closed_here
-from ..fetch import CHUNK
-from ..loop import Loop
-from ..messages import (
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.control.monitored_socket import Port, is_broken
+from omni_kvlink.connectors.control.security import check_exposure, protect_client
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,
     Message,
@@ -31,11 +26,11 @@ from ..messages import (
     own_hello,
     unexpected,
 )
-from ..remote import RemoteConsumer, RemoteSession
-from ..store import Store
-from .endpoint import Endpoint
-from .security import check_exposure, protect_client
-from .sockets import Port, is_broken
+from omni_kvlink.connectors.runtime.consumer import Session, check_greeting, closed_here
+from omni_kvlink.connectors.runtime.event_loop import Loop
+from omni_kvlink.connectors.runtime.receive_pool import Store
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer, RemoteSession
+from omni_kvlink.errors import ConnectorError, KVLinkError, PeerLostError, TransferTimeout
 
 _LARGEST_LESSON = 31 << 20
 """Bytes; glibc learns from no block above 32 MiB."""

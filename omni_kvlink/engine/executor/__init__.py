@@ -1,4 +1,4 @@
 """Executors: between an engine and whoever does its work."""
 
-from .base import Executor as Executor
-from .base import FailureCallback as FailureCallback
+from omni_kvlink.engine.executor.base import Executor as Executor
+from omni_kvlink.engine.executor.base import FailureCallback as FailureCallback

@@ -7,19 +7,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..config import OmniARConfig, StageConfig
-from ..errors import EngineError
-from ..kv_manager import KVManager
-from ..model import model_utility
-from ..outputs import BatchRunnerOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from ..request import OmniDiffusionRequest
+from omni_kvlink.engine.config import OmniARConfig, StageConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv.kv_manager import KVManager
+from omni_kvlink.engine.outputs import (
+    BatchRunnerOutput,
+    DiffusionSchedulerOutput,
+    ModelRunnerOutput,
+)
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.model import model_utility
 
 FailureCallback: TypeAlias = Callable[[EngineError], None]
 
 _ROWS = {
     "uni": "omni_kvlink.engine.executor.uniproc:UniprocExecutor",
     "mp": "omni_kvlink.engine.executor.multiproc:MultiprocExecutor",
-    "ray": "omni_kvlink.engine.executor.ray:RayExecutor",
+    "ray": "omni_kvlink.engine.ray.executor:RayExecutor",
     "diffusers": "omni_kvlink.engine.executor.diffusers:DiffusersPipelineExecutor",
 }
 

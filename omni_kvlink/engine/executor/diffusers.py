@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...errors import UnavailableError
-from ..config import OmniDiffusionConfig
-from ..diffusers_pipeline import DiffusersPipeline
-from ..errors import (
+from omni_kvlink.engine.config import OmniDiffusionConfig
+from omni_kvlink.engine.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineError,
     NoWorkersError,
     forget_frames,
 )
-from ..outputs import BatchRunnerOutput, DiffusionOutput, DiffusionSchedulerOutput
-from ..request import DiffusionRequestBatch, OmniDiffusionRequest
-from ..worker.offload import ParkedWeights, available_memory, give_memory_back
-from .base import Executor, FailureCallback
+from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
+from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, DiffusionSchedulerOutput
+from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, give_memory_back
+from omni_kvlink.errors import UnavailableError
 
 INSTALL = "pip install 'omni-kvlink[diffusers]'"
 

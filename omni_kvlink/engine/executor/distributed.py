@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, NoReturn, Protocol
 
-from ...errors import ClosedError, TransferTimeout
-from ..codec import renamed
-from ..config import OmniDiffusionConfig
-from ..errors import EngineDeadError, EngineError, RequestFailed
-from ..outputs import (
+from omni_kvlink.engine.config import OmniDiffusionConfig
+from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
+from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.executor.dp_router import Groups
+from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
+from omni_kvlink.engine.ipc.codec import renamed
+from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
 )
-from ..ranks import group_ranks
-from .base import Executor, FailureCallback
-from .groups import Groups
-from .remote_kv import RemoteKVManager
+from omni_kvlink.engine.parallel.rank_coords import group_ranks
+from omni_kvlink.errors import ClosedError, TransferTimeout
 
 END = 10.0
 """Seconds that workers have to end when they are told to, before they are killed."""

@@ -7,10 +7,10 @@ import os
 import shutil
 import tempfile
 
-from ..child import Child
-from ..codec import pack_config
-from ..config import StageConfig
-from .distributed import DeathCallback, DistributedExecutor
+from omni_kvlink.engine.config import StageConfig
+from omni_kvlink.engine.executor.distributed import DeathCallback, DistributedExecutor
+from omni_kvlink.engine.ipc.codec import pack_config
+from omni_kvlink.engine.ipc.process_handle import Child
 
 
 class MultiprocExecutor(DistributedExecutor):

@@ -10,14 +10,14 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol
 
-from ...errors import CapacityError, TransferTimeout
-from ..budget import Budget
-from ..config import KVConfig
-from ..errors import EngineError
-from ..holding import KVState
-from ..receiver import Receiver
-from ..request import OmniDiffusionRequest
-from .groups import Groups
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.executor.dp_router import Groups
+from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.kv.kv_receiver import Receiver
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.sched.budget import Budget
+from omni_kvlink.errors import CapacityError, TransferTimeout
 
 _GRACE = 0.15
 """Seconds after a deadline, which the workers keep, in which they may say so."""

@@ -8,19 +8,19 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from ...errors import TransferTimeout
-from ..config import OmniARConfig, OmniDiffusionConfig, StageConfig
-from ..errors import EngineDeadError
-from ..outputs import (
+from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from omni_kvlink.engine.errors import EngineDeadError
+from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
 )
-from ..worker.base import WorkerBase
-from ..worker.gpu_ar_worker import GPUARWorker
-from ..worker.gpu_diffusion_worker import GPUDiffusionWorker
-from .base import Executor, FailureCallback
+from omni_kvlink.engine.worker.base import WorkerBase
+from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
+from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
+from omni_kvlink.errors import TransferTimeout
 
 
 class InProcess(Executor):

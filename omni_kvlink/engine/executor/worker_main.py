@@ -10,10 +10,10 @@ import socket
 import sys
 import threading
 
-from ..channel import Channel
-from ..child import serve_calls
-from ..codec import unpack_config
-from ..worker.service import WorkerService
+from omni_kvlink.engine.ipc.channel import Channel
+from omni_kvlink.engine.ipc.codec import unpack_config
+from omni_kvlink.engine.ipc.process_handle import serve_calls
+from omni_kvlink.engine.worker.service import WorkerService
 
 _END = 5.0
 """Seconds to end when the executor is gone; other ranks may wait for one that is gone, too."""

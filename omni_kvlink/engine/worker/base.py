@@ -8,13 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ..config import StageConfig
-from ..errors import EngineAsleepError, EngineError
-from ..kv_manager import DiffusionKVManager
-from ..mates import Mates
-from ..model import ModelUtility
-from .handover import Handover
-from .offload import ParkedWeights, available_memory, drop_weights
+from omni_kvlink.engine.config import StageConfig
+from omni_kvlink.engine.errors import EngineAsleepError, EngineError
+from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.worker.model import ModelUtility
+from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, drop_weights
 
 TAGS = ("weights", "kv_cache")
 

@@ -6,18 +6,18 @@ import time
 
 import torch
 
-from ...errors import KVLinkError
-from ...link import Payload
-from ..agreement import Agreement
-from ..blocks import KVPools
-from ..config import OmniARConfig
-from ..errors import RequestAborted, RequestFailed, forget_frames
-from ..kv_manager import DiffusionKVManager
-from ..mates import Mates
-from ..model import ModelUtility, model_utility
-from ..outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
-from ..request import OmniDiffusionRequest
-from .handover import Handover
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.errors import RequestAborted, RequestFailed, forget_frames
+from omni_kvlink.engine.kv.block_manager import KVPools
+from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
+from omni_kvlink.engine.parallel.batch_sync import Agreement
+from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.errors import KVLinkError
+from omni_kvlink.link import Payload
 
 
 class GPUARModelRunner:

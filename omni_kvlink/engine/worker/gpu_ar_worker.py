@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import OmniARConfig
-from ..outputs import ARSchedulerOutput, ModelRunnerOutput
-from ..request import OmniDiffusionRequest
-from .base import WorkerBase
-from .gpu_ar_model_runner import GPUARModelRunner
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.outputs import ARSchedulerOutput, ModelRunnerOutput
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.base import WorkerBase
+from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
 
 
 class GPUARWorker(WorkerBase[GPUARModelRunner]):

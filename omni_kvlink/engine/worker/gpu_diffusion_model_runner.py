@@ -8,21 +8,21 @@ from functools import partial
 
 import torch
 
-from ...errors import KVLinkError
-from ...link import Payload
-from ..agreement import Agreement
-from ..cache_backend import CacheBackend, make_cache_backend
-from ..config import OmniDiffusionConfig
-from ..division import Division
-from ..errors import EngineError, RequestFailed, forget_frames
-from ..guidance import SharedBranches
-from ..kv_manager import DiffusionKVManager
-from ..mates import Mates
-from ..model import ModelUtility, model_utility
-from ..outputs import BatchRunnerOutput, DiffusionOutput
-from ..request import DiffusionRequestBatch, OmniDiffusionRequest
-from ..source import KVSource
-from .handover import Handover
+from omni_kvlink.engine.config import OmniDiffusionConfig
+from omni_kvlink.engine.errors import EngineError, RequestFailed, forget_frames
+from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+from omni_kvlink.engine.kv.kv_partition import Division
+from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.kv.kv_source import KVSource
+from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
+from omni_kvlink.engine.parallel.batch_sync import Agreement
+from omni_kvlink.engine.parallel.guidance import SharedBranches
+from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
+from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.errors import KVLinkError
+from omni_kvlink.link import Payload
 
 
 class GPUDiffusionModelRunner:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import OmniDiffusionConfig
-from ..outputs import BatchRunnerOutput
-from ..request import OmniDiffusionRequest
-from .base import WorkerBase
-from .gpu_diffusion_model_runner import GPUDiffusionModelRunner
+from omni_kvlink.engine.config import OmniDiffusionConfig
+from omni_kvlink.engine.outputs import BatchRunnerOutput
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.base import WorkerBase
+from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 
 class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):

@@ -9,22 +9,22 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias
 
-from ...errors import ClosedError
-from ..config import OmniARConfig, OmniDiffusionConfig, StageConfig
-from ..errors import EngineError
-from ..futures import settle
-from ..holding import KVState
-from ..kv_manager import DiffusionKVManager
-from ..outputs import (
+from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.ipc.futures import settle
+from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
 )
-from ..ranks import Place
-from ..request import OmniDiffusionRequest
-from .gpu_ar_worker import GPUARWorker
-from .gpu_diffusion_worker import GPUDiffusionWorker
+from omni_kvlink.engine.parallel.rank_coords import Place
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
+from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
+from omni_kvlink.errors import ClosedError
 
 Job: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
 

@@ -1,9 +1,9 @@
 """vLLM: `OmniKVLinkConnector`, to be named by `kv_connector_module_path`; see docs/vllm.md."""
 
-from ...errors import UnavailableError
+from omni_kvlink.errors import UnavailableError
 
 try:
-    from .connector import OmniKVLinkConnector as OmniKVLinkConnector
+    from omni_kvlink.integrations.vllm.connector import OmniKVLinkConnector as OmniKVLinkConnector
 except ImportError as error:
     raise UnavailableError(
         f"the vLLM connector cannot be loaded: {error}; it ran with vLLM 0.30: "

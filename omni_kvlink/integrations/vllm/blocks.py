@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import SchemaError, UnavailableError
+from omni_kvlink.errors import SchemaError, UnavailableError
 
 
 @dataclasses.dataclass(frozen=True)

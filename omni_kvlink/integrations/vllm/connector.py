@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from ...errors import UnavailableError
-from .scheduling import Scheduling
-from .settings import Settings
-from .stats import KVLinkPrometheus, KVLinkStats
-from .step import Step
-from .worker import Worker
+from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.scheduling import Scheduling
+from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats
+from omni_kvlink.integrations.vllm.step import Step
+from omni_kvlink.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

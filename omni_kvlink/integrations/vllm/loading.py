@@ -10,15 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ...connectors.base import Want
-from ...errors import IntegrityError, TransferFailed
-from ...link import KVLink, ReceivedStream
-from ...paged import Pages
-from ...places import write
-from .payload import HEAD, LAST, Pools
-from .peers import Peers
-from .stats import Meter
-from .step import Drop, Load
+from omni_kvlink.connectors.base import Want
+from omni_kvlink.errors import IntegrityError, TransferFailed
+from omni_kvlink.integrations.vllm.payload import HEAD, LAST, Pools
+from omni_kvlink.integrations.vllm.peers import Peers
+from omni_kvlink.integrations.vllm.stats import Meter
+from omni_kvlink.integrations.vllm.step import Drop, Load
+from omni_kvlink.link import KVLink, ReceivedStream
+from omni_kvlink.payload.paged import Pages
+from omni_kvlink.payload.views import write
 
 log = logging.getLogger(f"vllm.{__name__}")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...bundle import KVCacheBundle
-from ...errors import SchemaError
-from ...paged import Paged, Pages
-from ...schema import KVCacheTransferData
-from ...wire import Manifest
-from .blocks import BlockFormat
-from .step import Cache
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.blocks import BlockFormat
+from omni_kvlink.integrations.vllm.step import Cache
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.schema import KVCacheTransferData
 
 HEAD, LAST = "head", "last"
 """The branches: the block of the prompt's last token, and all before it, where there are any."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import ClosedError, SchemaError, TransferTimeout
-from ...link import KVLink
+from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
+from omni_kvlink.link import KVLink
 
 
 class Peers:

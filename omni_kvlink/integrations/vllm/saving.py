@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from ...connectors.base import Receipt
-from ...errors import DuplicateKeyError, KVLinkError, TransferFailed
-from ...link import KVLink, PutStream
-from ...paged import Pages
-from .payload import Pools
-from .settings import Settings
-from .stats import Meter
-from .step import Cache
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.integrations.vllm.payload import Pools
+from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.stats import Meter
+from omni_kvlink.integrations.vllm.step import Cache
+from omni_kvlink.link import KVLink, PutStream
+from omni_kvlink.payload.paged import Pages
 
 log = logging.getLogger(f"vllm.{__name__}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from .settings import Settings
-from .step import Cache, Drop, Load, Step
+from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.step import Cache, Drop, Load, Step
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

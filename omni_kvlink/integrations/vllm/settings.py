@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import SchemaError
+from omni_kvlink.errors import SchemaError
 
 
 @dataclasses.dataclass(frozen=True)

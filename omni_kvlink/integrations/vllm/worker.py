@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
-from ...errors import SchemaError
-from ...link import KVLink
-from .blocks import BlockFormat, byte_pools
-from .loading import Loader
-from .payload import Pools
-from .peers import Peers
-from .saving import Saver
-from .settings import Settings
-from .stats import Meter
-from .step import Step
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.blocks import BlockFormat, byte_pools
+from omni_kvlink.integrations.vllm.loading import Loader
+from omni_kvlink.integrations.vllm.payload import Pools
+from omni_kvlink.integrations.vllm.peers import Peers
+from omni_kvlink.integrations.vllm.saving import Saver
+from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.stats import Meter
+from omni_kvlink.integrations.vllm.step import Step
+from omni_kvlink.link import KVLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

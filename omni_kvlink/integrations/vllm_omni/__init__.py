@@ -4,7 +4,7 @@ vLLM-Omni calls `register` by itself, from the entry point in `vllm_omni.general
 YAML then names `OmniKVLinkConnector`. A process that makes a manager by hand calls `register()`.
 """
 
-from .settings import Settings as Settings
+from omni_kvlink.integrations.vllm_omni.settings import Settings as Settings
 
 
 def register() -> None:
@@ -14,6 +14,6 @@ def register() -> None:
         UnavailableError: vLLM-Omni cannot be imported; names the command that installs it.
         ValueError: another connector has this name.
     """
-    from .connector import register_connector
+    from omni_kvlink.integrations.vllm_omni.connector import register_connector
 
     register_connector()

@@ -10,21 +10,21 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...connectors.base import Receipt
-from ...connectors.registry import backend
-from ...errors import (
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.connectors.registry import backend
+from omni_kvlink.errors import (
     ClosedError,
     DuplicateKeyError,
     PeerLostError,
     TransferTimeout,
     UnavailableError,
 )
-from ...link import Received
-from .asking import Asking
-from .links import Links
-from .payloads import object_of, payload_of
-from .places import Place
-from .settings import Settings
+from omni_kvlink.integrations.vllm_omni.links import Links
+from omni_kvlink.integrations.vllm_omni.payloads import object_of, payload_of
+from omni_kvlink.integrations.vllm_omni.pending_gets import Asking
+from omni_kvlink.integrations.vllm_omni.settings import Settings
+from omni_kvlink.integrations.vllm_omni.stage_edges import Place
+from omni_kvlink.link import Received
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase

@@ -7,10 +7,10 @@ import threading
 import time
 from typing import Any
 
-from ...errors import ClosedError, TransferTimeout
-from ...link import KVLink
-from .places import Announcement, Place, announced, find
-from .settings import Settings
+from omni_kvlink.errors import ClosedError, TransferTimeout
+from omni_kvlink.integrations.vllm_omni.settings import Settings
+from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, Place, announced, find
+from omni_kvlink.link import KVLink
 
 
 class Links:

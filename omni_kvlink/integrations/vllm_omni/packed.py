@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ...branch import Count
-from ...errors import SchemaError
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branch import Count
 
 _FIELDS = {"rid", "bids", "meta", "td", "nl"}
 _PARTS = {"key_cache": "K", "value_cache": "V"}

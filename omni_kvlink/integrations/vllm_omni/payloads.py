@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ...bundle import KVCacheBundle
-from ...errors import SchemaError, WireError
-from ...link import Payload, Received
-from ...link.received import Verify
-from ...memory import Region
-from ...metadata import KVMetadata
-from ...schema import KVCacheTransferData
-from ...tensors import byte_tensor
-from .packed import check_complete, check_packed, header_of
+from omni_kvlink.errors import SchemaError, WireError
+from omni_kvlink.integrations.vllm_omni.packed import check_complete, check_packed, header_of
+from omni_kvlink.link import Payload, Received
+from omni_kvlink.link.received import Verify
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.dtypes import byte_tensor
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
 
 Pack: TypeAlias = Callable[[Any], bytes]
 Unpack: TypeAlias = Callable[[memoryview], Any]

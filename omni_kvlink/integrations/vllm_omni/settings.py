@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...connectors.base import Options
-from ...link.received import Verify, check_verify
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.link.received import Verify, check_verify
 
 TRANSPORTS = ("shm", "zmq+ipc", "zmq+tcp", "ucx")
 SECTION = "kvlink"

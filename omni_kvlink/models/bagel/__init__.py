@@ -5,18 +5,18 @@ random weights (`make_tiny_checkpoint`). Its KV cache is what crosses between tw
 `prefill` makes a `BagelContexts`, `render` needs nothing else but the parameters and the noise.
 """
 
-from .cache import BagelContext as BagelContext
-from .cache import BagelContexts as BagelContexts
-from .cache import LayerCache as LayerCache
-from .cache import NaiveCache as NaiveCache
-from .config import AutoencoderConfig as AutoencoderConfig
-from .config import BagelConfig as BagelConfig
-from .config import LanguageConfig as LanguageConfig
-from .config import VisionConfig as VisionConfig
-from .images import ImageLike as ImageLike
-from .in_place import InPlaceCache as InPlaceCache
-from .pipeline import BagelPipeline as BagelPipeline
-from .pipeline import Prompt as Prompt
-from .sampling import DenoiseParams as DenoiseParams
-from .tiny import make_tiny_checkpoint as make_tiny_checkpoint
-from .weights import CheckpointError as CheckpointError
+from omni_kvlink.models.bagel.cache import BagelContext as BagelContext
+from omni_kvlink.models.bagel.cache import BagelContexts as BagelContexts
+from omni_kvlink.models.bagel.cache import LayerCache as LayerCache
+from omni_kvlink.models.bagel.cache import NaiveCache as NaiveCache
+from omni_kvlink.models.bagel.config import AutoencoderConfig as AutoencoderConfig
+from omni_kvlink.models.bagel.config import BagelConfig as BagelConfig
+from omni_kvlink.models.bagel.config import LanguageConfig as LanguageConfig
+from omni_kvlink.models.bagel.config import VisionConfig as VisionConfig
+from omni_kvlink.models.bagel.images import ImageLike as ImageLike
+from omni_kvlink.models.bagel.in_place import InPlaceCache as InPlaceCache
+from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
+from omni_kvlink.models.bagel.pipeline import Prompt as Prompt
+from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams
+from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint as make_tiny_checkpoint
+from omni_kvlink.models.bagel.weights import CheckpointError as CheckpointError

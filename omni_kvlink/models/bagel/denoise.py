@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .cache import BagelContexts
-from .hooks import DenoiseHooks, RunLayers
-from .model import BagelModel
-from .sampling import DenoiseParams, guide, schedule
+from omni_kvlink.models.bagel.cache import BagelContexts
+from omni_kvlink.models.bagel.hooks import DenoiseHooks, RunLayers
+from omni_kvlink.models.bagel.model import BagelModel
+from omni_kvlink.models.bagel.sampling import DenoiseParams, guide, schedule
 
 OnStep = Callable[[int, int], None]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from omni_kvlink.errors import SchemaError
-
-from .tokenizer import INSTALL
+from omni_kvlink.models.bagel.tokenizer import INSTALL
 
 if TYPE_CHECKING:
     from PIL.Image import Image

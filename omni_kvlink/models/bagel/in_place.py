@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
-
-from .cache import Layer, NaiveCache
+from omni_kvlink.models.bagel.cache import Layer, NaiveCache
 
 
 class InPlaceCache(NaiveCache):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
-from .config import LanguageConfig
-from .embeddings import Rotary, blank_embedding, rotary_tables, rotate
-from .hooks import RunLayers
-from .shards import WHOLE, CutLinear, Split
+from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
+from omni_kvlink.models.bagel.config import LanguageConfig
+from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
+from omni_kvlink.models.bagel.hooks import RunLayers
+from omni_kvlink.models.bagel.shards import WHOLE, CutLinear, Split
 
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from .config import BagelConfig
-from .model import BagelModel, Stage
-from .shards import WHOLE, Split, cuts_of
-from .vae import Autoencoder, GroupNorm
-from .weights import load_weights, table_side
+from omni_kvlink.models.bagel.config import BagelConfig
+from omni_kvlink.models.bagel.model import BagelModel, Stage
+from omni_kvlink.models.bagel.shards import WHOLE, Split, cuts_of
+from omni_kvlink.models.bagel.vae import Autoencoder, GroupNorm
+from omni_kvlink.models.bagel.weights import load_weights, table_side
 
 MODEL_FILE = "ema.safetensors"
 AUTOENCODER_FILE = "ae.safetensors"

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .cache import BagelContext, NaiveCache
-from .config import BagelConfig
-from .embeddings import PositionEmbedding, TimestepEmbedder, patchify
-from .language import LanguageModel, Mode, Through
-from .shards import WHOLE, Split
-from .vision import TwoLayerMLP, VisionModel
+from omni_kvlink.models.bagel.cache import BagelContext, NaiveCache
+from omni_kvlink.models.bagel.config import BagelConfig
+from omni_kvlink.models.bagel.embeddings import PositionEmbedding, TimestepEmbedder, patchify
+from omni_kvlink.models.bagel.language import LanguageModel, Mode, Through
+from omni_kvlink.models.bagel.shards import WHOLE, Split
+from omni_kvlink.models.bagel.vision import TwoLayerMLP, VisionModel
 
 Stage = Literal["all", "ar", "dit"]
 

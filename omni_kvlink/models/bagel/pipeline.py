@@ -12,15 +12,18 @@ from typing import Any
 from torch import Generator, Tensor
 
 from omni_kvlink.errors import SchemaError
-
-from ...engine.outputs import DiffusionOutput
-from ...engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from .cache import BagelContext, BagelContexts, LayerCache, NaiveCache
-from .denoise import OnStep
-from .images import ImageLike, ResizeRule, image_size, load_image, resize, to_pixels
-from .requests import paint
-from .sampling import DenoiseParams
-from .steps import BagelSteps
+from omni_kvlink.models.bagel.cache import BagelContext, BagelContexts, LayerCache, NaiveCache
+from omni_kvlink.models.bagel.denoise import OnStep
+from omni_kvlink.models.bagel.images import (
+    ImageLike,
+    ResizeRule,
+    image_size,
+    load_image,
+    resize,
+    to_pixels,
+)
+from omni_kvlink.models.bagel.sampling import DenoiseParams
+from omni_kvlink.models.bagel.steps import BagelSteps
 
 Prompt = str | ImageLike | Sequence[str | ImageLike]
 
@@ -36,8 +39,6 @@ class BagelPipeline(BagelSteps):
     The think prompts are this library's wording. A checkpoint that was trained with a certain
     wording does best with it: pass it as `system_prompt`.
     """
-
-    supports_request_batch = True
 
     _last: BagelContexts | None = None
 
@@ -157,12 +158,6 @@ class BagelPipeline(BagelSteps):
         contexts = self.prefill(inputs, generator=generator, **prefill)
         return self.render(contexts, params, generator=generator, on_step=on_step)
 
-    def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """The images of a request, or of a batch in one pass; see `requests.paint`."""
-        batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch([req])
-        outputs, self._last = paint(self, batch, self._read)
-        return outputs
-
     def count_tokens(
         self,
         inputs: Prompt,
@@ -233,12 +228,6 @@ class BagelPipeline(BagelSteps):
             pixels = to_pixels(resize(image, self._vae_rule()))
             context = self.append_vae_latent(context, self.encode_image(pixels, generator))
         return self.append_vit_image(context, to_pixels(resize(image, self._vit_rule())))
-
-    def _read(self, request: OmniDiffusionRequest) -> BagelContexts:
-        """The prompt of a request that no other stage has read."""
-        wishes = request.sampling_params
-        shape = None if wishes.height is None else (wishes.height, wishes.width or wishes.height)
-        return self.prefill(request.prompt, image_shape=shape, generator=wishes.generator)
 
     def _count_image(self, item: ImageLike) -> int:
         """Tokens of an image's two blocks, with their markers."""

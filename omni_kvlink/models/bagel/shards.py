@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .config import LanguageConfig
+from omni_kvlink.models.bagel.config import LanguageConfig
 
 
 def alone(x: Tensor) -> Tensor:

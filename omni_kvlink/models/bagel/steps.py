@@ -10,18 +10,22 @@ import torch
 from torch import Generator, Tensor
 
 from omni_kvlink.errors import SchemaError
-
-from .cache import BagelContext, BagelContexts, ElsewhereCache, check_context
-from .config import BagelConfig
-from .denoise import OnStep, denoise_rows
-from .embeddings import unpatchify
-from .hooks import DenoiseHooks
-from .loading import load_autoencoder, load_config, load_model
-from .model import BagelModel, Stage
-from .sampling import DenoiseParams
-from .shards import WHOLE, Split
-from .tokenizer import BagelTokenizer, SpecialTokens, written_text
-from .vae import Autoencoder
+from omni_kvlink.models.bagel.cache import (
+    BagelContext,
+    BagelContexts,
+    ElsewhereCache,
+    check_context,
+)
+from omni_kvlink.models.bagel.config import BagelConfig
+from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
+from omni_kvlink.models.bagel.embeddings import unpatchify
+from omni_kvlink.models.bagel.hooks import DenoiseHooks
+from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.model import BagelModel, Stage
+from omni_kvlink.models.bagel.sampling import DenoiseParams
+from omni_kvlink.models.bagel.shards import WHOLE, Split
+from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
+from omni_kvlink.models.bagel.vae import Autoencoder
 
 _Steps = TypeVar("_Steps", bound="BagelSteps")
 

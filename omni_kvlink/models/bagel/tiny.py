@@ -12,12 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .config import AutoencoderConfig, BagelConfig, LanguageConfig, VisionConfig
-from .embeddings import sincos_table
-from .loading import AUTOENCODER_FILE, MODEL_FILE
-from .model import BagelModel
-from .tokenizer import INSTALL
-from .vae import Autoencoder
+from omni_kvlink.models.bagel.config import (
+    AutoencoderConfig,
+    BagelConfig,
+    LanguageConfig,
+    VisionConfig,
+)
+from omni_kvlink.models.bagel.embeddings import sincos_table
+from omni_kvlink.models.bagel.loading import AUTOENCODER_FILE, MODEL_FILE
+from omni_kvlink.models.bagel.model import BagelModel
+from omni_kvlink.models.bagel.tokenizer import INSTALL
+from omni_kvlink.models.bagel.vae import Autoencoder
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("Ġ", "a"), ("Ġ", "the"), ("in", "g")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import AutoencoderConfig
+from omni_kvlink.models.bagel.config import AutoencoderConfig
 
 _GROUPS = 32
 

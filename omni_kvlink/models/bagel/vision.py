@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import VisionConfig
-from .embeddings import blank_embedding, grid_ids, patchify
+from omni_kvlink.models.bagel.config import VisionConfig
+from omni_kvlink.models.bagel.embeddings import blank_embedding, grid_ids, patchify
 
 
 class LayerNorm(nn.LayerNorm):

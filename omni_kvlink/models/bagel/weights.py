@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from omni_kvlink.errors import SchemaError
-
-from .shards import Cut
+from omni_kvlink.models.bagel.shards import Cut
 
 
 class CheckpointError(SchemaError):

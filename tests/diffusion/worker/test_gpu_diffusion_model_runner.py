@@ -19,7 +19,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts
-from omni_kvlink.schema import same_bytes
+from omni_kvlink.payload.schema import same_bytes
 
 CPU = torch.device("cpu")
 

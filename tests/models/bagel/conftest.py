@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni_kvlink.models.bagel import BagelPipeline, make_tiny_checkpoint
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from omni_kvlink.models.bagel import make_tiny_checkpoint
 
 SHAPE = (16, 24)  # height and width: 4 x 6 latent tokens
 
@@ -19,21 +20,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exact(checkpoint: Path) -> BagelPipeline:
+def exact(checkpoint: Path) -> OmniBagelPipeline:
     """The float32 pipeline."""
-    return BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    return OmniBagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
-def short(checkpoint: Path) -> BagelPipeline:
+def short(checkpoint: Path) -> OmniBagelPipeline:
     """The bfloat16 pipeline."""
-    return BagelPipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    return OmniBagelPipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def pipeline(
-    request: pytest.FixtureRequest, exact: BagelPipeline, short: BagelPipeline
-) -> BagelPipeline:
+    request: pytest.FixtureRequest, exact: OmniBagelPipeline, short: OmniBagelPipeline
+) -> OmniBagelPipeline:
     return exact if request.param == torch.float32 else short
 
 

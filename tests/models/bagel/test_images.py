@@ -7,13 +7,7 @@ import torch
 from PIL import Image
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel.images import (
-    ResizeRule,
-    image_size,
-    load_image,
-    resize,
-    to_pixels,
-)
+from omni_kvlink.models.bagel.images import ResizeRule, image_size, load_image, resize, to_pixels
 
 VAE, VIT = ResizeRule(1024, 512, 16), ResizeRule(980, 224, 14)
 

@@ -11,12 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel import (
-    BagelContexts,
-    BagelPipeline,
-    DenoiseParams,
-    NaiveCache,
-)
+from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams, NaiveCache
 from omni_kvlink.models.bagel.tokenizer import written_text
 
 from .conftest import SHAPE

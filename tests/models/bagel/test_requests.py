@@ -16,9 +16,10 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from omni_kvlink.engine.models.bagel_requests import fill_params
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams
-from omni_kvlink.models.bagel.requests import fill_params
+from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 
 from .conftest import SHAPE
 
@@ -33,7 +34,7 @@ def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> O
 
 
 def jobs(
-    pipeline: BagelPipeline, seeded: Seeded, count: int
+    pipeline: OmniBagelPipeline, seeded: Seeded, count: int
 ) -> tuple[list[BagelContexts], list[Tensor]]:
     """Prompts of different lengths, one of them with an image."""
     contexts, noise = [], []
@@ -46,7 +47,7 @@ def jobs(
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_batch_is_what_each_would_be_alone(
-    exact: BagelPipeline, seeded: Seeded, rule: Any
+    exact: OmniBagelPipeline, seeded: Seeded, rule: Any
 ) -> None:
     params = DenoiseParams(num_timesteps=8, cfg_img_scale=1.5, cfg_renorm_type=rule)
     contexts, noise = jobs(exact, seeded, 4)
@@ -57,7 +58,7 @@ def test_a_batch_is_what_each_would_be_alone(
     assert (together[0] - together[1]).abs().max() > 0.1
 
 
-def test_a_batch_of_one_is_exact(pipeline: BagelPipeline, seeded: Seeded) -> None:
+def test_a_batch_of_one_is_exact(pipeline: OmniBagelPipeline, seeded: Seeded) -> None:
     contexts, noise = jobs(pipeline, seeded, 1)
     assert torch.equal(
         pipeline.denoise_batch(contexts, noise, EDIT)[0],
@@ -65,14 +66,14 @@ def test_a_batch_of_one_is_exact(pipeline: BagelPipeline, seeded: Seeded) -> Non
     )
 
 
-def test_a_batch_has_images_of_one_size(exact: BagelPipeline, seeded: Seeded) -> None:
+def test_a_batch_has_images_of_one_size(exact: OmniBagelPipeline, seeded: Seeded) -> None:
     contexts = [exact.prefill("a fox", image_shape=shape) for shape in (SHAPE, (8, 8))]
     noise = [exact.initial_noise(one.image_shape, seeded(0)) for one in contexts]
     with pytest.raises(SchemaError, match="one size"):
         exact.denoise_batch(contexts, noise, EDIT)
 
 
-def test_forward_is_generate(pipeline: BagelPipeline, seeded: Seeded) -> None:
+def test_forward_is_generate(pipeline: OmniBagelPipeline, seeded: Seeded) -> None:
     assert pipeline.supports_request_batch
     (output,) = pipeline.forward(request("r", seed=4))
     expected = pipeline.generate(
@@ -84,7 +85,7 @@ def test_forward_is_generate(pipeline: BagelPipeline, seeded: Seeded) -> None:
     pipeline.forget()
 
 
-def test_forward_of_a_batch_gives_each_its_own(exact: BagelPipeline, seeded: Seeded) -> None:
+def test_forward_of_a_batch_gives_each_its_own(exact: OmniBagelPipeline, seeded: Seeded) -> None:
     batch = DiffusionRequestBatch([request("a", seed=1), request("b", "two hats", seed=2)])
     one, two = exact.forward(batch)
     assert [one.request_id, two.request_id] == ["a", "b"]
@@ -95,7 +96,7 @@ def test_forward_of_a_batch_gives_each_its_own(exact: BagelPipeline, seeded: See
         assert (output.result()[0].int() - expected.int()).abs().max() <= 1
 
 
-def test_one_requests_fault_is_its_own(exact: BagelPipeline) -> None:
+def test_one_requests_fault_is_its_own(exact: OmniBagelPipeline) -> None:
     bad = request("bad")
     bad.need_kv_receive = True
     strange = request("strange")
@@ -108,12 +109,12 @@ def test_one_requests_fault_is_its_own(exact: BagelPipeline) -> None:
     assert second.error is None
 
 
-def test_what_no_one_foresaw_is_request_failed(exact: BagelPipeline) -> None:
+def test_what_no_one_foresaw_is_request_failed(exact: OmniBagelPipeline) -> None:
     with pytest.raises(RequestFailed, match="TypeError"):
         exact.forward(request("r", 7))[0].result()
 
 
-def test_who_is_cancelled_changes_nobodys_image(exact: BagelPipeline) -> None:
+def test_who_is_cancelled_changes_nobodys_image(exact: OmniBagelPipeline) -> None:
     batch = [request(name, seed=seed) for seed, name in enumerate("abc")]
     before = exact.forward(DiffusionRequestBatch(batch))
     again = [request(name, seed=seed) for seed, name in enumerate("abc")]
@@ -137,13 +138,13 @@ def test_defaults_are_those_of_the_prompt(photo: Tensor) -> None:
 # ---- hooks
 
 
-def latent(pipeline: BagelPipeline, seeded: Seeded, count: int = 1) -> list[Tensor]:
+def latent(pipeline: OmniBagelPipeline, seeded: Seeded, count: int = 1) -> list[Tensor]:
     return pipeline.denoise_batch(*jobs(pipeline, seeded, count), EDIT)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_hooks_that_compute_everything_change_nothing(
-    exact: BagelPipeline, seeded: Seeded, count: int
+    exact: OmniBagelPipeline, seeded: Seeded, count: int
 ) -> None:
     before, seen = latent(exact, seeded, count), set()
 
@@ -175,7 +176,7 @@ def test_hooks_that_compute_everything_change_nothing(
     assert ("branches", "gen") in seen  # outside the guided interval
 
 
-def test_a_hook_decides_what_is_computed(exact: BagelPipeline, seeded: Seeded) -> None:
+def test_a_hook_decides_what_is_computed(exact: OmniBagelPipeline, seeded: Seeded) -> None:
     before = latent(exact, seeded)[0]
     exact.hooks.layers = lambda branch, step, rows, run, total: run(rows, 0, total - 1)
     try:

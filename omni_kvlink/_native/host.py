@@ -1,0 +1,232 @@
+"""The only file that knows the compiled library: its place, its C interface, its errors.
+
+`csrc/kvlink.h` describes the interface. The library is loaded at first use; where there is none,
+`missing()` says why and what helps, and the rest of the package works without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+
+from omni_kvlink._native.loader import CompiledPart
+from omni_kvlink.errors import NativeError
+
+ABI = 1
+DIMS = 4
+"""Dimensions of a view above its contiguous run."""
+CHUNK = 1 << 20
+NO_DIGEST = -1
+AUTO, STREAM = 0, 2  # enum kvl_stores
+LARGE = 8 << 20
+"""Bytes from which on the library itself stores past the cache."""
+LIBRARY = "_kvlink.so"
+EXCUSE = "_kvlink.missing"
+"""Written by the build in the library's stead: why there is none."""
+ENVIRONMENT = "OMNI_KVLINK_FEATURES"
+"""Forces an instruction set: avx512, avx2 or portable."""
+
+CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
+DIGEST, BOUNDS, OVERLAP, ARGUMENT = 4, 2, 3, 1  # enum kvl_status
+
+ViewWords = tuple[int, ...]
+"""A kvl_view as 16 integers; made by `view_words`."""
+_ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
+_FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
+_VIEW, _SPAN = 16, 3
+
+
+class CopyFailed(NativeError):
+    """A call of the library failed.
+
+    Attributes:
+        status: a kvl_status.
+        copy: the number of the copy concerned.
+        chunk: which MiB of it.
+    """
+
+    def __init__(self, message: str, *, status: int, copy: int, chunk: int):
+        super().__init__(message)
+        self.status, self.copy, self.chunk = status, copy, chunk
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (("threads", ctypes.c_uint64), ("stores", ctypes.c_uint64))
+
+
+class _Report(ctypes.Structure):
+    _fields_ = (
+        ("copy", ctypes.c_uint64),
+        ("chunk", ctypes.c_uint64),
+        ("threads", ctypes.c_uint64),
+    )
+
+
+def flat_view_words(base: int, nbytes: int) -> ViewWords:
+    """A view of contiguous bytes."""
+    return (base, nbytes, 0, nbytes, *_FLAT)
+
+
+def view_words(
+    base: int,
+    extent: int,
+    run: int,
+    *,
+    offset: int = 0,
+    sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
+) -> ViewWords:
+    """A view of `sizes` runs of bytes, `strides` (in bytes) apart, in `extent` bytes at `base`."""
+    pad = DIMS - len(sizes)
+    dims = (*_ONES[:pad], *sizes, *_ZEROS[:pad], *strides)
+    return (base, extent, offset, run, *dims, 0, 0, 1, 0)
+
+
+def indexed_view_words(
+    view: ViewWords, index: int, *, limit: int, split: int = 1, stride: int = 0
+) -> ViewWords:
+    """`view` with its first dimension looked up in the int64 array at address `index`."""
+    return (*view[:12], index, limit, split, stride)
+
+
+class Batch:
+    """The copies of one call, on one payload, packed as an array of C structs.
+
+    Whatever the addresses point at must live until the call is over.
+    """
+
+    def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
+        self._payload = (ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
+        self._options = _Options(threads, stores)
+        self._views: list[int] = []
+        self._spans: list[int] = []
+        self._digests = 0
+        self.report = _Report()
+
+    def __len__(self) -> int:
+        return len(self._spans) // _SPAN
+
+    def add(self, start: int, nbytes: int, view: ViewWords = (), *, digest: bool) -> None:
+        """One tensor's place in the payload and, for `gather` and `scatter`, its view outside."""
+        span = (start, nbytes, self._digests if digest else NO_DIGEST)
+        if view:
+            self._views += view
+            self._views += span
+        self._spans += span
+        if digest:
+            self._digests += -(-nbytes // CHUNK)
+
+    def gather(self) -> bytes:
+        """Copy the views into the payload; gives all digests, four bytes each."""
+        return self._compute("kvl_gather", self._copies())
+
+    def digest(self) -> bytes:
+        """The digests of what is in the payload."""
+        return self._compute("kvl_digest", self._spans)
+
+    def scatter(self, digests: bytes) -> None:
+        """Copy the payload into the views, comparing with the digests given."""
+        self._call("kvl_scatter", self._copies(), _words(digests))
+
+    def verify(self, digests: bytes) -> None:
+        """Compare what is in the payload with the digests given."""
+        self._call("kvl_verify", self._spans, _words(digests))
+
+    def _copies(self) -> list[int]:
+        if len(self._views) != len(self) * (_VIEW + _SPAN):
+            raise ValueError("a copy without a view")
+        return self._views
+
+    def _compute(self, name: str, entries: list[int]) -> bytes:
+        digests = array("I", bytes(4 * self._digests))
+        self._call(name, entries, digests)
+        if sys.byteorder == "little":
+            digests.byteswap()
+        return digests.tobytes()
+
+    def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
+        if len(digests) != self._digests:
+            raise ValueError(f"{len(digests)} digests given, {self._digests} wanted")
+        library, packed = _load(), array("q", entries)
+        status = getattr(library, name)(
+            *self._payload,
+            ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
+            ctypes.c_uint64(len(self)),
+            ctypes.c_void_p(digests.buffer_info()[0] if digests else None),
+            ctypes.c_uint64(len(digests)),
+            ctypes.byref(self._options),
+            ctypes.byref(self.report),
+        )
+        if status:
+            raise CopyFailed(
+                _last_error(library),
+                status=status,
+                copy=self.report.copy,
+                chunk=self.report.chunk,
+            )
+
+
+def missing() -> str | None:
+    """Why the compiled library cannot be used, and what helps; None when it can."""
+    try:
+        _load()
+    except NativeError as error:
+        return str(error)
+    return None
+
+
+def features() -> str:
+    """The instruction set in use: avx512, avx2 or portable."""
+    text: bytes = _load().kvl_features()
+    return text.decode()
+
+
+def select(name: str) -> None:
+    """Choose an instruction set by name, or the best with "auto".
+
+    Raises:
+        NativeError: there is none of this name on this machine.
+    """
+    _select(_load(), name)
+
+
+def _load() -> ctypes.CDLL:
+    return _part.load()
+
+
+def _declare(library: ctypes.CDLL) -> int:
+    version: int = library.kvl_version()
+    library.kvl_features.restype = ctypes.c_char_p
+    library.kvl_last_error.restype = ctypes.c_char_p
+    for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify", "kvl_select"):
+        function: Callable[..., int] = getattr(library, name)  # AttributeError: another library
+        del function
+    forced = os.environ.get(ENVIRONMENT)
+    if forced and version == ABI:
+        _select(library, forced)
+    return version
+
+
+_part = CompiledPart(
+    "compiled part", library=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
+)
+
+
+def _select(library: ctypes.CDLL, name: str) -> None:
+    if library.kvl_select(name.encode()):
+        raise NativeError(f"{_last_error(library)}; {ENVIRONMENT} or select() asked for it")
+
+
+def _last_error(library: ctypes.CDLL) -> str:
+    text: bytes = library.kvl_last_error()
+    return text.decode(errors="replace")
+
+
+def _words(digests: bytes) -> array[int]:
+    words = array("I", digests)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words

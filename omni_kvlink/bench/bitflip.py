@@ -1,0 +1,37 @@
+"""A copier that lies: a comparison that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omni_kvlink.copier import Copier
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import Place
+
+
+class FlipOneBit(Copier):
+    """A copier that spoils one payload after its digests are taken: a check must see it."""
+
+    name = "flip-one-bit"
+
+    def __init__(self, copier: Copier):
+        self._copier = copier
+        self.armed = False
+
+    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+        digests = self._copier.gather(sources, manifest, region)
+        if self.armed:
+            spec = manifest.tensors[-1]
+            at = manifest.header_nbytes + (spec.start + spec.stop) // 2
+            region.view()[at] ^= 1
+        return digests
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return self._copier.digest(manifest, region)
+
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+        self._copier.scatter(manifest, region, targets)
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        self._copier.verify(manifest, region)

@@ -1,0 +1,129 @@
+"""What this machine's memory allows: ways to move as many bytes, timed in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from omni_kvlink._native import host as _native
+from omni_kvlink.bench.copy_methods import make_ways
+from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.payloads import Shape
+from omni_kvlink.bench.report import table, wrapped
+from omni_kvlink.bench.stats import Summary
+from omni_kvlink.bench.threads import torch_threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What to measure; `threads` are torch's."""
+
+    shape: Shape
+    rounds: int = 20
+    threads: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way: its seconds in each round, beside the plain copy's of the same rounds."""
+
+    key: str
+    what: str
+    nbytes: int
+    seconds: list[float]
+    plain: list[float]
+
+    @property
+    def milliseconds(self) -> Summary:
+        return Summary.of([1e3 * value for value in self.seconds])
+
+    @property
+    def ratio(self) -> float:
+        """Median over the plain copy's median."""
+        return Summary.of(self.seconds).p50 / Summary.of(self.plain).p50
+
+    @property
+    def rate(self) -> float:
+        """Gigabytes of tensors a second, by the median."""
+        return 1e-6 * self.nbytes / self.milliseconds.p50
+
+    def to_dict(self) -> dict[str, Any]:
+        by_round = [mine / its for mine, its in zip(self.seconds, self.plain, strict=True)]
+        return {
+            "what": self.what,
+            "milliseconds": self.milliseconds.to_dict(),
+            "gigabytes_per_second": round(self.rate, 3),
+            "ratio": round(self.ratio, 4),
+            "ratio_by_round": Summary.of(by_round).to_dict(),
+        }
+
+    def cells(self) -> list[str]:
+        took = self.milliseconds
+        times = f"{took.p50:.3g} [{took.min:.3g}..{took.max:.3g}]"
+        name = self.key.replace("_", " ")
+        return [name, times, f"{self.rate:.2f}", f"{self.ratio:.2f}", self.what]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """All rows of one run; the first is the plain copy."""
+
+    setup: Setup
+    features: str
+    rows: list[Row]
+
+    @property
+    def digests_cost(self) -> float:
+        """Percent that digests add to one thread's gather."""
+        took = {row.key: row.milliseconds.p50 for row in self.rows}
+        return 100 * (took["gather"] / took["gather_bare"] - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
+        return {
+            "payload_bytes": self.setup.shape.nbytes,
+            "instructions": self.features,
+            "plain_copy": self.rows[0].what,
+            "rounds": len(self.rows[0].seconds),
+            "rows": {row.key: row.to_dict() for row in self.rows},
+            "digests_cost_percent": round(self.digests_cost, 3),
+        }
+
+    def text(self) -> str:
+        """Everything that was measured, at most 96 columns wide."""
+        shape = self.setup.shape
+        head = ["", "ms p50 [min..max]", "GB/s", "× plain", "what"]
+        lines = [
+            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            wrapped("copier", f"native, {self.features}; one thread unless a row says more"),
+            wrapped("rounds", f"{self.setup.rounds}; each row once in each, in random order"),
+        ]
+        cost = wrapped("digests", f"{self.digests_cost:+.1f} % of one thread's gather")
+        blocks = ["\n".join(lines), table(head, [row.cells() for row in self.rows]), cost]
+        return "\n\n".join(blocks)
+
+
+def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
+    """Prove every way, then time each once a round; `step` is called after each round.
+
+    Raises:
+        BenchError: one does not move the bytes.
+        NativeError, CapacityError
+    """
+    with torch_threads(setup.threads):
+        ways = make_ways(setup.shape, threads=setup.threads)
+        for way in ways:
+            if not way.is_true():
+                raise BenchError(f"{way.key}: not all bytes are there")
+        seconds: dict[str, list[float]] = {way.key: [] for way in ways}
+        chance = random.Random(0)  # who runs after whom changes from round to round
+        for _ in range(setup.rounds):
+            for way in chance.sample(ways, len(ways)):
+                seconds[way.key].append(way.seconds())
+            step()
+    plain = seconds[ways[0].key]
+    nbytes = setup.shape.nbytes
+    rows = [Row(way.key, way.what, nbytes, seconds[way.key], plain) for way in ways]
+    return Result(setup, _native.features(), rows)

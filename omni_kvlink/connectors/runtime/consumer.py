@@ -1,0 +1,279 @@
+"""What every consumer does alike: one session at a time, renewed when the producer comes back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+from omni_kvlink.connectors.base import Consumer, Delivery, Want
+from omni_kvlink.connectors.protocol.get_table import Inbox, Wanted
+from omni_kvlink.connectors.protocol.messages import (
+    PROTOCOL,
+    Abort,
+    Hello,
+    Location,
+    Message,
+    Offer,
+    Refused,
+    agree,
+    short,
+)
+from omni_kvlink.connectors.protocol.slot import SLOT, holds
+from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.errors import (
+    ClosedError,
+    ConnectorError,
+    IntegrityError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    VersionError,
+    WireError,
+)
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.header import MAX_HEADER
+
+_BLIP = 0.5
+"""Seconds that a producer which is alive may take to answer again after its connection broke."""
+
+
+class Session(ABC):
+    """One connection to one life of a producer."""
+
+    inbox: Inbox
+    nonce: str
+    """Which life of a producer it is."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the producer is gone."""
+
+    @abstractmethod
+    def want(self, key: str, *, streamed: bool) -> Want:
+        """Ask for a payload.
+
+        Raises:
+            PeerLostError: the producer is gone.
+        """
+
+    @abstractmethod
+    def send(self, message: Abort) -> None:
+        """Carry a message to the producer; does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Every waiting `get` ends with ClosedError; good-bye is said when the last view is gone.
+
+        Earlier, the producer would reuse memory under a reader that still looks at it.
+        """
+
+    def fail(self, key: str, error: KVLinkError) -> None:
+        """Whoever waits here for this key raises the error."""
+        self.inbox.fail(key, error)
+
+
+class PooledSession(Session):
+    """A session with a producer whose memory is mapped here."""
+
+    @abstractmethod
+    def slot(self, location: Location, draft: int) -> Region:
+        """The slot that was offered, mapped: head, payload, and `draft` bytes behind it.
+
+        Raises:
+            WireError: no such place; nothing a peer says is believed.
+        """
+
+    def want(self, key: str, *, streamed: bool) -> Want:
+        return PooledWant(self, self.inbox.want(key, streamed=streamed))
+
+
+class SessionWant(Want):
+    """A want of one session.
+
+    Attributes:
+        session: where it was asked.
+    """
+
+    session: Session
+
+
+class PooledWant(SessionWant):
+    """A want at a producer whose payloads lie in memory that both sides map."""
+
+    def __init__(self, session: PooledSession, wanted: Wanted):
+        self.session = self._session = session
+        self._wanted = wanted
+        self.future = wanted.future
+
+    def wait(self, *, timeout: float) -> Delivery:
+        left = self._wanted.started + timeout - time.monotonic()
+        return self._deliver(self._session.inbox.wait(self._wanted, left))
+
+    def cancel(self) -> None:
+        if not self._session.inbox.cancel(self._wanted):
+            error = self._wanted.future.exception()
+            if error is None:
+                epoch = self._wanted.future.result().epoch
+                self._session.inbox.release(self._wanted.number, epoch, "unread")
+
+    def _deliver(self, offer: Offer) -> Delivery:
+        release = partial(self._session.inbox.release, self._wanted.number, offer.epoch)
+        try:
+            _faults.point("get.offered")
+            nbytes, draft = offer.location.nbytes, offer.draft
+            if draft > 8 + MAX_HEADER:  # it will be copied
+                raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
+            slot = self._session.slot(offer.location, draft)
+            if not holds(slot, offer.epoch, nbytes, committed=not draft):
+                raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")
+            region = slot.slice(SLOT, nbytes)
+            header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
+            _faults.point("get.mapped")
+        except BaseException as error:
+            release("rejected", short(repr(error)))
+            raise
+        progress = self._wanted.progress
+        return Delivery(self._wanted.key, region, release, draft=header, progress=progress)
+
+
+class SessionConsumer(Consumer):
+    """A consumer that finds its producer again after a restart; subclasses open sessions."""
+
+    def __init__(self, url: str):
+        self._url = url
+        self._pid = os.getpid()
+        self._closed = False
+        self._opening = threading.Lock()
+        self._session: Session | None = None
+        self._sessions = 0
+
+    @abstractmethod
+    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+        """Wait for a producer and shake hands; TransferTimeout if none comes.
+
+        Args:
+            hasty: do not wait for one; only for the answer of one that is there.
+
+        Raises:
+            ClosedError: the link was closed meanwhile.
+        """
+
+    def _interrupt(self) -> None:
+        """Wake a thread that waits in `_open`: the link was closed."""
+
+    def connect(self, timeout: float) -> None:
+        """The first session; later ones are opened by whoever needs them."""
+        self._session = self._open(timeout)
+        self._sessions = 1
+
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
+        return self._live_session(timeout).want(key, streamed=streamed)
+
+    def is_back(self, want: Want, *, timeout: float) -> bool:
+        assert isinstance(want, SessionWant)
+        lost, limit = want.session, min(timeout, _BLIP)
+        if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
+            return False
+        try:
+            if self._session is lost and lost.is_over:
+                self._session = self._open(limit, hasty=True)
+                self._sessions += 1
+            session = self._session
+            return session is not None and session is not lost and session.nonce == lost.nonce
+        except (KVLinkError, OSError):
+            return False  # whoever waited hears why the first one ended
+        finally:
+            self._opening.release()
+
+    def abort(self, key: str, reason: str) -> None:
+        self._check_open()
+        session = self._session
+        if session is not None and not session.is_over:
+            session.send(Abort(key, short(reason)))
+            error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
+            session.fail(key, error)
+
+    def health(self) -> dict[str, Any]:
+        self._check_process()
+        session = self._session
+        return {
+            "role": "consumer",
+            "url": self._url,
+            "closed": self._closed,
+            "connected": session is not None and not session.is_over,
+            "sessions": self._sessions,
+            "waiting": session.inbox.waiting if session else 0,
+        }
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return
+        self._closed = True
+        self._interrupt()
+        with self._opening:
+            if self._session is not None:
+                self._session.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"link {self._url} belongs to process {self._pid}; "
+                "after fork the child must open its own"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"link {self._url} is closed")
+
+    def _live_session(self, timeout: float) -> Session:
+        self._check_open()
+        session = self._session
+        if session is not None and not session.is_over:
+            return session
+        deadline = time.monotonic() + timeout
+        if not self._opening.acquire(timeout=max(0.0, timeout)):
+            raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
+        try:
+            self._check_open()
+            if self._session is None or self._session.is_over:
+                self._session = self._reopen(deadline - time.monotonic())
+                self._sessions += 1
+            return self._session
+        finally:
+            self._opening.release()
+
+    def _reopen(self, timeout: float) -> Session:
+        try:
+            return self._open(timeout)
+        except TimeoutError as error:
+            raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
+
+
+def check_greeting(url: str, message: Message) -> Hello:
+    """What a producer says first, in answer to Hello.
+
+    Raises:
+        ConnectorError: it refused; VersionError: no version in common; WireError: no greeting.
+    """
+    if isinstance(message, Refused) and agree(message.versions) is not None:
+        raise ConnectorError(f"{url} refused this process: {message.reason}")
+    if not isinstance(message, (Hello, Refused)):
+        raise WireError(f"{url} does not speak this protocol")
+    if isinstance(message, Refused) or agree(message.versions) is None:
+        raise VersionError(
+            f"{url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
+            f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"
+        )
+    return message
+
+
+def closed_here(url: str) -> KVLinkError:
+    """What a waiting `get` raises when its own link is closed."""
+    return ClosedError(f"link {url} was closed on this side")

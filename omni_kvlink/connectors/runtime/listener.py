@@ -1,0 +1,64 @@
+"""What a producer needs of each way by which readers come to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from omni_kvlink.connectors.protocol.messages import Message
+
+
+class Door(ABC):
+    """One way to a producer: hands it what readers say, and carries what it says to them.
+
+    Everything but `say` and `forget` is called in the producer's loop.
+
+    Attributes:
+        ways: by which a reader that comes here can have its bytes: "shm", "ucx", "zmq".
+        became: what the URL said, and what it became: the system chose the port.
+    """
+
+    ways: tuple[str, ...] = ()
+    became: tuple[str, str] = ("", "")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is a thread of the door's own, that `shut` waits for."""
+        return False
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin to hear who comes: the producer knows all its doors now."""
+
+    @abstractmethod
+    def say(self, reader: Any, message: Message) -> None:
+        """Carry a message to a reader of this door; the lock is held, so it must not block."""
+
+    def refuses(self, device: str) -> str:
+        """Why no payload can be sent from a caller's own memory on this device; "" if it can."""
+        return "readers look into the link's own memory here"
+
+    def hurry(self) -> None:  # noqa: B027 (most have said it by then)
+        """Let what was said leave now; in the thread that said it, with no lock held."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Last words, then the end; called once."""
+
+    def health(self) -> dict[str, Any]:
+        """State and counters, as JSON values."""
+        return {}
+
+    def tick(self, now: float) -> float:
+        """Do what is due; when to be called next."""
+        return float("inf")
+
+    def forget(self, arena: int) -> None:  # noqa: B027 (most doors passed nobody any)
+        """An arena was dropped; the pool's lock is held."""
+
+
+class Visitor:
+    """A reader, as its producer knows it: a peer of the exchange."""
+
+    def __init__(self, door: Door):
+        self.door = door

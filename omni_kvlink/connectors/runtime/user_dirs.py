@@ -1,0 +1,56 @@
+"""Directories that are this user's alone, and one process at a time in them; sockets there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+from omni_kvlink.errors import ConnectorError
+
+
+def check_private(directory: str, *, forbidden: int = 0o022) -> None:
+    """Make a directory, or check that it is this user's.
+
+    Args:
+        forbidden: permissions that nobody else may have there.
+
+    Raises:
+        ConnectorError: it is somebody else's, or open to others.
+    """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    found = os.lstat(directory)
+    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_mine or found.st_mode & forbidden:
+        verb = "enter" if forbidden & 0o055 else "write to"
+        raise ConnectorError(
+            f"{directory} must be a directory of uid {os.geteuid()} that nobody else can {verb}; "
+            f"it is of uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
+        )
+
+
+@contextlib.contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """One process at a time looks and then acts; held for a moment, never across a fork."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_alive(path: str, kind: socket.SocketKind) -> bool:
+    """Whether a process listens there, be it too busy or too frozen to accept."""
+    with socket.socket(socket.AF_UNIX, kind) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            return True
+    return True

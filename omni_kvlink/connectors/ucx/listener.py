@@ -1,0 +1,132 @@
+"""The serving end: as over ZMQ, but bytes leave by UCX, one message for each range asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.control.address import Endpoint as ZmqEndpoint
+from omni_kvlink.connectors.protocol.messages import Fetch, Meet, Message, encode
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.ucx.access_policy import PACE, settings_of
+from omni_kvlink.connectors.ucx.tags import Tags
+from omni_kvlink.connectors.ucx.transport import Endpoint, Plane
+from omni_kvlink.connectors.zmq.listener import Reader, ZmqDoor
+from omni_kvlink.errors import ClosedError, PeerLostError, WireError
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.producer import PooledProducer
+
+
+class Met(NamedTuple):
+    """How a reader is reached by UCX, and what its messages are called."""
+
+    endpoint: Endpoint
+    tags: Tags
+
+
+class UcxDoor(ZmqDoor):
+    """Readers say where UCX reaches them, and have their bytes sent there.
+
+    Args:
+        optional: a reader that does not say it has them over ZMQ.
+    """
+
+    most_ahead = 2 * PACE.window
+
+    def __init__(
+        self,
+        endpoint: ZmqEndpoint,
+        options: Options,
+        producer: PooledProducer,
+        *,
+        optional: bool = False,
+    ):
+        self._met: dict[Reader, Met] = {}
+        self._is_optional = optional
+        self.ways = ("ucx", "zmq") if optional else ("ucx",)
+        super().__init__(endpoint, options, producer)
+
+    def _bind(self, options: Options) -> None:
+        self._plane = Plane(settings_of(self._endpoint, options))
+        try:
+            super()._bind(options)
+        except BaseException:
+            self._plane.close()
+            raise
+
+    def health(self) -> dict[str, Any]:
+        return {**super().health(), "ucx": self._plane.stats()}
+
+    def refuses(self, device: str) -> str:
+        if device == "cpu" or (device.startswith("cuda") and self._plane.has_cuda):
+            is_for_all = device == "cpu" or not self._is_optional
+            return "" if is_for_all else "readers without UCX could not have it"
+        tls = self._plane.settings.transports
+        return f"UCX has {tls} alone, ucx_tls='{tls},cuda_copy' reaches a GPU"
+
+    @property
+    def is_here(self) -> bool:
+        return self._plane.is_here
+
+    # In the loop's thread
+
+    def _hear(self, reader: Reader, message: Message) -> None:
+        if isinstance(message, Meet):
+            self._meet(reader, message)
+        elif reader in self._met or self._is_optional:
+            super()._hear(reader, message)
+        else:
+            self._count("bad message")
+            self._turn_out(reader, "this link is ucx://, and it did not say where UCX reaches it")
+
+    def _meet(self, reader: Reader, meet: Meet) -> None:
+        if reader in self._met:
+            raise WireError("a reader says once where it is")
+        try:
+            tags = Tags(meet.secret)
+            self._met[reader] = Met(self._plane.connect(meet.address), tags)
+        except ClosedError as error:
+            self._turn_out(reader, str(error))
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        else:
+            self._say(reader, [encode(Meet(self._plane.address))])
+
+    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+        met = self._met.get(reader)
+        if met is None:
+            super()._answer(reader, fetch, transfer)
+            return
+        tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
+        piece = self._take_off(reader, fetch, transfer, fetch.start, fetch.stop)
+        try:
+            self._plane.send(met.endpoint, piece, tag, partial(self._sent, reader))
+        except ClosedError as error:
+            self._cut_off(reader, str(error))
+
+    def _sent(self, reader: Reader, error: BaseException | None) -> None:
+        """In UCX's thread; the memory comes back by the end of its piece, not by this."""
+        if isinstance(error, PeerLostError):
+            self._loop.call(partial(self._cut_off, reader, str(error)))
+
+    def _cut_off(self, reader: Reader, why: str) -> None:
+        """Control may still stand: the reader would wait in vain."""
+        with self._port.turn:
+            if reader in self._met:
+                self._turn_out(reader, f"UCX does not reach it: {why}")
+
+    def _drop(self, reader: Reader) -> None:
+        super()._drop(reader)
+        met = self._met.pop(reader, None)
+        if met is not None:
+            with contextlib.suppress(ClosedError):
+                self._plane.disconnect(met.endpoint)
+
+    def shut(self) -> None:
+        """Last words first: a reader that UCX lost already would not wait for them."""
+        super().shut()
+        self._plane.close()
+        self._met.clear()

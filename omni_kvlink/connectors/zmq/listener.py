@@ -1,0 +1,360 @@
+"""The serving end: payloads are sent from the producer's memory without a copy, on demand."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.control.monitored_socket import Port, is_broken
+from omni_kvlink.connectors.control.security import Gate, check_exposure, protect_server
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, EAGER, WINDOW
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    Chunk,
+    Fetch,
+    Hello,
+    Message,
+    Offer,
+    Refused,
+    Release,
+    agree,
+    decode,
+    encode,
+)
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.runtime.listener import Door, Visitor
+from omni_kvlink.errors import WireError
+from omni_kvlink.memory.region import Region
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.producer import PooledProducer
+
+MAX_PEERS = 1024
+_RETRY_SECONDS = 1.0
+_MOMENT_MS = 10
+"""Who froze, and is given up for that, costs them once."""
+
+
+class Reader(Visitor):
+    """A greeted peer: its name on the socket, its connection, what it asked for and has not got.
+
+    Attributes:
+        line: the connection once more: it outlives ZMQ's, to tell how that ended.
+    """
+
+    def __init__(self, door: ZmqDoor, identity: bytes, line: socket.socket):
+        super().__init__(door)
+        self.identity, self.line = identity, line
+        self.asked: deque[Fetch] = deque()
+        self.flying = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(fetch.stop - fetch.start for fetch in self.asked)
+
+    def ended_unread(self) -> bool:
+        """Whether its connection ended at what ZMQ would not read: a frame that is too long.
+
+        Then there is more to read, or a moment later. Of who went himself there is an end to read.
+        """
+        more = select.poll()  # not `select`: descriptors may have any number
+        more.register(self.line, select.POLLIN)
+        more.poll(_MOMENT_MS)
+        try:
+            return bool(self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+
+class ZmqDoor(Door):
+    """A ROUTER that hands out payloads in chunks, as its readers ask for them."""
+
+    ways: tuple[str, ...] = ("zmq",)
+    most_ahead = 2 * WINDOW
+    """Bytes of one reader that may be on their way, and again that may wait for that."""
+
+    def __init__(self, endpoint: Endpoint, options: Options, producer: PooledProducer):
+        self._endpoint, self._producer, self._loop = endpoint, producer, producer.loop
+        check_exposure(self._endpoint, options)
+        self._readers: dict[bytes, Reader] = {}
+        self._connected: dict[int, Reader | None] = {}
+        self._leaving: list[Reader] = []
+        self._unwelcome: dict[bytes, str] = {}
+        self._outbox: deque[tuple[Reader, Message]] = deque()
+        self._counts: Counter[str] = Counter()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate: Gate | None = None
+        try:
+            self._bind(options)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+
+    def _bind(self, options: Options) -> None:
+        if options.keys:
+            refused = partial(self._count, "key")
+            self._gate = Gate(self._context, options.peers, self._loop, refused)
+        self._port = Port(
+            self._context,
+            zmq.ROUTER,
+            self._loop,
+            self._on_frames,
+            self._on_event,
+            self._on_quiet,
+            longest=MAX_MESSAGE,
+        )
+        socket = self._port.socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
+        protect_server(socket, options)
+        self._address = self._endpoint.bind(socket)
+        self.became = self._endpoint.address, self._address
+
+    def open(self) -> None:
+        if self._gate is not None:
+            self._gate.watch()
+        self._port.watch()
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "address": f"{self._endpoint.transport}://{self._address}",
+            "readers": len(self._readers),
+            "refused": dict(self._counts),
+        }
+
+    def refuses(self, device: str) -> str:
+        return "" if device == "cpu" else "ZMQ sends what lies in host memory"
+
+    # Messages out
+
+    def say(self, reader: Reader, message: Message) -> None:
+        self._outbox.append((reader, message))
+        self._loop.call(self._flush)
+
+    def hurry(self) -> None:
+        if self._outbox and self._port.turn.acquire(blocking=False):
+            try:
+                self._speak()
+            finally:
+                self._port.turn.release()
+            self._loop.call(self._port.drain)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            with self._port.turn:
+                self._speak()
+            self._port.drain()
+
+    def _speak(self) -> None:
+        """Messages leave in the order they were made, whichever thread made them."""
+        while self._outbox:
+            reader, message = self._outbox.popleft()
+            if self._readers.get(reader.identity) is reader:
+                beside = self._beside(reader, message)
+                self._say(reader, [encode(message), *beside])
+
+    def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
+        """A small payload, or a stream's draft, travels with its offer."""
+        if not isinstance(message, Offer):
+            return []
+        start, stop = message.first
+        if stop - start > EAGER:
+            return []
+        transfer = self._producer.leased(reader, message.want, message.epoch)
+        if transfer is None:
+            return []
+        return [bytes(self._producer.piece(transfer, start, stop).view())]
+
+    def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
+        try:
+            self._port.send([reader.identity, *frames], copy=copy)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self._count("too slow")
+                self._turn_out(reader, "too slow")
+            else:
+                self._leaving.append(reader)
+                self._loop.call(self._on_quiet)
+
+    # What readers say, in the loop's thread
+
+    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        reader = self._readers.get(identity)
+        try:
+            if len(frames) != 2:
+                raise WireError("a message has one part")
+            message = decode(frames[1].bytes)
+            if reader is None:
+                self._greet(identity, frames[1], message)
+            else:
+                self._hear(reader, message)
+        except WireError:
+            self._count("bad message")
+            if reader is not None:
+                self._turn_out(reader, "it sent what is no message of this protocol")
+
+    def _hear(self, reader: Reader, message: Message) -> None:
+        if isinstance(message, Fetch):
+            self._on_fetch(reader, message)
+            return
+        if isinstance(message, Release):
+            self._forget_fetches(reader, message.want)
+        self._producer.hear(reader, message)
+
+    def _greet(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
+        if not isinstance(message, Hello):
+            raise WireError("the first message must be Hello")
+        refusal = ""
+        if agree(message.versions) is None:
+            self._count("other version")
+            refusal = "no common version"
+        elif len(self._readers) >= MAX_PEERS:
+            self._count("too many")
+            refusal = f"{MAX_PEERS} readers are connected already"
+        if refusal:
+            self._unwelcome[identity] = refusal
+            self._see_off()
+            return
+        # The end of whoever had this descriptor before must be known before it gets a new owner.
+        self._port.hear_events()
+        descriptor = int(frame.get(zmq.SRCFD))
+        line = self._port.keep(descriptor) if descriptor in self._connected else None
+        if line is None:
+            return  # it went already
+        reader = Reader(self, identity, line)
+        self._connected[descriptor] = self._readers[identity] = reader
+        self._say(reader, [encode(self._producer.hello)])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connected[value] = None
+        elif event == zmq.EVENT_DISCONNECTED:
+            stranger = value in self._connected and self._connected[value] is None
+            reader = self._connected.pop(value, None)
+            if reader is not None:
+                if reader.ended_unread():
+                    self._count("too long")
+                self._port.let_go(reader.line)
+                self._leaving.append(reader)
+            elif stranger:  # ZMQ does not say of each why it was refused
+                self._count("no greeting")
+        elif is_broken(event):
+            self._count("handshake")
+
+    def _on_quiet(self) -> None:
+        """Last words were heard: who is gone, is gone."""
+        with self._port.turn:
+            while self._leaving:
+                self._drop(self._leaving.pop())
+        self._flush()
+
+    def _drop(self, reader: Reader) -> None:
+        if self._readers.get(reader.identity) is reader:
+            del self._readers[reader.identity]
+            reader.asked.clear()
+            self._producer.lose(reader)
+
+    def _turn_out(self, reader: Reader, why: str) -> None:
+        """ROUTER cannot end a connection: the reader is told to, as soon as it takes a message."""
+        self._drop(reader)
+        self._unwelcome[reader.identity] = why
+        self._see_off()
+
+    def _see_off(self) -> None:
+        for identity, why in list(self._unwelcome.items()):
+            try:
+                self._port.send([identity, encode(Refused(why, PROTOCOL))])
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                pass  # it went by itself
+            del self._unwelcome[identity]
+
+    def tick(self, now: float) -> float:
+        if self._unwelcome:
+            with self._port.turn:
+                self._see_off()
+            self._port.drain()
+        return now + _RETRY_SECONDS if self._unwelcome else float("inf")
+
+    # Bytes out, in the loop's thread
+
+    def _on_fetch(self, reader: Reader, fetch: Fetch) -> None:
+        nbytes = fetch.stop - fetch.start
+        if nbytes <= 0 or nbytes + reader.waiting > self.most_ahead:
+            raise WireError("a reader asks for no more than it takes")
+        reader.asked.append(fetch)
+        self._pour(reader)
+
+    def _forget_fetches(self, reader: Reader, want: int) -> None:
+        reader.asked = deque(fetch for fetch in reader.asked if fetch.want != want)
+
+    def _pour(self, reader: Reader) -> None:
+        """Send what was asked for, unless too much of it waits on its way already."""
+        while reader.asked and reader.flying < self.most_ahead:
+            fetch = reader.asked.popleft()
+            transfer = self._producer.leased(reader, fetch.want, fetch.epoch)
+            if transfer is None:
+                self._producer.exchange.counters["stale"] += 1
+                continue
+            try:
+                self._answer(reader, fetch, transfer)
+            except WireError as error:
+                if self._producer.leased(reader, fetch.want, fetch.epoch) is None:
+                    continue  # it ended this very moment, and a caller's tensors with it
+                self._count("bad message")
+                self._turn_out(reader, f"it asked for {error}")
+                return
+
+    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+        for start in range(fetch.start, fetch.stop, CHUNK):
+            piece = self._take_off(reader, fetch, transfer, start, min(fetch.stop, start + CHUNK))
+            header = encode(Chunk(fetch.want, fetch.epoch, start))
+            self._say(reader, [header, piece.view()], copy=False)
+
+    def _take_off(
+        self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
+    ) -> Region:
+        """A piece of a payload to send from."""
+        landed, claim = partial(self._landed, reader), (reader, fetch.want)
+        piece = self._producer.take_off(transfer, claim, start, stop, landed)
+        reader.flying += piece.nbytes
+        return piece
+
+    def _landed(self, reader: Reader, nbytes: int) -> None:
+        """A piece was let go of: more may follow."""
+        with self._port.turn:
+            reader.flying -= nbytes
+            if not reader.asked:
+                return
+            self._pour(reader)
+        self._port.drain()
+
+    # The end
+
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def shut(self) -> None:
+        if self._context.closed:
+            return
+        self._flush()
+        for reader in filter(None, self._connected.values()):
+            self._port.let_go(reader.line)
+        self._port.close()
+        if self._gate is not None:
+            self._gate.close()
+        for reader in self._readers.values():
+            reader.asked.clear()  # what lands later asks for no more
+        self._readers.clear()
+        self._endpoint.leave(self._context)

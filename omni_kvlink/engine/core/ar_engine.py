@@ -1,0 +1,30 @@
+"""`AREngine`: an AR stage, from prompts to KV that was sent."""
+
+from __future__ import annotations
+
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.core.stage_engine import StageEngine
+from omni_kvlink.engine.executor import Executor
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
+from omni_kvlink.engine.worker.model import model_utility
+
+_ANSWER = 5.0
+"""Seconds to count a prompt's tokens, in which nothing else is scheduled."""
+
+
+class AREngine(StageEngine[OmniARConfig]):
+    """Reads prompts; each output says what was sent on, as `kv_sent`."""
+
+    def _make(self) -> tuple[OmniARScheduler, Executor]:
+        executor = Executor.get_class(self.config)(self.config)
+
+        def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
+            found = executor.collective_rpc("count_tokens", timeout=_ANSWER, args=(request,))
+            counted: dict[str, int] = found[0]
+            return counted
+
+        return OmniARScheduler(self.config, count_tokens), executor
+
+    def _prepare(self, request: OmniDiffusionRequest) -> None:
+        model_utility(self.config).prepare(request)

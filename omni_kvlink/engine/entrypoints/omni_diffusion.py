@@ -1,0 +1,314 @@
+"""`OmniDiffusion`: prompts in, images out, over all stages of a deployment."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
+from omni_kvlink.engine.entrypoints.deploy import DeployConfig
+from omni_kvlink.engine.entrypoints.stage_configs import environment, fed_by, stage_configs
+from omni_kvlink.engine.models.images import as_tensors, from_tensor
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.ray.stage_actor import StageActor
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.stage.remote_stage import RemoteStage
+from omni_kvlink.engine.stage.stage_process import StageProcess
+from omni_kvlink.errors import KVLinkError, TransferTimeout
+
+Stage: TypeAlias = RemoteStage | DiffusionEngine
+Wishes: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
+
+_log = logging.getLogger(__name__)
+
+
+class OmniDiffusion:
+    """Every stage of a model, started and wired; thread-safe; a context manager.
+
+    All stages but the last run in processes of their own, or where Ray puts them.
+
+    Args:
+        model: directory of the checkpoint.
+        deploy_config: a file, or what is in it; two stages over shared memory if None.
+        on_death: called with a stage's number and the error when a stage is gone.
+        overrides: fields of every stage's configuration, such as `dtype="float32"`.
+
+    Raises:
+        SchemaError: the deployment does not fit; and what starting a stage raises.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        deploy_config: str | Path | DeployConfig | Mapping[str, Any] | None = None,
+        *,
+        on_death: Callable[[int, KVLinkError], None] | None = None,
+        **overrides: Any,
+    ):
+        self.deploy = _deployment(deploy_config)
+        for stage in self.deploy.stages:
+            if stage.ignored:
+                _log.info("stage %d: no use for %s", stage.stage_id, ", ".join(stage.ignored))
+        self._on_death = on_death
+        self._configs = stage_configs(self.deploy, str(model), overrides)
+        self._lock = threading.Lock()
+        self._aborted: set[str] = set()
+        self._open: set[str] = set()
+        self.stages: list[Stage] = []
+        try:
+            for number in range(len(self._configs)):
+                self.stages.append(self._make(number))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Wishes | Sequence[Wishes] = None,
+        *,
+        timeout: float | None = None,
+        progress: bool | Callable[[int, int], None] = False,
+        output_type: Literal["pil", "pt"] = "pil",
+        on_error: Literal["raise", "return"] = "raise",
+        request_ids: Sequence[str] | None = None,
+    ) -> list[Any]:
+        """Images of prompts, in their order.
+
+        Args:
+            prompts: one, or a list of them; each a text, an image, or a list of texts and images
+                (a tuple or list inside the list of prompts). Images are PIL's, or uint8 [H, W, 3].
+            sampling_params: for all prompts, or one for each.
+            timeout: seconds for all of it; what is not done then is aborted.
+            progress: show a bar, or call this with (done, total).
+            output_type: "pil" gives a list of PIL images a prompt (one of `num_outputs_per_prompt`
+                is one image), "pt" the uint8 tensor [num_outputs_per_prompt, H, W, 3].
+            on_error: "raise" the first prompt's error when all have ended; or "return" a
+                `DiffusionOutput` for each, whose `result()` raises its own.
+            request_ids: for `abort`; made up if None.
+
+        Raises:
+            TransferTimeout: not done in time.
+            KVLinkError: why a prompt has no image.
+        """
+        many = prompts if isinstance(prompts, list) else [prompts]
+        wishes = _each(sampling_params, len(many))
+        names = request_ids or [uuid.uuid4().hex for _ in many]
+        bar = _Bar(len(many), progress)
+        futures = []
+        for name, prompt, wish in zip(names, many, wishes, strict=True):
+            futures.append(self.submit(prompt, wish, request_id=name))
+            futures[-1].add_done_callback(bar.count)
+        late = wait(futures, timeout).not_done
+        if late:
+            for name in names:
+                self.abort(name)
+            raise TransferTimeout(
+                f"{len(late)} of {len(many)} prompts not done after {timeout:g} s",
+                waited=timeout or 0.0,
+                phase="running",
+            )
+        outputs = [future.result() for future in futures]
+        if on_error == "return":
+            return outputs
+        images = [output.result() for output in outputs]
+        return images if output_type == "pt" else [from_tensor(image) for image in images]
+
+    def submit(
+        self, prompt: Any, sampling_params: Wishes = None, *, request_id: str
+    ) -> Future[DiffusionOutput]:
+        """Queue one prompt; its future has the output, which may hold its error.
+
+        Raises:
+            EngineError: this id is in use.
+            EngineDeadError: the first stage is gone: `restart` it.
+        """
+        wishes = self._wishes(sampling_params, 0)
+        request = OmniDiffusionRequest(as_tensors(prompt), wishes, request_id)
+        request.need_kv_transfer = len(self.stages) > 1
+        done: Future[DiffusionOutput] = Future()
+        done.set_running_or_notify_cancel()
+        with self._lock:
+            self._open.add(request_id)
+        try:
+            first = self.stages[0].submit(request)
+        except BaseException:
+            with self._lock:
+                self._open.discard(request_id)
+            raise
+        first.add_done_callback(partial(self._on_stage, 0, request, sampling_params, done, []))
+        return done
+
+    def abort(self, request_id: str) -> None:
+        """End a prompt in whichever stage it is; unknown ones are left alone."""
+        with self._lock:
+            if request_id in self._open:
+                self._aborted.add(request_id)
+        for stage in self.stages:
+            stage.abort(request_id)
+
+    def restart(self, number: int) -> None:
+        """Start a stage again that died; its prompts of before have ended with it.
+
+        If Ray has put it elsewhere, the next stage starts again, too, to find it there.
+        """
+        stage = self.stages[number]
+        before = stage.sink_urls
+        stage.restart()
+        if stage.sink_urls != before:
+            following = self.stages[number + 1]
+            assert isinstance(following.config, OmniDiffusionConfig)
+            following.config = fed_by(following.config, stage.sink_urls, stage.config.kv)
+            self.restart(number + 1)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Each stage's queues and what it holds."""
+        return [stage.stats() for stage in self.stages]
+
+    def close(self) -> None:
+        """End every prompt, and every stage, the last one first."""
+        for stage in reversed(self.stages):
+            stage.close()
+
+    def __enter__(self) -> OmniDiffusion:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Inside.
+
+    def _make(self, number: int) -> Stage:
+        config, deploy = self._configs[number], self.deploy.stages[number]
+        on_death = None if self._on_death is None else partial(self._on_death, number)
+        if isinstance(config, OmniDiffusionConfig) and number:
+            before = self.stages[number - 1].sink_urls
+            config = fed_by(config, before, self._configs[number - 1].kv)
+        is_last = number == len(self._configs) - 1
+        apart = deploy.settings.get("own_process", not is_last)
+        if apart == "ray":
+            return StageActor(config, on_death=on_death)
+        if apart or isinstance(config, OmniARConfig):
+            return StageProcess(config, on_death=on_death, environment=environment(deploy))
+        return DiffusionEngine(config, on_death=on_death)
+
+    def _wishes(self, given: Wishes, number: int) -> OmniDiffusionSamplingParams:
+        """What the request says, then what the stage says."""
+        defaults = dict(self.deploy.stages[number].sampling)
+        if isinstance(given, OmniDiffusionSamplingParams):
+            blank = OmniDiffusionSamplingParams()
+            fields = [field.name for field in dataclasses.fields(given)]
+            given = {f: getattr(given, f) for f in fields if getattr(given, f) != getattr(blank, f)}
+        return OmniDiffusionSamplingParams(**{**defaults, **(given or {})})
+
+    def _on_stage(
+        self,
+        number: int,
+        request: OmniDiffusionRequest,
+        given: Wishes,
+        done: Future[DiffusionOutput],
+        stages: list[DiffusionOutput],
+        finished: Future[DiffusionOutput],
+    ) -> None:
+        """A stage is done with a request: the next one's turn, or the end."""
+        output = finished.result()
+        stages.append(output)
+        if output.error is not None and number:
+            self.stages[number - 1].discard(request.request_id, str(output.error))
+        if output.error is not None or number == len(self.stages) - 1:
+            self._finish(request.request_id, output, stages, done)
+            return
+        try:
+            following = self._following(number + 1, request, given, output)
+            coming = self.stages[number + 1].submit(following)
+        except Exception as error:
+            self.stages[number].discard(request.request_id, str(error))
+            failed = DiffusionOutput(request.request_id, error=error)
+            self._finish(request.request_id, failed, stages, done)
+            return
+        with self._lock:
+            aborted = request.request_id in self._aborted
+        if aborted:  # between two stages: the next one gives its KV back
+            self.stages[number + 1].abort(request.request_id)
+        coming.add_done_callback(
+            partial(self._on_stage, number + 1, following, given, done, stages)
+        )
+
+    def _following(
+        self,
+        number: int,
+        request: OmniDiffusionRequest,
+        given: Wishes,
+        output: DiffusionOutput,
+    ) -> OmniDiffusionRequest:
+        """The same request for the next stage: it takes the KV that was sent."""
+        sent = output.kv_sent
+        assert sent is not None  # a stage with a sink says what it sent, or why it did not
+        wishes = self._wishes(given, number)
+        if sent.image_shape is not None:
+            wishes.height, wishes.width = sent.image_shape
+        return OmniDiffusionRequest(
+            request.prompt,
+            wishes,
+            request.request_id,
+            need_kv_receive=True,
+            need_kv_transfer=number < len(self.stages) - 1,
+            kv_nbytes=sent.nbytes,
+        )
+
+    def _finish(
+        self,
+        request_id: str,
+        output: DiffusionOutput,
+        stages: list[DiffusionOutput],
+        done: Future[DiffusionOutput],
+    ) -> None:
+        with self._lock:
+            self._open.discard(request_id)
+            self._aborted.discard(request_id)
+        text = next((stage.text for stage in stages if stage.text is not None), None)
+        done.set_result(dataclasses.replace(output, text=text, stages=stages))
+
+
+class _Bar:
+    """How many prompts are done, on standard error or to a function."""
+
+    def __init__(self, total: int, show: bool | Callable[[int, int], None]):
+        self._total, self._show, self._done = total, show, 0
+        self._lock = threading.Lock()
+
+    def count(self, _: object) -> None:
+        with self._lock:
+            self._done += 1
+            if callable(self._show):
+                self._show(self._done, self._total)
+            elif self._show:
+                bar = "█" * (30 * self._done // self._total)
+                end = "\n" if self._done == self._total else ""
+                print(f"\r{bar:<30} {self._done}/{self._total}", end=end, file=sys.stderr)
+
+
+def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
+    if given is None:
+        return DeployConfig.from_dict({"stages": [{"stage_id": 0}, {"stage_id": 1}]})
+    if isinstance(given, DeployConfig):
+        return given
+    return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
+
+
+def _each(given: Wishes | Sequence[Wishes], count: int) -> Sequence[Wishes]:
+    if given is None or isinstance(given, (OmniDiffusionSamplingParams, Mapping)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} sampling params for {count} prompts")
+    return given

@@ -1,0 +1,192 @@
+"""From a deployment to the configuration of each stage, and the links between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.engine.config import (
+    DiffusionParallelConfig,
+    KVConfig,
+    OmniARConfig,
+    OmniDiffusionConfig,
+)
+from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
+from omni_kvlink.errors import SchemaError
+
+_OPTIONS = {field.name for field in dataclasses.fields(Options)}
+NODE = "{node}"
+"""Stands in a URL for the address of the node on which Ray puts a stage, or a rank of it."""
+
+_PORT = re.compile(r":(\d+)(?=$|[?&])")
+_PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
+_AR_FIELDS = {
+    "max_num_seqs",
+    "block_size",
+    "dtype",
+    "device",
+    "num_threads",
+    "model_class_name",
+    "distributed_executor_backend",
+    "distributed_init_method",
+    "distributed_timeout",
+    "ray",
+}
+
+
+def stage_configs(
+    deploy: DeployConfig, model: str, overrides: Mapping[str, Any]
+) -> list[OmniARConfig | OmniDiffusionConfig]:
+    """A configuration for each stage; a stage's sink is what the next one's connector names.
+
+    Args:
+        model: directory of the checkpoint.
+        overrides: fields for every stage, such as dtype.
+
+    Raises:
+        SchemaError: a setting does not fit.
+    """
+    configs: list[OmniARConfig | OmniDiffusionConfig] = []
+    ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
+    for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
+        values = {**stage.settings, **overrides}
+        sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
+        _check_place(stage, sinks)
+        own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
+        values.pop("own_process", None)
+        parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
+        values |= {"model": model, "kv": own_kv, "stage": kind, "parallel_config": parallel}
+        values.setdefault("device", _device(stage, kind))
+        tokens = values.pop("max_num_batched_tokens", None)
+        try:
+            if kind == "ar":
+                configs.append(_ar(values, tokens, think=deploy.pipeline == "bagel_think"))
+            else:
+                configs.append(_dit(values))
+        except (msgspec.ValidationError, ValueError) as error:
+            raise SchemaError(f"stage {stage.stage_id}: {error}") from None
+    for at, after in enumerate(configs[1:]):
+        kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
+        configs[at] = dataclasses.replace(configs[at], kv=kv)
+    return configs
+
+
+def fed_by(
+    config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
+) -> OmniDiffusionConfig:
+    """A stage's configuration, now that the ranks of the stage before serve at `urls`."""
+    options = {**_reader(before.sink_options), **config.kv.source_options}
+    kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
+    return dataclasses.replace(config, kv=kv)
+
+
+def rank_urls(url: str, ranks: int) -> tuple[str, ...]:
+    """A URL for each tensor rank: ports counted up from the given one, names with a number."""
+    return (url, *(_of_rank(url, rank) for rank in range(1, ranks)))
+
+
+def environment(stage: StageDeploy) -> dict[str, str]:
+    """What a process of this stage may see of the machine."""
+    return {"CUDA_VISIBLE_DEVICES": stage.devices} if stage.devices and _has_cuda() else {}
+
+
+def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
+    own = {name: value for name, value in values.items() if name in _AR_FIELDS}
+    own |= {name: values[name] for name in ("model", "kv", "stage", "parallel_config")}
+    config: OmniARConfig = msgspec.convert({**own, "think": think}, OmniARConfig)
+    if tokens is None:
+        return config
+    return dataclasses.replace(config, num_blocks=-(-tokens // config.block_size))
+
+
+def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
+    values.pop("block_size", None)
+    config: OmniDiffusionConfig = msgspec.convert(values, OmniDiffusionConfig)
+    return config
+
+
+def _check_place(stage: StageDeploy, sinks: Sequence[str]) -> None:
+    """Raises SchemaError if a setting for Ray has no meaning, or none that is known."""
+    where, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
+    if where not in (True, False, "ray"):
+        raise SchemaError(f"stage {stage.stage_id}: own_process {where!r}; true, false or ray")
+    if "ray" in stage.settings and not is_on_ray:
+        raise SchemaError(
+            f"stage {stage.stage_id}: ray: is for own_process: ray, or for "
+            "distributed_executor_backend: ray"
+        )
+    if not is_on_ray and any(NODE in url for url in sinks):
+        raise SchemaError(f"stage {stage.stage_id}: {NODE} in a URL is for stages on Ray")
+
+
+def _is_on_ray(stage: StageDeploy) -> bool:
+    names = ("own_process", "distributed_executor_backend")
+    return "ray" in (stage.settings.get(name) for name in names)
+
+
+def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str, Any]]:
+    """The URL that a stage serves, and its options, of a connector by any of its known names."""
+    if spec is None and _is_on_ray(stage):  # by memory if both come to one node, else by network
+        return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
+    if spec is None or spec.name == "SharedMemoryConnector":
+        own = {} if spec is None else spec.extra
+        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", _options(own)
+    if spec.name.startswith("Mooncake"):
+        return _mooncake(spec.extra)
+    if spec.name == "KVLinkConnector":
+        if "url" not in spec.extra:
+            raise SchemaError("KVLinkConnector: extra needs a url, such as zmq+tcp://127.0.0.1:0")
+        return str(spec.extra["url"]), _options(spec.extra)
+    raise SchemaError(
+        f"no connector {spec.name!r}; there are SharedMemoryConnector, Mooncake…Connector and "
+        "KVLinkConnector"
+    )
+
+
+def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The same network by this library's connectors: rdma by UCX, tcp by ZMQ."""
+    host, port = extra.get("host", "auto"), extra.get("zmq_port", 0)
+    scheme = "ucx" if extra.get("protocol", "rdma") == "rdma" else "zmq+tcp"
+    options = _options(extra)
+    if "memory_pool_size" in extra:
+        options["quota"] = int(extra["memory_pool_size"])
+    if extra.get("device_name"):
+        options["ucx_devices"] = str(extra["device_name"])
+    return f"{scheme}://{'127.0.0.1' if host == 'auto' else host}:{port}", options
+
+
+def _of_rank(url: str, rank: int) -> str:
+    place, question, query = url.partition("?")
+    own = place if _PORT.search(place) else f"{place}-{rank}"
+    return _PORT.sub(
+        lambda found: f":{int(found[1]) and int(found[1]) + rank}", own + question + query
+    )
+
+
+def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in extra.items() if name in _OPTIONS}
+
+
+def _reader(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Both ends find each other by the directory; keys are each end's own."""
+    return {name: value for name, value in options.items() if name in ("directory", "mode")}
+
+
+def _device(stage: StageDeploy, kind: str) -> str:
+    """A process that sees only its own devices counts from 0; this one counts all."""
+    if not (stage.devices and _has_cuda()) or kind == "ar" or _is_on_ray(stage):
+        return "auto"
+    return f"cuda:{stage.devices.split(',')[0]}"
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

@@ -1,0 +1,123 @@
+"""Paged KV of an AR stage: the pools, and who has which of their blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from omni_kvlink.engine.errors import EngineAsleepError
+from omni_kvlink.errors import CapacityError
+
+
+class BlockManager:
+    """Which blocks are free; asked before it is told, by the scheduler alone.
+
+    Args:
+        num_blocks: of the pools.
+        block_size: tokens in each.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens: 1 or more of each")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._free = deque(range(num_blocks))
+        self._taken: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-tokens // self.block_size)
+
+    def can_allocate(self, blocks: int) -> bool:
+        return blocks <= len(self._free)
+
+    def allocate(self, blocks: int) -> list[int]:
+        """Take so many blocks.
+
+        Raises:
+            CapacityError: fewer are free.
+        """
+        if not self.can_allocate(blocks):
+            raise CapacityError(
+                f"{blocks} blocks of {self.block_size} tokens wanted, {len(self._free)} of "
+                f"{self.num_blocks} are free: raise num_blocks",
+                asked=blocks,
+                free=len(self._free),
+            )
+        taken = [self._free.popleft() for _ in range(blocks)]
+        self._taken.update(taken)
+        return taken
+
+    def free(self, blocks: list[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            ValueError: one is not taken.
+        """
+        strange = sorted(set(blocks) - self._taken)
+        if strange or len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks {strange or blocks} are not taken, or stand twice")
+        self._taken.difference_update(blocks)
+        self._free.extend(blocks)
+
+
+class KVPools:
+    """The memory: K and V of each layer, `[num_blocks, block_size, *row]`.
+
+    Args:
+        row: the shape of one token in one layer, `(kv_heads, head_dim)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        row: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.num_layers, self.block_size, self.device = num_layers, block_size, device
+        self.dtype, self._shape = dtype, (num_blocks, block_size, *row)
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.wake_up()
+
+    @property
+    def keys(self) -> list[torch.Tensor]:
+        """A pool for each layer.
+
+        Raises:
+            EngineAsleepError: the pools were given back.
+        """
+        self._check_awake()
+        return self._keys
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        self._check_awake()
+        return self._values
+
+    def sleep(self) -> None:
+        """Give the memory back, and all that is in it."""
+        self._keys, self._values = [], []
+
+    def wake_up(self) -> None:
+        """Take memory again; what is in it is nobody's yet."""
+        if not self._keys:
+            self._keys, self._values = (
+                [self._pool() for _ in range(self.num_layers)] for _ in range(2)
+            )
+
+    def _pool(self) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self.dtype, device=self.device)
+
+    def _check_awake(self) -> None:
+        if not self._keys:
+            raise EngineAsleepError("the KV pools are asleep: wake_up(['kv_cache']) first")

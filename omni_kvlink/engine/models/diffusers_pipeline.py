@@ -1,0 +1,183 @@
+"""`DiffusersPipeline`: a pipeline of diffusers as the engine wants one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
+from omni_kvlink.errors import KVLinkError, SchemaError
+
+_NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
+"""Wishes that diffusers calls by another name."""
+
+
+class DiffusersPipeline:
+    """Paints texts. All randomness of a request comes from a generator with its seed.
+
+    Args:
+        pipe: of diffusers; it reads a `prompt` and gives `images`.
+
+    Attributes:
+        supports_request_batch: whether it takes lists of prompts and generators.
+
+    Raises:
+        EngineError: it takes no prompt, or no generator.
+    """
+
+    def __init__(self, pipe: Any):
+        self.pipe = pipe
+        self.name = type(pipe).__name__
+        self._parameters = inspect.signature(type(pipe).__call__).parameters
+        lacking = {"prompt", "generator", "output_type"} - self._parameters.keys()
+        if lacking:
+            raise EngineError(f"{self.name} takes no {', '.join(sorted(lacking))}: choose another")
+        self.supports_request_batch = self._takes_list("prompt") and self._takes_list("generator")
+        pipe.set_progress_bar_config(disable=True)
+
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The networks, by name."""
+        components = self.pipe.components.items()
+        return {name: each for name, each in components if isinstance(each, torch.nn.Module)}
+
+    def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """One output for each request, in their order; one's error never touches another's.
+
+        Where a batch fails, its requests run one by one: so the error finds its owner.
+        """
+        requests = list(req) if isinstance(req, DiffusionRequestBatch) else [req]
+        errors = {request.request_id: self._refusal(request) for request in requests}
+        ready = [request for request in requests if errors[request.request_id] is None]
+        outputs = {output.request_id: output for output in self._outputs(ready)}
+        return [
+            outputs[key] if error is None else DiffusionOutput(key, error=error)
+            for key, error in errors.items()
+        ]
+
+    # One batch.
+
+    def _refusal(self, request: OmniDiffusionRequest) -> KVLinkError | None:
+        """Why a request cannot run, if so."""
+        try:
+            _text(request)
+            self._wishes(request.sampling_params)
+        except KVLinkError as error:
+            return error
+        return _aborted(request) if request.is_cancelled() else None
+
+    def _outputs(self, requests: Sequence[OmniDiffusionRequest]) -> list[DiffusionOutput]:
+        if not requests:
+            return []
+        try:
+            painted = list(self._paint(requests))
+        except Exception as error:
+            if len(requests) > 1 and not isinstance(error, RequestAborted):
+                return [output for request in requests for output in self.forward(request)]
+            return [DiffusionOutput(r.request_id, error=self._failure(error)) for r in requests]
+        return [
+            self._output(request, images) for request, images in zip(requests, painted, strict=True)
+        ]
+
+    def _paint(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
+        """Each request's images, float [num_outputs_per_prompt, H, W, 3] from 0 to 1."""
+        params = requests[0].sampling_params
+        each = params.num_outputs_per_prompt
+        texts = [_text(request) for request in requests]
+        # A request's images draw from one generator in turn, whoever else is in the batch.
+        noise = [random for request in requests for random in [_generator(request)] * each]
+        many = self.supports_request_batch
+        how: dict[str, Any] = {
+            "prompt": texts if many else texts[0],
+            "generator": noise if many else noise[0],
+            "output_type": "np",
+            **self._wishes(params),
+        }
+        if "callback_on_step_end" in self._parameters:
+            how["callback_on_step_end"] = _ending(requests)
+        found = getattr(self.pipe(**how), "images", None)
+        if found is None:
+            raise EngineError(f"{self.name} gives no images")
+        images = torch.as_tensor(found).float().cpu()
+        if len(images) != each * len(requests):
+            raise EngineError(f"{self.name} gave {len(images)} images, not {each * len(requests)}")
+        return images.reshape(-1, each, *images.shape[1:]).unbind()
+
+    def _output(self, request: OmniDiffusionRequest, images: torch.Tensor) -> DiffusionOutput:
+        params, size = request.sampling_params, images.shape[1:3]
+        wanted = params.height or size[0], params.width or size[1]
+        error: EngineError | None = None
+        if request.is_cancelled():
+            error = _aborted(request)
+        elif not images.isfinite().all():
+            error = RequestFailed(f"{self.name} computed NaN or infinity: try dtype float32")
+        elif tuple(size) != wanted:
+            error = RequestFailed(f"{self.name} paints {tuple(size)}, not {wanted}: ask for that")
+        if error is not None:
+            return DiffusionOutput(request.request_id, error=error)
+        levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
+        return DiffusionOutput(request.request_id, levels)
+
+    def _failure(self, error: Exception) -> KVLinkError:
+        if isinstance(error, KVLinkError):
+            return error
+        failure = RequestFailed(f"{self.name} failed: {error!r}")
+        failure.__cause__ = error
+        return failure
+
+    def _wishes(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+        """What the requests ask for, in the pipeline's words.
+
+        Raises:
+            EngineError: it has no word for something.
+        """
+        default, found = SamplingParamsKey.of(OmniDiffusionSamplingParams()), {}
+        for field in dataclasses.fields(SamplingParamsKey):
+            value, name = getattr(params, field.name), _NAMES.get(field.name, field.name)
+            if value == getattr(default, field.name):
+                continue
+            if name not in self._parameters:
+                raise EngineError(f"{self.name} takes no {name}: leave {field.name} as it is")
+            found[name] = value
+        return found
+
+    def _takes_list(self, name: str) -> bool:
+        return "list[" in str(self._parameters[name].annotation).lower()
+
+
+def _text(request: OmniDiffusionRequest) -> str:
+    prompt = request.prompt
+    items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
+    if len(items) == 1 and isinstance(items[0], str):
+        return items[0]
+    raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
+
+
+def _generator(request: OmniDiffusionRequest) -> torch.Generator:
+    """A fresh one: who runs again gets the same noise. On the CPU, for the same on any device."""
+    params = request.sampling_params
+    if params.generator is not None:
+        return params.generator.clone_state()
+    assert params.seed is not None  # OmniDiffusionRequest draws one
+    return torch.Generator().manual_seed(params.seed)
+
+
+def _aborted(request: OmniDiffusionRequest) -> RequestAborted:
+    return RequestAborted(f"request {request.request_id!r} was aborted")
+
+
+def _ending(requests: Sequence[OmniDiffusionRequest]) -> Callable[..., dict[str, Any]]:
+    """A mate that is aborted stays in the batch; when all are, the batch ends."""
+
+    def on_step_end(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        if all(request.is_cancelled() for request in requests):
+            raise RequestAborted(f"aborted after step {step + 1}")
+        return kept
+
+    return on_step_end

@@ -1,0 +1,46 @@
+"""Before and after: a user's images as tensors, and tensors as a user's images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from omni_kvlink.engine.request import Prompt
+from omni_kvlink.errors import SchemaError
+
+
+def as_tensors(prompt: Any) -> Prompt:
+    """A prompt whose images are uint8 [H, W, 3]; transparency becomes white.
+
+    Raises:
+        SchemaError: an item is neither a text nor an image.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, (list, tuple)):
+        return [item if isinstance(item, str) else _as_tensor(item) for item in prompt]
+    return [_as_tensor(prompt)]
+
+
+def from_tensor(images: torch.Tensor) -> Any:
+    """PIL images of uint8 [n, H, W, 3]: one image, or a list if n is not 1."""
+    from PIL import Image
+
+    made = [Image.fromarray(image.numpy()) for image in images]
+    return made[0] if len(made) == 1 else made
+
+
+def _as_tensor(image: Any) -> torch.Tensor:
+    if isinstance(image, torch.Tensor):
+        if image.dtype is not torch.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise SchemaError(f"an image is uint8 [H, W, 3], not {image.dtype} {[*image.shape]}")
+        return image
+    import numpy as np
+    from PIL import Image
+
+    if not isinstance(image, Image.Image):
+        raise SchemaError(f"a prompt is made of texts and images, not of {type(image).__name__}s")
+    from omni_kvlink.models.bagel.images import load_image
+
+    return torch.from_numpy(np.array(load_image(image)))

@@ -1,0 +1,128 @@
+"""BAGEL's cache in the blocks of an AR stage: what the model writes lies where it is sent from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+
+import torch
+
+from omni_kvlink.adapters import PagedAdapter, PagedCache
+from omni_kvlink.engine.kv.block_manager import KVPools
+from omni_kvlink.errors import CapacityError, SchemaError
+from omni_kvlink.models.bagel import NaiveCache
+from omni_kvlink.models.bagel.cache import Layer, joined
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
+
+
+class BlockTable:
+    """One sequence in the pools: its blocks, and how many of their slots are claimed.
+
+    Args:
+        block_ids: in the order of the tokens.
+    """
+
+    def __init__(self, pools: KVPools, block_ids: list[int]):
+        self.pools, self.block_ids, self.claimed = pools, block_ids, 0
+        size = pools.block_size
+        blocks = torch.tensor(block_ids, dtype=torch.long)
+        self._slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(pools.device)
+
+    def claim(self, rows: int) -> range:
+        """So many slots behind those that are claimed.
+
+        Raises:
+            CapacityError: the blocks have no more.
+        """
+        start, stop = self.claimed, self.claimed + rows
+        if stop > len(self._slots):
+            raise CapacityError(
+                f"{stop} tokens for {len(self.block_ids)} blocks of {self.pools.block_size}",
+                asked=stop,
+                free=len(self._slots),
+            )
+        self.claimed = stop
+        return range(start, stop)
+
+    def read(self, pool: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first tokens of a pool, as a new tensor; torch attends to no pages."""
+        return pool.flatten(0, 1)[self._slots[:tokens]]
+
+    def write(self, pool: torch.Tensor, rows: range, new: torch.Tensor) -> None:
+        slots = pool.flatten(0, 1)  # a view: pools are contiguous
+        if new.dtype != slots.dtype or new.shape != (len(rows), *slots.shape[1:]):
+            raise SchemaError(
+                f"new rows are {new.dtype} {list(new.shape)}, the pool's are {slots.dtype} "
+                f"{[len(rows), *slots.shape[1:]]}"
+            )
+        slots[self._slots[rows.start : rows.stop]] = new
+
+
+class PagedNaiveCache(NaiveCache):
+    """A NaiveCache whose rows lie in blocks; reading a layer gathers it.
+
+    As with every NaiveCache, what extends it gives is a cache of its own; here a longer piece of
+    the same table. One that does not end where the table does is continued in memory elsewhere.
+    """
+
+    def __init__(self, table: BlockTable, tokens: int = 0, *, is_snapshot: bool = False):
+        self.table, self.tokens = table, tokens
+        self._is_snapshot = is_snapshot
+        self._rows = range(0)
+        self.key_cache = _Layers(table, table.pools.keys, tokens)
+        self.value_cache = _Layers(table, table.pools.values, tokens)
+
+    @property
+    def seq_lens(self) -> int:
+        return self.tokens
+
+    def after(self, rows: int) -> NaiveCache:
+        """A longer piece of the table, its rows claimed.
+
+        Raises:
+            CapacityError: the blocks have no room for them.
+        """
+        if self._is_snapshot or self.tokens != self.table.claimed:
+            return super().after(rows)
+        claimed = self.table.claim(rows)
+        cache = PagedNaiveCache(self.table, claimed.stop)
+        cache._rows = claimed
+        return cache
+
+    def merge(self, layer: int, past: Layer | None, k: torch.Tensor, v: torch.Tensor) -> Layer:
+        """Writes the new rows to their slots; returns all of them for this once."""
+        self.table.write(self.table.pools.keys[layer], self._rows, k)
+        self.table.write(self.table.pools.values[layer], self._rows, v)
+        return joined(past, k, v)
+
+    def snapshot(self) -> NaiveCache:
+        return PagedNaiveCache(self.table, self.tokens, is_snapshot=True)
+
+    def export(self, request_id: str, metadata: KVMetadata) -> KVCacheTransferData:
+        """The rows where they lie, for a transfer that reads the blocks themselves."""
+        pools, table = self.table.pools, self.table
+        cache = PagedCache(pools.keys, pools.values, pools.block_size, table.block_ids)
+        return PagedAdapter().export(cache, request_id=request_id, metadata=metadata)
+
+
+class _Layers(MutableMapping[int, torch.Tensor | None]):
+    """K or V by layer, gathered when it is read; written by `merge` alone."""
+
+    def __init__(self, table: BlockTable, pools: list[torch.Tensor], tokens: int):
+        self._table, self._pools, self._tokens = table, pools, tokens
+
+    def __getitem__(self, layer: int) -> torch.Tensor | None:
+        pool = self._pools[layer]
+        return self._table.read(pool, self._tokens) if self._tokens else None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._pools)))
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def __setitem__(self, layer: int, rows: torch.Tensor | None) -> None:
+        raise TypeError("rows of a paged cache are written by merge()")
+
+    def __delitem__(self, layer: int) -> None:
+        raise TypeError("a paged cache keeps all its layers")

@@ -1,0 +1,83 @@
+"""`OmniARScheduler`: which prompts are read next, and into which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.kv.block_manager import BlockManager
+from omni_kvlink.engine.outputs import ARSchedulerOutput
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
+from omni_kvlink.errors import CapacityError
+
+Blocks = dict[str, list[int]]
+
+
+class OmniARScheduler(Scheduler):
+    """First come, first served; a request runs when there are blocks for the whole of its prompt.
+
+    Args:
+        count_tokens: the most tokens of each branch of a request's cache.
+    """
+
+    def __init__(
+        self,
+        config: OmniARConfig,
+        count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]],
+    ):
+        super().__init__(config.max_num_seqs)
+        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self._count_tokens = count_tokens
+        self._tables: dict[str, Blocks] = {}
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "free_blocks": self.blocks.num_free}
+
+    def _choose(self) -> list[RequestState]:
+        chosen: list[RequestState] = []
+        for state in list(self._waiting.values())[: self.max_num_seqs]:
+            try:
+                needed = self._needed(state.request)
+            except Exception as error:  # a prompt that cannot be read is its own error
+                del self._waiting[state.request_id]
+                self._end(state, error)
+                continue
+            if not self.blocks.can_allocate(sum(needed.values())):
+                break
+            self._tables[state.request_id] = {
+                branch: self.blocks.allocate(count) for branch, count in needed.items()
+            }
+            chosen.append(state)
+        return chosen
+
+    def _on_waiting(self) -> None:
+        """Nothing is begun before a prompt is read."""
+
+    def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        """Blocks of each branch.
+
+        Raises:
+            CapacityError: more than there are at all.
+        """
+        tokens = self._count_tokens(request)
+        needed = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
+        total = sum(needed.values())
+        if total > self.blocks.num_blocks:
+            raise CapacityError(
+                f"request {request.request_id!r} needs {total} blocks of "
+                f"{self.blocks.block_size} tokens, there are {self.blocks.num_blocks}: "
+                "raise num_blocks",
+                asked=total,
+                free=self.blocks.num_blocks,
+            )
+        return needed
+
+    def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
+        tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
+        return ARSchedulerOutput(requests, self._steps, len(self._waiting), tables)
+
+    def _release(self, request: OmniDiffusionRequest) -> None:
+        for blocks in self._tables.pop(request.request_id, {}).values():
+            self.blocks.free(blocks)

@@ -1,0 +1,166 @@
+"""Where a payload's sender and receiver meet: by names that both read from the key alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import time
+import weakref
+from typing import NamedTuple
+
+from omni_kvlink.connectors.runtime.user_dirs import check_private, locked
+from omni_kvlink.connectors.shm.rendezvous import default_directory, watching
+from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
+from omni_kvlink.integrations.vllm_omni.settings import Settings
+
+_open: weakref.WeakSet[Announcement] = weakref.WeakSet()
+
+
+class Place(NamedTuple):
+    """One link of an edge between two stages.
+
+    Attributes:
+        channel: "kv0", "kv1" … for the KV caches that a rank of the sending stage sends; "data".
+    """
+
+    from_stage: str
+    to_stage: str
+    channel: str
+
+    @classmethod
+    def of(cls, from_stage: str, to_stage: str, key: str) -> Place:
+        """Where a key is put and got; its form is the manager's own."""
+        if key.startswith(f"omni_{from_stage}_to_{to_stage}_kv_cache_"):
+            return cls(from_stage, to_stage, "kv0")
+        # Under tensor parallelism: request, stage, chunk, the sender's rank, the receiver's rank.
+        ranked = re.search(rf"_{re.escape(from_stage)}_\d+_(\d+)_\d+$", key)
+        return cls(from_stage, to_stage, f"kv{int(ranked[1])}" if ranked else "data")
+
+    @property
+    def is_cache(self) -> bool:
+        return self.channel != "data"
+
+    def name(self, settings: Settings) -> str:
+        return f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
+
+    def file(self, settings: Settings, suffix: str) -> str:
+        directory = settings.of_sender.directory or default_directory()
+        return os.path.join(directory, f"{self.name(settings)}.{suffix}")
+
+    def url(self, settings: Settings) -> str:
+        """What the sender serves.
+
+        Raises:
+            SchemaError: there are addresses, but none for this channel.
+        """
+        if settings.transport == "shm":
+            return f"shm://{self.name(settings)}"
+        if settings.transport == "zmq+ipc":
+            return f"zmq+ipc://{self.file(settings, 'ipc')}"
+        if not settings.addresses:
+            return f"{settings.transport}://127.0.0.1:0"
+        if self.channel not in settings.addresses:
+            raise SchemaError(
+                f"addresses has {', '.join(settings.addresses)}, but not {self.channel!r}, "
+                f"which stage {self.from_stage} needs to send to stage {self.to_stage}"
+            )
+        return f"{settings.transport}://{settings.addresses[self.channel]}"
+
+    def is_announced(self, settings: Settings) -> bool:
+        """Whether its address is the system's choice, to be found by the name."""
+        return settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
+
+
+class Announcement:
+    """A link's URL in a file of this user's, believed for as long as its writer holds a lock on it.
+
+    Raises:
+        BusyError: a living sender has this name.
+    """
+
+    def __init__(self, path: str, url: str):
+        directory = os.path.dirname(path)
+        check_private(directory)
+        draft = f"{path}.{os.getpid()}"
+        self._path = path
+        self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, url.encode())
+            with locked(directory):
+                if announced(path):
+                    raise BusyError(f"{path}: another sender has this name; give one a `name`")
+                os.rename(draft, path)
+        except BaseException:
+            os.close(self._fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+            raise
+        _open.add(self)
+
+    def withdraw(self) -> None:
+        """Remove it, unless a successor has put its own there; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(self._path)):
+                if os.path.samestat(os.stat(self._path), os.fstat(fd)):
+                    os.unlink(self._path)
+        finally:
+            os.close(fd)
+
+    def forget(self) -> None:
+        """In a forked child: the name is its parent's."""
+        os.close(self._fd)
+        self._fd = -1
+
+
+def announced(path: str) -> str:
+    """The URL that a living sender wrote there, or ""."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(fd, 4096).decode()
+    finally:
+        os.close(fd)
+    return ""
+
+
+def find(path: str, *, timeout: float) -> str:
+    """The URL under a name, as soon as it is there; woken by the directory, never polling.
+
+    Raises:
+        TransferTimeout: nobody announced one.
+    """
+    directory = os.path.dirname(path)
+    check_private(directory)
+    deadline = time.monotonic() + timeout
+    with watching(directory) as events:
+        while True:
+            url = announced(path)
+            if url:
+                return url
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([events], [], [], left)[0]:
+                raise TransferTimeout(
+                    f"no sender announced {path} within {timeout:g} s",
+                    waited=timeout,
+                    phase="connecting",
+                )
+            os.read(events, 65536)
+
+
+def _forget_in_child() -> None:
+    for announcement in list(_open):
+        announcement.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

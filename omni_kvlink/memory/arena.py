@@ -1,0 +1,257 @@
+"""Reused memory: `Arena` places blocks by best fit, `ArenaPool` grows arenas up to a quota."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from omni_kvlink.errors import CapacityError, ClosedError
+from omni_kvlink.memory.region import Mapping, Region
+
+GRAIN = 4096
+"""Blocks start and end on multiples of a page, so that two transfers never share one."""
+MIN_ARENA = 64 << 20
+
+
+class Arena:
+    """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. No bytes.
+
+    Its state is replaced in one step, so that an exception from a signal handler, which can come
+    at any line, never leaves a hole half taken: that block would be given out twice.
+    """
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+        self._state: tuple[list[_Span], dict[int, int]] = [(0, nbytes)], {}
+
+    @property
+    def free_nbytes(self) -> int:
+        return sum(length for _, length in self._state[0])
+
+    @property
+    def largest_hole(self) -> int:
+        return max((length for _, length in self._state[0]), default=0)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._state[1])
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._state[1]
+
+    def can_allocate(self, nbytes: int) -> bool:
+        return nbytes <= self.largest_hole
+
+    def allocate(self, nbytes: int) -> int:
+        """The offset of a block of `nbytes`; ask `can_allocate` first."""
+        if nbytes <= 0 or not self.can_allocate(nbytes):
+            raise CapacityError(
+                f"{nbytes} bytes wanted, the largest hole has {self.largest_hole}",
+                asked=nbytes,
+                free=self.largest_hole,
+            )
+        holes, used = self._state
+        length, offset = min((length, offset) for offset, length in holes if length >= nbytes)
+        at = holes.index((offset, length))
+        rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+        self._state = [*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes}
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a block back, merging it with the holes on both sides."""
+        holes, used = self._state
+        start, stop = offset, offset + used[offset]
+        first = last = bisect.bisect(holes, (offset, 0))
+        if first and sum(holes[first - 1]) == start:
+            first -= 1
+            start = holes[first][0]
+        if last < len(holes) and holes[last][0] == stop:
+            stop = sum(holes[last])
+            last += 1
+        merged = [*holes[:first], (start, stop - start), *holes[last:]]
+        self._state = merged, {at: size for at, size in used.items() if at != offset}
+
+
+_Span: TypeAlias = tuple[int, int]
+"""Offset and length in bytes."""
+
+
+class Block(NamedTuple):
+    """A reserved piece of a pool: which arena, where in it, how long."""
+
+    arena: int
+    offset: int
+    nbytes: int
+
+
+class ArenaPool:
+    """Arenas made on demand up to `quota` bytes, kept for reuse; waits when all is taken.
+
+    Args:
+        make: maps a new arena of so many bytes.
+        quota: bytes that all arenas together may have.
+        retire: told the number of an empty arena that was dropped; must not block.
+        keep: reuse arenas; if not, each block has an arena of its own, dropped when it is freed.
+        least: bytes of an arena that is kept, if no block needs more.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Mapping],
+        quota: int,
+        retire: Callable[[int], None] = lambda number: None,
+        *,
+        keep: bool = True,
+        least: int | None = None,
+    ):
+        self.quota = quota
+        self._make, self._retire, self._keep = make, retire, keep
+        self._least = MIN_ARENA if least is None else least
+        self._arenas: dict[int, tuple[Arena, Mapping]] = {}
+        self._made = 0
+        self._mapped = 0
+        self._closed = False
+        # Taken by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def reserve(self, nbytes: int, *, timeout: float = 0.0) -> Block:
+        """A block of at least `nbytes`, waiting up to `timeout` seconds for others to be freed.
+
+        Raises:
+            CapacityError: larger than the quota, the machine has no more, or the wait was vain.
+            ClosedError: the pool was closed.
+        """
+        nbytes = -(-nbytes // GRAIN) * GRAIN
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("the arena pool is closed")
+                block = self._place(nbytes)
+                if block is not None:
+                    return block
+                size = self._claim_growth(nbytes)
+                if size is None:
+                    left = deadline - time.monotonic()
+                    if nbytes > self.quota or left <= 0:
+                        raise self._full(nbytes, timeout)
+                    self._changed.wait(left)
+                    continue
+            return self._grow(size, nbytes)
+
+    def place(self, nbytes: int) -> Block | None:
+        """A block in an arena that is there already, if it fits; never slow."""
+        with self._lock:
+            return None if self._closed else self._place(-(-nbytes // GRAIN) * GRAIN)
+
+    def free(self, block: Block) -> None:
+        """Give a block back and wake who waits for room."""
+        with self._lock:
+            if block.arena in self._arenas:  # closing drops arenas that still have blocks
+                arena = self._arenas[block.arena][0]
+                arena.free(block.offset)
+                if not self._keep and arena.is_empty:
+                    self._drop(block.arena)
+                self._changed.notify_all()
+
+    def region(self, block: Block) -> Region:
+        return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
+
+    def mapping(self, arena: int) -> Mapping:
+        with self._lock:
+            if arena not in self._arenas:
+                raise ClosedError(f"arena {arena} is gone: the pool is closed")
+            return self._arenas[arena][1]
+
+    def prefault(self, nbytes: int) -> None:
+        """Make room for `nbytes` now, so that the first transfers pay no page faults."""
+        self.free(self.reserve(nbytes))
+
+    def stats(self) -> dict[str, int]:
+        """Bytes and numbers now: quota, mapped, used, arenas, blocks."""
+        with self._lock:
+            arenas = [arena for arena, _ in self._arenas.values()]
+            free = sum(arena.free_nbytes for arena in arenas)
+            return {
+                "quota": self.quota,
+                "mapped": self._mapped,
+                "used": sum(arena.nbytes for arena in arenas) - free,
+                "arenas": len(arenas),
+                "blocks": sum(arena.blocks for arena in arenas),
+            }
+
+    def close(self) -> None:
+        """Drop the arenas (memory goes when the last view does) and wake who waits."""
+        with self._lock:
+            self._closed = True
+            self._arenas.clear()
+            self._mapped = 0
+            self._changed.notify_all()
+
+    def _place(self, nbytes: int) -> Block | None:
+        fitting = [
+            (arena.largest_hole, number)
+            for number, (arena, _) in self._arenas.items()
+            if arena.can_allocate(nbytes)
+        ]
+        if not fitting:
+            return None
+        number = min(fitting)[1]
+        return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
+
+    def _claim_growth(self, nbytes: int) -> int | None:
+        """The size of the arena to add, its share of the quota taken; None if there is no room.
+
+        Empty arenas make way where the quota asks for it.
+        """
+        empty = [number for number, (arena, _) in self._arenas.items() if arena.is_empty]
+        reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
+        if self._mapped - reclaimable + nbytes > self.quota:
+            return None
+        for number in empty:
+            if self._mapped + nbytes <= self.quota:
+                break
+            self._drop(number)
+        size = min(max(nbytes, self._least), self.quota - self._mapped) if self._keep else nbytes
+        self._mapped += size
+        return size
+
+    def _drop(self, number: int) -> None:
+        self._mapped -= self._arenas.pop(number)[0].nbytes
+        self._retire(number)
+
+    def _grow(self, size: int, nbytes: int) -> Block:
+        """Map a new arena (slow, so without the lock) and take the first block of it."""
+        try:
+            mapping = self._make(size)
+        except BaseException:
+            with self._lock:
+                self._mapped -= size
+                self._changed.notify_all()
+            raise
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the arena pool was closed while it grew")
+            number, arena = self._made, Arena(size)
+            self._made += 1
+            self._arenas[number] = (arena, mapping)
+            self._changed.notify_all()
+            return Block(number, arena.allocate(nbytes), nbytes)
+
+    def _full(self, nbytes: int, waited: float) -> CapacityError:
+        arenas = [arena for arena, _ in self._arenas.values()]
+        reclaimable = sum(arena.nbytes for arena in arenas if arena.is_empty)
+        free = max(
+            self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
+        )
+        return CapacityError(
+            f"{nbytes} bytes wanted, {free} free of a quota of {self.quota} after {waited:g} s: "
+            "raise quota=, or wait for readers to let go",
+            asked=nbytes,
+            free=free,
+        )

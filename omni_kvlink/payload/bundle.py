@@ -1,0 +1,205 @@
+"""`KVCacheBundle`: all caches of one request as one atomic transfer, no byte of it sent twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.branch import Branch, Reuse, check_branches
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData, branch_tensors, cache_at
+from omni_kvlink.payload.views import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixOf:
+    """A branch whose bytes are the first `tokens` tokens of another branch.
+
+    `metadata` is its own: the next position of a prefix cannot be derived.
+    """
+
+    branch: str
+    tokens: int
+    metadata: KVMetadata
+
+
+@dataclasses.dataclass(frozen=True)
+class SameAs:
+    """A branch whose bytes are another's; its metadata too, unless given."""
+
+    branch: str
+    metadata: KVMetadata | None = None
+
+
+BundleBranch: TypeAlias = KVCacheTransferData | PrefixOf | SameAs
+
+
+class KVCacheBundle:
+    """The caches of one request, by name; BAGEL's are `gen`, `cfg_text` and `cfg_img`.
+
+    `bundle[name]` is a cache with tensors, also where the branch is declared as `PrefixOf` or
+    `SameAs` another (then its tensors are views of that one's); `bundle.branches[name]` is what
+    was declared.
+
+    Raises:
+        SchemaError: a branch refers to none, lengths disagree, or request ids differ.
+    """
+
+    def __init__(self, request_id: str, branches: Mapping[str, BundleBranch]):
+        self.request_id = request_id
+        self.branches: dict[str, BundleBranch] = dict(branches)
+        for name, branch in self.branches.items():
+            _check_kind(name, branch)
+            if isinstance(branch, KVCacheTransferData) and branch.request_id != request_id:
+                raise SchemaError(
+                    f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
+                )
+        check_branches(self._wire_branches(), bundle=True, error=SchemaError)
+
+    def __getitem__(self, name: str) -> KVCacheTransferData:
+        if name not in self.branches:
+            raise KeyError(f"{name!r}; this bundle has {', '.join(self.branches)}")
+        branch = self.branches[name]
+        if isinstance(branch, KVCacheTransferData):
+            return branch
+        source, metadata = self._source(name, branch), self._metadata(name)
+        return source.first_tokens(metadata.seq_len, metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.branches)
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    def tensors(self) -> list[Place]:
+        """The tensors or pages that are sent, in the order of the wire."""
+        return [tensor for cache in self._owners() for tensor in cache.tensors()]
+
+    @property
+    def reused_nbytes(self) -> int:
+        """Bytes that need not be sent, because a branch is a prefix of another or the same."""
+        total = 0
+        for name, branch in self.branches.items():
+            if not isinstance(branch, KVCacheTransferData):
+                sent = [place.nbytes for place in self._source(name, branch).tensors()]
+                source = self._source(name, branch).metadata.seq_len
+                total += sum(sent) * self._metadata(name).seq_len // source
+        return total
+
+    def plan(self, *, digests: bool = True, room: Manifest | None = None) -> Manifest:
+        """Sizes and places of everything, before a byte is copied; `room` as in `lay_out`."""
+        branches = self._wire_branches()
+        tensors = (tensor for branch in branches for tensor in branch_tensors(branch))
+        return Manifest.lay_out(
+            self.request_id, branches, tensors, bundle=True, digests=digests, room=room
+        )
+
+    @classmethod
+    def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:
+        """The caches as they lie in a payload, without copying."""
+        if not manifest.bundle:
+            raise SchemaError(f"payload {manifest.request_id!r} is one KVCacheTransferData")
+        branches: dict[str, BundleBranch] = {}
+        for branch in manifest.branches:
+            if branch.reuse is None:
+                branches[branch.name] = cache_at(manifest, branch, region)
+            elif branch.reuse.tokens is None:
+                branches[branch.name] = SameAs(branch.reuse.of, KVMetadata.from_branch(branch))
+            else:
+                metadata = KVMetadata.from_branch(branch)
+                branches[branch.name] = PrefixOf(branch.reuse.of, branch.reuse.tokens, metadata)
+        return cls(manifest.request_id, branches)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the payload as a .safetensors file that any stock tool opens."""
+        from omni_kvlink.payload.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCacheBundle:
+        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+
+        Raises:
+            WireError: not such a file, or changed since; names branch, layer, K or V.
+            SchemaError: the file holds a single KVCacheTransferData.
+        """
+        from omni_kvlink.payload.files import load
+
+        data = load(path)
+        if not isinstance(data, cls):
+            raise SchemaError(
+                f"{os.fspath(path)} holds one cache: KVCacheTransferData.load reads it"
+            )
+        return data
+
+    def difference(self, other: KVCacheBundle) -> str:
+        """The first thing that is not bit for bit the same, in words; "" when all is."""
+        if self.request_id != other.request_id or list(self) != list(other):
+            return f"{self!r} here, {other!r} there"
+        for name in self:
+            if self._reuse(name) != other._reuse(name):
+                return f"branch {name!r}: {self._reuse(name)} here, {other._reuse(name)} there"
+            found = self[name].difference(other[name])
+            if found:
+                return f"branch {name!r}, {found}"
+        return ""
+
+    def close(self) -> None:
+        """Let go of the tensors; those kept elsewhere live on."""
+        for cache in self._owners():
+            cache.close()
+
+    def __repr__(self) -> str:
+        return f"<KVCacheBundle {self.request_id!r}: {', '.join(self.branches)}>"
+
+    def _owners(self) -> list[KVCacheTransferData]:
+        return [b for b in self.branches.values() if isinstance(b, KVCacheTransferData)]
+
+    def _source(self, name: str, reference: PrefixOf | SameAs) -> KVCacheTransferData:
+        source = self.branches.get(reference.branch)
+        if not isinstance(source, KVCacheTransferData):
+            raise SchemaError(
+                f"branch {name!r} refers to {reference.branch!r}, which has no tensors of its own"
+            )
+        return source
+
+    def _metadata(self, name: str) -> KVMetadata:
+        branch = self.branches[name]
+        if isinstance(branch, KVCacheTransferData):
+            return branch.metadata
+        source = self._source(name, branch).metadata
+        if branch.metadata is None:
+            return source
+        return dataclasses.replace(branch.metadata, dtype=branch.metadata.dtype or source.dtype)
+
+    def _reuse(self, name: str) -> Reuse | None:
+        branch = self.branches[name]
+        if isinstance(branch, PrefixOf):
+            return Reuse(branch.branch, branch.tokens)
+        return Reuse(branch.branch) if isinstance(branch, SameAs) else None
+
+    def _wire_branches(self) -> list[Branch]:
+        return [
+            branch.as_branch(name)
+            if isinstance(branch, KVCacheTransferData)
+            else self._metadata(name).as_branch(name, reuse=self._reuse(name))
+            for name, branch in self.branches.items()
+        ]
+
+
+def _check_kind(name: str, branch: BundleBranch) -> None:
+    if not isinstance(branch, (KVCacheTransferData, PrefixOf, SameAs)):
+        raise SchemaError(
+            f"branch {name!r} is a {type(branch).__name__}; "
+            "wanted a KVCacheTransferData, PrefixOf or SameAs"
+        )
+    if not isinstance(branch.metadata, KVMetadata) and not (
+        isinstance(branch, SameAs) and branch.metadata is None
+    ):
+        raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")

@@ -1,0 +1,122 @@
+"""Pools of blocks, taken apart as the caller declares them, and the layers of a cache in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.manifest import PART_WORDS, PARTS
+from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import Paged, Pages, check_strided
+
+PoolLayers: TypeAlias = Sequence[torch.Tensor]
+"""One pool `[num_blocks, block_size, *token]` a layer."""
+
+BlockTable: TypeAlias = Sequence[int] | torch.Tensor | None
+
+
+def split_stacked(
+    layers: PoolLayers,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`, as views.
+
+    Raises:
+        SchemaError: a layer has another shape.
+    """
+    return _split(layers, 0, "[2, num_blocks, block_size, kv_heads, head_dim]")
+
+
+def split_packed(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`, as views.
+
+    Raises:
+        SchemaError: a layer has another shape.
+    """
+    return _split(layers, 1, "[num_blocks, 2, block_size, kv_heads, head_dim]")
+
+
+def pages_of(
+    metadata: KVMetadata,
+    *,
+    block_size: int,
+    block_ids: BlockTable = None,
+    slot_mapping: BlockTable = None,
+) -> Pages:
+    """Where the tokens of a cache that is not empty lie, from one of the two tables.
+
+    Raises:
+        SchemaError: the table does not fit the metadata, or names a place twice.
+    """
+    if (block_ids is None) == (slot_mapping is None):
+        raise SchemaError("wanted either block_ids or slot_mapping, and one of them")
+    try:
+        if slot_mapping is not None:
+            pages = Pages.of_slots(slot_mapping, block_size=block_size)
+            if pages.tokens != metadata.seq_len:
+                raise SchemaError(
+                    f"{pages.tokens} slots, but kv_lens say {metadata.seq_len} tokens"
+                )
+            return pages
+        assert block_ids is not None
+        if len(metadata.kv_lens) != 1:
+            raise SchemaError(
+                f"block_ids are one sequence's, but there are {len(metadata.kv_lens)} kv_lens; "
+                "give a slot_mapping"
+            )
+        return Pages.of_blocks(block_ids, block_size=block_size, tokens=metadata.seq_len)
+    except SchemaError as error:
+        raise SchemaError(f"K and V of every layer: {error}") from None
+
+
+def paged_layers(
+    key_cache: PoolLayers, value_cache: PoolLayers | None, pages: Pages, layout: str
+) -> dict[str, list[Paged]]:
+    """The layers by the wire's name of the part.
+
+    Args:
+        key_cache: K's pools, or the latents' in layout "ND".
+        value_cache: V's; None in layout "ND".
+
+    Raises:
+        SchemaError: a pool is missing or lacks the pages, or K and V differ; names layer, K or V.
+    """
+    if layout not in PARTS:
+        raise SchemaError(f"layout {layout!r}; wanted one of {', '.join(PARTS)}")
+    parts = PARTS[layout]
+    given = [key_cache] if value_cache is None else [key_cache, value_cache]
+    if len(parts) != len(given):
+        raise SchemaError(f"layout {layout!r} has {len(parts)} pools a layer, {len(given)} given")
+    layers = {
+        part: [
+            _paged(pool, pages, f"layer {layer}, {PART_WORDS[part]}")
+            for layer, pool in enumerate(pools)
+        ]
+        for part, pools in zip(parts, given, strict=True)
+    }
+    for key, value in zip(layers[parts[0]], layers[parts[-1]], strict=False):
+        if key.pool.shape != value.pool.shape:
+            raise SchemaError(
+                f"{value.where}: a pool of {list(value.pool.shape)}, "
+                f"while its K is {list(key.pool.shape)}"
+            )
+    return layers
+
+
+def _paged(pool: torch.Tensor | None, pages: Pages, where: str) -> Paged:
+    if pool is None:
+        raise SchemaError(f"{where} is missing")
+    return Paged(pool, pages, where)
+
+
+def _split(
+    layers: PoolLayers, side: int, wanted: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    for index, layer in enumerate(layers):
+        check_strided(layer, f"layer {index}, K and V")
+        if layer.dim() != 5 or layer.shape[side] != 2:
+            raise SchemaError(f"layer {index}, K and V: {list(layer.shape)}; wanted {wanted}")
+    keys, values = ([layer.select(side, which) for layer in layers] for which in (0, 1))
+    return keys, values
