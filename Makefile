@@ -51,7 +51,7 @@ test-hf-%: .venv-hf/%/.ready
 	touch $@
 
 # Not in `test`: diffusers, and the transformers that its text encoders come from.
-DIFFUSERS_TESTS := $(wildcard tests/engine/test_diffusers*.py) \
+DIFFUSERS_TESTS := $(wildcard tests/engine/models/test_diffusers*.py) \
 	tests/models/bagel/test_against_diffusers.py
 
 test-diffusers: .venv-diffusers/.ready
@@ -64,7 +64,7 @@ test-diffusers: .venv-diffusers/.ready
 
 # Not in `test`: Ray, and two nodes of it on this machine.
 test-ray: .venv-ray/.ready
-	.venv-ray/bin/python -m pytest $(wildcard tests/engine/test_ray*.py) $(ARGS)
+	.venv-ray/bin/python -m pytest tests/engine/ray $(ARGS)
 
 .venv-ray/.ready: $(VENV)/.ready
 	$(sharing_torch)
@@ -72,7 +72,7 @@ test-ray: .venv-ray/.ready
 	touch $@
 
 # In an environment of its own, 2 GB: vLLM for the CPU.
-VLLM_TESTS := $(filter-out tests/integrations/test_vllm_omni%,$(wildcard tests/integrations/test_vllm_*.py))
+VLLM_TESTS := tests/integrations/vllm
 
 test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
@@ -82,7 +82,7 @@ test-vllm: .venv-vllm/.ready
 OMNI := .venv-vllm-omni
 
 test-vllm-omni: $(OMNI)/.ready
-	$(OMNI)/bin/python -m pytest tests/integrations -k vllm_omni $(ARGS)
+	$(OMNI)/bin/python -m pytest tests/integrations/vllm_omni $(ARGS)
 
 $(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt
 	$(PYTHON) -m venv $(OMNI)
@@ -119,9 +119,9 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp cs
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.venv-vllm/.ready: setup.py constraints.txt tests/integrations/vllm.txt
+.venv-vllm/.ready: setup.py constraints.txt tests/integrations/vllm/vllm.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install -q -c constraints.txt torch
-	$(@D)/bin/python -m pip install -q --no-deps -r tests/integrations/vllm.txt
+	$(@D)/bin/python -m pip install -q --no-deps -r tests/integrations/vllm/vllm.txt
 	$(@D)/bin/python -m pip install -q --no-deps -e .
 	touch $@

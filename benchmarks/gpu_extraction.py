@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import torch
 
-from omni_kvlink import KVCacheTransferData, Paged, Pages
-from omni_kvlink._native import cuda as _cuda
+from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
+from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
-from omni_kvlink.copier import Landing, PinnedCopier
+from omni_kvlink.copier import GatherHandle, PinnedCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 DEVICE = "cuda"
 HEADS, DIM, BLOCK = 4, 128, 16
@@ -91,7 +91,7 @@ class Cache:
         self.copier.gather(self.places, self.plan, self.region)
 
     def forward_streamed(self) -> None:
-        landings: list[Landing] = []
+        landings: list[GatherHandle] = []
 
         def begin(layer: int) -> None:
             own = slice(2 * layer, 2 * layer + 2)
@@ -103,7 +103,7 @@ class Cache:
             landing.wait()
 
 
-def _places(count: int, tokens: int, *, paged: bool) -> list[Place]:
+def _places(count: int, tokens: int, *, paged: bool) -> list[TensorView]:
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
@@ -112,8 +112,8 @@ def _places(count: int, tokens: int, *, paged: bool) -> list[Place]:
     used = -(-tokens // BLOCK)
     blocks = used + max(1, used // 8)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))[:used]
-    pages = Pages.of_blocks(order, block_size=BLOCK, tokens=tokens)
-    return [Paged(noise(blocks, BLOCK, HEADS, DIM), pages) for _ in range(count)]
+    pages = BlockTable.of_blocks(order, block_size=BLOCK, tokens=tokens)
+    return [PagedTensor(noise(blocks, BLOCK, HEADS, DIM), pages) for _ in range(count)]
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -170,9 +170,9 @@ def _rate(name: str, nbytes: int, took: Summary) -> str:
 def describe() -> dict[str, Any]:
     return {
         **machine.describe(),
-        "device": _cuda.describe(0),
+        "device": cuda.describe(0),
         "torch_cuda": torch.version.cuda,
-        "crossovers_bytes": _cuda.measured_crossovers(0),
+        "crossovers_bytes": cuda.measured_crossovers(0),
     }
 
 
@@ -183,7 +183,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
-    reason = _cuda.missing() or _cuda.no_device()
+    reason = cuda.missing() or cuda.no_device()
     if reason is None and not torch.cuda.is_available():
         reason = "torch has no CUDA, or sees no device"
     if reason:

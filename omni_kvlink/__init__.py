@@ -32,8 +32,8 @@ from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
 from omni_kvlink.payload.metadata import KVMetadata as KVMetadata
-from omni_kvlink.payload.paged import Paged as Paged
-from omni_kvlink.payload.paged import Pages as Pages
+from omni_kvlink.payload.paged import BlockTable as BlockTable
+from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed
 from omni_kvlink.payload.pools import split_stacked as split_stacked
 from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from aio_bed import run as run
+from aio_fixtures import run as run
 
 from omni_kvlink import KVLink
 

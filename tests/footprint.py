@@ -38,9 +38,9 @@ def renamed(data: KVCacheTransferData, key: str) -> KVCacheTransferData:
 def counted(costs: Costs, name: str) -> Iterator[None]:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
-    before, faults = _kib("VmRSS"), _faults()
+    before, faults = _kib("VmRSS"), fault_points()
     yield
-    costs[name] = (_kib("VmHWM") - before) << 10, _faults() - faults
+    costs[name] = (_kib("VmHWM") - before) << 10, fault_points() - faults
 
 
 def _kib(field: str) -> int:
@@ -48,7 +48,7 @@ def _kib(field: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def _faults() -> int:
+def fault_points() -> int:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt + used.ru_majflt
 

@@ -11,11 +11,11 @@ import torch
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, split_packed, split_stacked
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier
 
 LAYERS, BLOCKS, SIZE, HEADS, DIM = 2, 9, 4, 3, 5
-NEEDS_LIBRARY = pytest.mark.skipif(bool(_native.missing()), reason=_native.missing() or "")
+NEEDS_LIBRARY = pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
 COPIERS = ["torch", pytest.param("native", marks=NEEDS_LIBRARY)]
 Pools = list[torch.Tensor]
 Layout = Callable[[str, int], tuple[Pools, Pools]]

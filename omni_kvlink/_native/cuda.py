@@ -13,7 +13,7 @@ import threading
 import weakref
 from array import array
 
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import MappedPages, Region
@@ -81,10 +81,10 @@ class Ticket:
         self.finish()
 
 
-class Batch(_native.Batch):
+class DeviceBatch(host.CopyBatch):
     """The copies of one call between one device's memory and one payload.
 
-    Views are a `_native.ViewWords` each, with the device's address in the place of the base.
+    Views are a `host.PackedView` each, with the device's address in the place of the base.
     """
 
     def begin_gather(self, ticket: Ticket, device: int, stream: int) -> None:
@@ -107,7 +107,7 @@ class Batch(_native.Batch):
         )
         if status:
             copy, chunk = self.report.copy, self.report.chunk
-            raise _native.CopyFailed(_last_error(), status=status, copy=copy, chunk=chunk)
+            raise host.CopyFailed(_last_error(), status=status, copy=copy, chunk=chunk)
 
 
 def missing() -> str | None:

@@ -32,8 +32,8 @@ ENVIRONMENT = "OMNI_KVLINK_FEATURES"
 CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
 DIGEST, BOUNDS, OVERLAP, ARGUMENT = 4, 2, 3, 1  # enum kvl_status
 
-ViewWords = tuple[int, ...]
-"""A kvl_view as 16 integers; made by `view_words`."""
+PackedView = tuple[int, ...]
+"""A kvl_view as 16 integers; made by `packed_view`."""
 _ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
@@ -65,12 +65,12 @@ class _Report(ctypes.Structure):
     )
 
 
-def flat_view_words(base: int, nbytes: int) -> ViewWords:
+def packed_flat_view(base: int, nbytes: int) -> PackedView:
     """A view of contiguous bytes."""
     return (base, nbytes, 0, nbytes, *_FLAT)
 
 
-def view_words(
+def packed_view(
     base: int,
     extent: int,
     run: int,
@@ -78,21 +78,21 @@ def view_words(
     offset: int = 0,
     sizes: Sequence[int] = (),
     strides: Sequence[int] = (),
-) -> ViewWords:
+) -> PackedView:
     """A view of `sizes` runs of bytes, `strides` (in bytes) apart, in `extent` bytes at `base`."""
     pad = DIMS - len(sizes)
     dims = (*_ONES[:pad], *sizes, *_ZEROS[:pad], *strides)
     return (base, extent, offset, run, *dims, 0, 0, 1, 0)
 
 
-def indexed_view_words(
-    view: ViewWords, index: int, *, limit: int, split: int = 1, stride: int = 0
-) -> ViewWords:
+def packed_indexed_view(
+    view: PackedView, index: int, *, limit: int, split: int = 1, stride: int = 0
+) -> PackedView:
     """`view` with its first dimension looked up in the int64 array at address `index`."""
     return (*view[:12], index, limit, split, stride)
 
 
-class Batch:
+class CopyBatch:
     """The copies of one call, on one payload, packed as an array of C structs.
 
     Whatever the addresses point at must live until the call is over.
@@ -109,7 +109,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self._spans) // _SPAN
 
-    def add(self, start: int, nbytes: int, view: ViewWords = (), *, digest: bool) -> None:
+    def add(self, start: int, nbytes: int, view: PackedView = (), *, digest: bool) -> None:
         """One tensor's place in the payload and, for `gather` and `scatter`, its view outside."""
         span = (start, nbytes, self._digests if digest else NO_DIGEST)
         if view:

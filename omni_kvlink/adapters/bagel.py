@@ -21,7 +21,7 @@ from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense, first_tokens, same_bytes
+from omni_kvlink.payload.views import TensorView, dense, first_tokens, same_bytes
 
 GEN = "gen"
 
@@ -183,7 +183,7 @@ def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
     return PrefixOf(GEN, tokens, own.metadata)
 
 
-def _starts_with(longer: Place, shorter: Place) -> bool:
+def _starts_with(longer: TensorView, shorter: TensorView) -> bool:
     head = first_tokens(longer, shorter.shape[0])
     is_same_memory = (
         isinstance(head, torch.Tensor)

@@ -20,9 +20,9 @@ from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError, UnavailableError
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.views import TensorView, dense
 
 INSTALL = "pip install 'omni-kvlink[hf]'"
 EXTRA = "dynamic_cache"
@@ -257,7 +257,9 @@ def _branch(
         extra = {**metadata.extra, EXTRA: msgspec.to_builtins(said)}
         metadata = dataclasses.replace(metadata, extra=extra)
     pages = (
-        Pages.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens) if tokens else None
+        BlockTable.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens)
+        if tokens
+        else None
     )
     blocks = {
         "key_cache": [_place(layer.key, pages, f"layer {layer.index}, K") for layer in layers],
@@ -266,13 +268,13 @@ def _branch(
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
-def _place(part: torch.Tensor | None, pages: Pages | None, where: str) -> Place | None:
+def _place(part: torch.Tensor | None, pages: BlockTable | None, where: str) -> TensorView | None:
     """`[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`, where it lies."""
     if part is None or pages is None:
         return None
     if part.shape[0] == 1:
         return part[0].transpose(0, 1)
-    return Paged(part.transpose(1, 2), pages, where)  # each sequence a block of the pool
+    return PagedTensor(part.transpose(1, 2), pages, where)  # each sequence a block of the pool
 
 
 def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
@@ -319,7 +321,7 @@ def _received(data: KVCacheTransferData) -> list[_Layer]:
     ]
 
 
-def _shaped(place: Place | None, batch: int) -> torch.Tensor | None:
+def _shaped(place: TensorView | None, batch: int) -> torch.Tensor | None:
     """`[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`: a view, except of pages."""
     if place is None:
         return None

@@ -11,10 +11,10 @@ import torch
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.paged import Paged
-from omni_kvlink.payload.pools import BlockTable, PoolLayers, paged_layers, pages_of
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.pools import IndexLike, PoolLayers, paged_layers, pages_of
 from omni_kvlink.payload.schema import CACHES, KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense, overlaps_itself, write
+from omni_kvlink.payload.views import TensorView, dense, overlaps_itself, write
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class PagedCache:
     key_cache: PoolLayers
     value_cache: PoolLayers | None
     block_size: int
-    block_ids: BlockTable = None
-    slot_mapping: BlockTable = None
+    block_ids: IndexLike = None
+    slot_mapping: IndexLike = None
 
 
 class PagedAdapter(CacheAdapter[PagedCache]):
@@ -79,8 +79,8 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         value_cache: PoolLayers | None,
         *,
         block_size: int,
-        block_ids: BlockTable = None,
-        slot_mapping: BlockTable = None,
+        block_ids: IndexLike = None,
+        slot_mapping: IndexLike = None,
     ) -> None:
         """Copy a cache, received or of this process, into the caller's pools.
 
@@ -113,7 +113,7 @@ class PagedAdapter(CacheAdapter[PagedCache]):
             write(target, dense(tokens))
 
 
-def _check_targets(pairs: Sequence[tuple[Paged, Place | None]]) -> None:
+def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> None:
     """Refuse, before a byte is written, what does not fit or would be written twice."""
     taken: dict[tuple[torch.device, int], str] = {}
     own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
@@ -134,6 +134,6 @@ def _check_targets(pairs: Sequence[tuple[Paged, Place | None]]) -> None:
             raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
 
 
-def _storage(place: Place) -> tuple[torch.device, int]:
-    memory = place.pool if isinstance(place, Paged) else place
+def _storage(place: TensorView) -> tuple[torch.device, int]:
+    memory = place.pool if isinstance(place, PagedTensor) else place
     return memory.device, memory.untyped_storage().data_ptr()

@@ -12,7 +12,7 @@ from typing import Any
 
 from omni_kvlink.aio.put_stream import AsyncPutStream
 from omni_kvlink.aio.received_stream import AsyncReceivedStream
-from omni_kvlink.connectors.base import MOST_BLIPS, Delivery, Receipt, Want
+from omni_kvlink.connectors.base import MOST_BLIPS, Delivery, PendingGet, Receipt
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import KVLink, Payload, Received, Verify, check_verify
 from omni_kvlink.payload.manifest import Manifest
@@ -83,7 +83,7 @@ class AsyncKVLink:
                 if blips > MOST_BLIPS or not await asyncio.to_thread(again):
                     raise
 
-    async def _asked(self, asking: _Asking, timeout: float) -> Want:
+    async def _asked(self, asking: _Asking, timeout: float) -> PendingGet:
         """A want that is answered, or out of time."""
         try:
             await self._answered(asking, timeout)
@@ -114,7 +114,7 @@ class AsyncKVLink:
             await asyncio.wait([answer], timeout=max(0.0, deadline - time.monotonic()))
         finally:
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # retrieved here, raised by `Want.wait`
+                answer.exception()  # retrieved here, raised by `PendingGet.wait`
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait` in a thread."""
@@ -151,9 +151,9 @@ class _Asking:
         self._begin = partial(link.begin_get, request_id, streamed=streamed)
         self._deadline = time.monotonic() + timeout
         self._withdrawn = False
-        self._wants: deque[Want] = deque()
+        self._wants: deque[PendingGet] = deque()
 
-    def __call__(self) -> Want:
+    def __call__(self) -> PendingGet:
         left = self._deadline - time.monotonic()
         want = self._begin(timeout=max(0.0, left))
         self._wants.append(want)
@@ -161,7 +161,7 @@ class _Asking:
             self.withdraw()
         return want
 
-    def take(self) -> Want:
+    def take(self) -> PendingGet:
         return self._wants.pop()
 
     def withdraw(self) -> None:

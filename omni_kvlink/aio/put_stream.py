@@ -8,7 +8,7 @@ from types import TracebackType
 
 from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.link import PutStream
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
 class AsyncPutStream:
@@ -27,7 +27,7 @@ class AsyncPutStream:
         self._begin = begin
 
     async def write_layer(
-        self, layer: int, key: Place, value: Place | None = None, *, branch: str = ""
+        self, layer: int, key: TensorView, value: TensorView | None = None, *, branch: str = ""
     ) -> None:
         """`PutStream.write_layer` in a thread."""
         await asyncio.to_thread(self.out.write_layer, layer, key, value, branch=branch)

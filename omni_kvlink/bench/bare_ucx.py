@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.ucx import unavailable
-from omni_kvlink.connectors.ucx.settings import Settings
-from omni_kvlink.connectors.ucx.transport import Plane
+from omni_kvlink.connectors.ucx.settings import UcxSettings
+from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.ucx.worker import load
 
 TIMEOUT = 60.0
@@ -134,8 +134,8 @@ class Copied(Bare):
 
     def _copy(self) -> None:
         for source, piece in zip(self._sources, self._pieces, strict=True):
-            batch = _native.Batch(piece.ctypes.data, piece.nbytes, threads=1, stores=_native.STREAM)
-            view = _native.flat_view_words(source.ctypes.data, source.nbytes)
+            batch = host.CopyBatch(piece.ctypes.data, piece.nbytes, threads=1, stores=host.STREAM)
+            view = host.packed_flat_view(source.ctypes.data, source.nbytes)
             batch.add(0, piece.nbytes, view, digest=True)
             batch.gather()
             os.eventfd_write(self._copied, 1)
@@ -146,7 +146,7 @@ class ByPlane(Way):
 
     def __init__(self, buffer: np.ndarray[Any, Any], step: int):
         self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
-        self._plane = Plane()
+        self._plane = UcxTransport()
         self.address = self._plane.address.hex()
 
     def meet(self, address: str) -> None:
@@ -217,9 +217,11 @@ def make_ways(nbytes: int, *, is_sender: bool) -> dict[str, Way]:
     """The first is what the others are divided by. All share one buffer."""
     buffer = np.full(nbytes, int(is_sender), np.uint8)
     return {
-        "bare tag send, our settings": Bare(buffer, Settings().options()),
+        "bare tag send, our settings": Bare(buffer, UcxSettings().options()),
         "bare tag send, UCX's settings": Bare(buffer, PLAIN),
-        f"bare, copied in steps of {CHUNK >> 20} MiB": Copied(buffer, Settings().options(), CHUNK),
+        f"bare, copied in steps of {CHUNK >> 20} MiB": Copied(
+            buffer, UcxSettings().options(), CHUNK
+        ),
         "plane, one message": ByPlane(buffer, nbytes),
         f"plane, messages of {CHUNK >> 20} MiB": ByPlane(buffer, CHUNK),
         "one TCP connection": Tcp(buffer, is_sender),

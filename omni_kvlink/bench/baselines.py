@@ -10,7 +10,7 @@ SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""
 
 
-class Yardstick(NamedTuple):
+class Baseline(NamedTuple):
     """Its name in a document, its name in words, and how much longer a link may take."""
 
     name: str
@@ -19,10 +19,10 @@ class Yardstick(NamedTuple):
     phase: str = "total"
 
 
-RAW_TCP = Yardstick("raw_tcp", "one raw TCP connection", 1.4)
-PLAIN_UCX = Yardstick("plain_ucx", "one bare ucxx tag send, as UCX sets itself up", 1.15)
-BARE_UCX = Yardstick("bare_ucx", "one bare ucxx tag send, set up as this link is")
-ROUND_TRIP = Yardstick("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
+RAW_TCP = Baseline("raw_tcp", "one raw TCP connection", 1.4)
+PLAIN_UCX = Baseline("plain_ucx", "one bare ucxx tag send, as UCX sets itself up", 1.15)
+BARE_UCX = Baseline("bare_ucx", "one bare ucxx tag send, set up as this link is")
+ROUND_TRIP = Baseline("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
 YARDSTICKS = (RAW_TCP, PLAIN_UCX, BARE_UCX, ROUND_TRIP)
 _OF = {"zmq+tcp": (RAW_TCP,), "zmq+ipc": (RAW_TCP,), "ucx": (PLAIN_UCX, BARE_UCX)}
 
@@ -35,13 +35,13 @@ class Bare(Protocol):
     def close(self) -> None: ...
 
 
-def yardsticks_of(connector: str, nbytes: int) -> tuple[Yardstick, ...]:
+def yardsticks_of(connector: str, nbytes: int) -> tuple[Baseline, ...]:
     """Those of a connector, if it goes over a network."""
     found = _OF.get(connector, ())
     return (ROUND_TRIP,) if found and nbytes <= SMALL else found
 
 
-def open_bare(yardstick: Yardstick, peer: Told, nbytes: int) -> Bare:
+def open_bare(yardstick: Baseline, peer: Told, nbytes: int) -> Bare:
     """Its sending end, whose other one is the reader's."""
     name = yardstick.name
     if yardstick is RAW_TCP:

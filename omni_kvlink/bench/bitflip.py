@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from omni_kvlink.copier import Copier
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
-class FlipOneBit(Copier):
+class BitflipCopier(Copier):
     """A copier that spoils one payload after its digests are taken: a check must see it."""
 
     name = "flip-one-bit"
@@ -19,7 +19,9 @@ class FlipOneBit(Copier):
         self._copier = copier
         self.armed = False
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         digests = self._copier.gather(sources, manifest, region)
         if self.armed:
             spec = manifest.tensors[-1]
@@ -30,7 +32,7 @@ class FlipOneBit(Copier):
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         return self._copier.digest(manifest, region)
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         self._copier.scatter(manifest, region, targets)
 
     def verify(self, manifest: Manifest, region: Region) -> None:

@@ -19,7 +19,7 @@ from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.dtypes import tensor_view
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.views import TensorView, dense
 
 
 class Way(ABC):
@@ -88,7 +88,7 @@ class TorchCopy(Way):
 class Payload:
     """A plan, its memory, and the tensors it is made of."""
 
-    def __init__(self, sources: Sequence[Place], manifest: Manifest, region: Region):
+    def __init__(self, sources: Sequence[TensorView], manifest: Manifest, region: Region):
         self.sources, self.manifest, self.region = sources, manifest, region
 
     @classmethod

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from omni_kvlink.bench.baselines import SMALL, YARDSTICKS, Bare, Yardstick, open_bare, yardsticks_of
+from omni_kvlink.bench.baselines import SMALL, YARDSTICKS, Bare, Baseline, open_bare, yardsticks_of
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.payloads import BLOCK, Shape, Sources, make_bundle, make_sample
 from omni_kvlink.bench.peer import Message, faults
 from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.bench.threads import torch_threads
-from omni_kvlink.bench.timestamps import Marks
+from omni_kvlink.bench.timestamps import Timestamps
 from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.connectors.ledger import Ledger
 from omni_kvlink.link import Payload
@@ -88,14 +88,14 @@ class Result:
         return Summary.of([round.total / round.plain_copy for round in self.rounds])
 
     @property
-    def yardsticks(self) -> tuple[Yardstick, ...]:
+    def yardsticks(self) -> tuple[Baseline, ...]:
         return yardsticks_of(self.setup.connector, self.setup.shape.nbytes)
 
-    def bare(self, yardstick: Yardstick) -> Summary:
+    def bare(self, yardstick: Baseline) -> Summary:
         """Milliseconds that a yardstick took."""
         return Summary.of([1e3 * round.bare[yardstick.name] for round in self.rounds])
 
-    def bare_ratio(self, yardstick: Yardstick) -> float:
+    def bare_ratio(self, yardstick: Baseline) -> float:
         """Median of the trip, or of its waking, over that of a yardstick."""
         return self.milliseconds(yardstick.phase).p50 / self.bare(yardstick).p50
 
@@ -138,7 +138,7 @@ class Result:
             "idle_cpu_percent": self.idle,
         }
 
-    def _beside(self, yardstick: Yardstick) -> dict[str, Any]:
+    def _beside(self, yardstick: Baseline) -> dict[str, Any]:
         ran, name = yardstick in self.yardsticks, yardstick.name
         return {
             f"{name}_ms": self.bare(yardstick).to_dict() if ran else None,
@@ -195,7 +195,7 @@ def _round(
     pair.peer.tell(do="get", key=KEY, timeout=60.0, verify=setup.verify)
     pair.await_reader()
     before = faults(own_thread=pair.own_thread)
-    with Marks() as marks:
+    with Timestamps() as marks:
         called = time.monotonic_ns()
         receipt = pair.link.put(data, direct=setup.direct, timeout=60.0)
         returned = time.monotonic_ns()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.bench.copy_methods import make_ways
 from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.payloads import Shape
@@ -126,4 +126,4 @@ def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
     plain = seconds[ways[0].key]
     nbytes = setup.shape.nbytes
     rows = [Row(way.key, way.what, nbytes, seconds[way.key], plain) for way in ways]
-    return Result(setup, _native.features(), rows)
+    return Result(setup, host.features(), rows)

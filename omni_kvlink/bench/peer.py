@@ -21,7 +21,7 @@ from omni_kvlink.link import KVLink, Payload
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.views import TensorView, dense
 
 Message: TypeAlias = dict[str, Any]
 
@@ -47,7 +47,7 @@ class Reader:
         self._own_thread = own_thread
         self._link: KVLink | None = None
         self._raws: dict[str, Raw] = {}
-        self._made: list[list[Place]] = []
+        self._made: list[list[TensorView]] = []
 
     def answer(self, command: Message) -> Message:
         """Do one command; an error becomes an answer."""
@@ -156,7 +156,7 @@ class Reader:
             self._link.close()
         return {"closed": True}
 
-    def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[Place]]:
+    def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[TensorView]]:
         """K and V of each layer, or the pages for them; made once, every page touched."""
         if not self._made:
             rng = np.random.default_rng(1)

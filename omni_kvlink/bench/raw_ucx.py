@@ -8,7 +8,7 @@ import numpy as np
 
 from omni_kvlink.bench.bare_ucx import PLAIN, Bare
 from omni_kvlink.bench.raw_tcp import Told
-from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.ucx.settings import UcxSettings
 
 _PATIENCE = 60.0
 
@@ -54,4 +54,4 @@ class Receiver:
 
 def _options(plain: bool) -> dict[str, str]:
     """As UCX sets itself up, or as the plane is."""
-    return PLAIN if plain else Settings().options()
+    return PLAIN if plain else UcxSettings().options()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.connectors.runtime import fault_points
 
 
-class Marks:
+class Timestamps:
     """Within the `with` block, `at[name]` is the monotonic nanosecond a point was last passed.
 
     The library has these points for its fault tests. They tell the moment of the commit, which
@@ -16,15 +16,15 @@ class Marks:
 
     def __init__(self) -> None:
         self.at: dict[str, int] = {}
-        self._before = _faults.point
+        self._before = fault_points.point
 
-    def __enter__(self) -> Marks:
-        self._before = _faults.point
-        _faults.point = self._pass
+    def __enter__(self) -> Timestamps:
+        self._before = fault_points.point
+        fault_points.point = self._pass
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _faults.point = self._before
+        fault_points.point = self._before
 
     def _pass(self, name: str) -> None:
         self.at[name] = time.monotonic_ns()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omni_kvlink.bench.bitflip import FlipOneBit
+from omni_kvlink.bench.bitflip import BitflipCopier
 from omni_kvlink.bench.cases import Case
 from omni_kvlink.bench.errors import ReaderError
 from omni_kvlink.bench.pair import Pair, open_pair
@@ -90,7 +90,7 @@ def run(
     """
     outcomes = []
     with open_pair(connector, url=url, copier=copier, mode=mode) as pair:
-        spoiler = FlipOneBit(pair.link._copier)
+        spoiler = BitflipCopier(pair.link._copier)
         if corrupt >= 0:
             pair.link._copier = spoiler
         for case in chosen:

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
-from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.runtime.consumer import Session
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
-from omni_kvlink.connectors.shm.listener import ShmDoor
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
 from omni_kvlink.connectors.ucx.access_policy import settings_of
 from omni_kvlink.connectors.ucx.consumer import UcxSession
-from omni_kvlink.connectors.ucx.listener import UcxDoor
-from omni_kvlink.connectors.ucx.transport import Plane
+from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, ZmqSession
-from omni_kvlink.connectors.zmq.listener import ZmqDoor
+from omni_kvlink.connectors.zmq.listener import ZmqListener
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
 
@@ -45,7 +45,7 @@ class AutoConsumer(ZmqConsumer):
 
     def __init__(self, name: str, options: Options):
         self._name = name
-        self._plane: Plane | None = None
+        self._plane: UcxTransport | None = None
         self._choice: Choice | None = None
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         super().__init__(_endpoint(options.tcp), options)
@@ -56,9 +56,9 @@ class AutoConsumer(ZmqConsumer):
         plane = {} if self._plane is None else {"ucx": self._plane.stats()}
         return {**super().health(), **plane, "way": way, "why": why}
 
-    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        met = self._dial(self._make_session(), timeout, hasty=hasty)
+        met = self._dial(self._make_session(), timeout, no_wait=no_wait)
         try:
             session, choice = self._nearest(met, deadline)
         except BaseException:
@@ -105,7 +105,7 @@ class AutoConsumer(ZmqConsumer):
         if missing:
             raise ConnectorError(missing)
         if self._plane is None:
-            self._plane = Plane(settings_of(self._endpoint, self._options))
+            self._plane = UcxTransport(settings_of(self._endpoint, self._options))
         session = UcxSession(
             self._plane, self._endpoint, self._options, self._context, self._loop, self._store
         )
@@ -126,8 +126,8 @@ class AutoConsumer(ZmqConsumer):
             os.close(self._stop)
 
 
-def _endpoint(tcp: str) -> Endpoint:
-    return Endpoint("tcp", tcp, "auto")
+def _endpoint(tcp: str) -> ControlAddress:
+    return ControlAddress("tcp", tcp, "auto")
 
 
 def _serve(name: str, options: Options) -> PooledProducer:
@@ -135,7 +135,7 @@ def _serve(name: str, options: Options) -> PooledProducer:
     make = Mapping.anonymous
     if sys.platform == "linux":
         make = partial(Mapping.shared, f"kvlink-{name}")
-        openers.append(partial(ShmDoor, name, options.directory))
+        openers.append(partial(ShmListener, name, options.directory))
     if options.tcp:
         openers.append(partial(_remote_door, _endpoint(options.tcp), options))
     else:
@@ -143,7 +143,9 @@ def _serve(name: str, options: Options) -> PooledProducer:
     return PooledProducer(name, options, make, *openers)
 
 
-def _remote_door(endpoint: Endpoint, options: Options, producer: PooledProducer) -> ZmqDoor:
+def _remote_door(
+    endpoint: ControlAddress, options: Options, producer: PooledProducer
+) -> ZmqListener:
     """Control over TCP; UCX beside it, if it is there and may go where the link goes."""
     why = ucx.unavailable()
     try:
@@ -152,9 +154,9 @@ def _remote_door(endpoint: Endpoint, options: Options, producer: PooledProducer)
     except ConnectorError as error:
         why = str(error)
     if why is None:
-        return UcxDoor(endpoint, options, producer, optional=True)
+        return UcxListener(endpoint, options, producer, optional=True)
     _log.info("%s is served without UCX: %s", endpoint.url, why)
-    return ZmqDoor(endpoint, options, producer)
+    return ZmqListener(endpoint, options, producer)
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

@@ -18,7 +18,7 @@ from typing import Any
 from omni_kvlink.connectors.ledger import Ledger
 from omni_kvlink.connectors.protocol.messages import Outcome
 from omni_kvlink.connectors.protocol.progress import Progress
-from omni_kvlink.connectors.protocol.transfer import State, Transfer
+from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
@@ -120,7 +120,7 @@ class Receipt:
                 waited=timeout,
                 phase=self.state,
             )
-        if transfer.state is not State.RELEASED:
+        if transfer.state is not TransferState.RELEASED:
             raise TransferFailed(
                 f"payload {self.key!r} {self.state}: {transfer.reason}",
                 key=self.key,
@@ -199,7 +199,7 @@ class Producer(Connector):
     """The end that payloads leave from."""
 
     @property
-    def became(self) -> tuple[str, str]:
+    def bound_url(self) -> tuple[str, str]:
         """What the URL said, and what it became: the system chose the port."""
         return "", ""
 
@@ -303,7 +303,7 @@ class Consumer(Connector):
     """The end that payloads arrive at."""
 
     @abstractmethod
-    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         """Ask for a payload without waiting for it; `timeout` bounds a reconnection only.
 
         Args:
@@ -317,7 +317,7 @@ class Consumer(Connector):
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; own waiting calls raise TransferFailed."""
 
-    def is_back(self, want: Want, *, timeout: float) -> bool:
+    def is_back(self, want: PendingGet, *, timeout: float) -> bool:
         """Whether only the connection of this want broke: the very producer that it was asked of
         is there again, and can be asked once more.
         """
@@ -348,7 +348,7 @@ class Consumer(Connector):
                     raise
 
 
-class Want(ABC):
+class PendingGet(ABC):
     """A payload that was asked for and may not have come yet."""
 
     future: Future[Any]

@@ -7,25 +7,25 @@ import time
 from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Options, refuse_keys
-from omni_kvlink.connectors.protocol.get_table import Inbox
+from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import Abort, Location, Message
 from omni_kvlink.connectors.protocol.slot import SLOT
 from omni_kvlink.connectors.runtime.consumer import (
-    PooledSession,
+    MappedSession,
     Session,
     SessionConsumer,
     closed_here,
 )
-from omni_kvlink.connectors.runtime.listener import Door, Visitor
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from omni_kvlink.memory.region import Mapping, Region
 
-_names: dict[str, InprocDoor] = {}
+_names: dict[str, InprocListener] = {}
 _changed = threading.Condition()
 
 
-class InprocDoor(Door):
+class InprocListener(Listener):
     """Readers of the same process get views of the producer's memory."""
 
     def __init__(self, name: str, producer: PooledProducer):
@@ -79,17 +79,17 @@ class InprocDoor(Door):
         self._sessions.clear()
 
 
-class InprocSession(PooledSession, Visitor):
+class InprocSession(MappedSession, PeerHandle):
     """A reader's place at a producer."""
 
-    door: InprocDoor
+    door: InprocListener
 
-    def __init__(self, url: str, door: InprocDoor):
-        Visitor.__init__(self, door)
+    def __init__(self, url: str, door: InprocListener):
+        PeerHandle.__init__(self, door)
         self._url, self._over = url, False
         self.nonce = door.nonce
         post = partial(door.hear, self)
-        self.inbox = Inbox(post, post)
+        self.inbox = GetTable(post, post)
         door.attach(self)
 
     @property
@@ -126,8 +126,8 @@ class InprocConsumer(SessionConsumer):
         with _changed:
             _changed.notify_all()
 
-    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
-        deadline = time.monotonic() + (0.0 if hasty else timeout)
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
+        deadline = time.monotonic() + (0.0 if no_wait else timeout)
         with _changed:
             while self._name not in _names:
                 self._check_open()
@@ -144,7 +144,7 @@ class InprocConsumer(SessionConsumer):
 
 def _serve(name: str, options: Options) -> PooledProducer:
     refuse_keys(f"inproc://{name}", options)
-    return PooledProducer(name, options, Mapping.anonymous, partial(InprocDoor, name))
+    return PooledProducer(name, options, Mapping.anonymous, partial(InprocListener, name))
 
 
 def _connect(name: str, options: Options, timeout: float) -> InprocConsumer:

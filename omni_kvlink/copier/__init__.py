@@ -1,7 +1,7 @@
 """Copiers: the one copy, from the engine's tensors into the transport's memory."""
 
 from omni_kvlink.copier.base import Copier as Copier
-from omni_kvlink.copier.base import Landing as Landing
+from omni_kvlink.copier.base import GatherHandle as GatherHandle
 from omni_kvlink.copier.native import NativeCopier as NativeCopier
 from omni_kvlink.copier.native import fastest_copier as fastest_copier
 from omni_kvlink.copier.pinned import PinnedCopier as PinnedCopier

@@ -9,10 +9,10 @@ from typing import ClassVar
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
-class Landing:
+class GatherHandle:
     """A gather under way. Dropped without `wait`, it ends before its memory goes.
 
     Args:
@@ -48,7 +48,9 @@ class Copier(ABC):
         return ""
 
     @abstractmethod
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         """Copy each tensor to its place in the payload.
 
         Args:
@@ -64,20 +66,22 @@ class Copier(ABC):
             SchemaError: a source is not what the plan says.
         """
 
-    def begin_gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> Landing:
+    def begin_gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> GatherHandle:
         """Begin what `gather` does. Until `wait` returned, no source may change.
 
         A manifest that has a part of the payload's tensors copies that part.
         """
         digests = self.gather(sources, manifest, region)
-        return Landing(lambda: digests)
+        return GatherHandle(lambda: digests)
 
     @abstractmethod
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         """What `gather` returns, of bytes that are in the payload already."""
 
     @abstractmethod
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy a payload out into the caller's tensors or pages, checking digests in the same pass.
 
         Raises:
@@ -95,7 +99,7 @@ class Copier(ABC):
 
 
 def check_fit(
-    tensors: Sequence[Place], manifest: Manifest, region: Region, codes: Sequence[str]
+    tensors: Sequence[TensorView], manifest: Manifest, region: Region, codes: Sequence[str]
 ) -> None:
     """Refuse, before a byte moves, tensors or a region that are not what the manifest says."""
     if region.nbytes < manifest.nbytes:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from omni_kvlink._native import cuda as _cuda
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import Copier, check_fit, mismatch
 from omni_kvlink.copier.torch_copier import TorchCopier
 from omni_kvlink.errors import NativeError, SchemaError
@@ -17,8 +16,8 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.branch import DTYPES
 from omni_kvlink.payload.dtypes import dtype_name, tensor_view
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
-from omni_kvlink.payload.paged import Paged
-from omni_kvlink.payload.views import Place, view_words
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.views import TensorView, packed_view
 
 
 class NativeCopier(Copier):
@@ -37,7 +36,7 @@ class NativeCopier(Copier):
     name = "native"
 
     def __init__(self, *, threads: int = 0):
-        reason = _native.missing()
+        reason = host.missing()
         if reason:
             raise NativeError(reason)
         self.threads = threads
@@ -45,13 +44,15 @@ class NativeCopier(Copier):
     @property
     def features(self) -> str:
         """The instruction set in use: avx512, avx2 or portable."""
-        return _native.features()
+        return host.features()
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         check_places(sources, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
         for source, spec in zip(sources, manifest.tensors, strict=True):
-            view = view_words(source)
+            view = packed_view(source)
             if view:
                 ours.add(spec, view)
             else:
@@ -61,12 +62,12 @@ class NativeCopier(Copier):
         digests = {**ours.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         check_places(targets, manifest, region)
         ours, others = self._calls(manifest, region), self._calls(manifest, region)
-        rest: list[tuple[Place, torch.Tensor]] = []
+        rest: list[tuple[TensorView, torch.Tensor]] = []
         for target, spec in zip(targets, manifest.tensors, strict=True):
-            view = view_words(target)
+            view = packed_view(target)
             if view:
                 ours.add(spec, view)
             else:
@@ -75,7 +76,7 @@ class NativeCopier(Copier):
         ours.scatter()
         others.verify()
         for target, source in rest:
-            if isinstance(target, Paged):
+            if isinstance(target, PagedTensor):
                 target.fill(source)
             else:
                 target.detach().copy_(source)
@@ -103,12 +104,12 @@ class _Call:
 
     def __init__(self, manifest: Manifest, region: Region, threads: int):
         # A layer of a large payload pushes the others out of the cache, as the whole would.
-        stores = _native.STREAM if manifest.nbytes > _native.LARGE else _native.AUTO
-        self._batch = _native.Batch(region.address, region.nbytes, threads=threads, stores=stores)
+        stores = host.STREAM if manifest.nbytes > host.LARGE else host.AUTO
+        self._batch = host.CopyBatch(region.address, region.nbytes, threads=threads, stores=stores)
         self._data = manifest.header_nbytes
         self._specs: list[TensorSpec] = []
 
-    def add(self, spec: TensorSpec, view: _native.ViewWords = ()) -> None:
+    def add(self, spec: TensorSpec, view: host.PackedView = ()) -> None:
         self._specs.append(spec)
         self._batch.add(self._data + spec.start, spec.nbytes, view, digest=bool(spec.digest))
 
@@ -145,11 +146,11 @@ def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
     """A library's errors, named by tensor; `specs` in the order of the call's copies."""
     try:
         yield
-    except _native.CopyFailed as failed:
+    except host.CopyFailed as failed:
         spec = specs[failed.copy]
-        if failed.status == _native.DIGEST:
+        if failed.status == host.DIGEST:
             raise mismatch(spec, failed.chunk) from None
-        if failed.status in (_native.ARGUMENT, _native.BOUNDS, _native.OVERLAP):
+        if failed.status in (host.ARGUMENT, host.BOUNDS, host.OVERLAP):
             raise SchemaError(f"{spec.where()}: {failed}") from None
         raise
 
@@ -163,13 +164,13 @@ def fastest_copier() -> Copier:
     the faster pair: then it is torch's, and nothing is missing.
     """
     global _warned
-    reason = _native.missing()
+    reason = host.missing()
     if reason is None and _has_device():
         from omni_kvlink.copier.pinned import PinnedCopier  # which needs this file
 
         return PinnedCopier()
     if reason is None:
-        return TorchCopier() if _native.features() == "portable" else NativeCopier()
+        return TorchCopier() if host.features() == "portable" else NativeCopier()
     if not _warned:
         _warned = True
         warnings.warn(
@@ -186,17 +187,17 @@ _warned = False
 def _has_device() -> bool:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return _cuda.missing() is None and _cuda.no_device() is None
+    return cuda.missing() is None and cuda.no_device() is None
 
 
-def check_places(places: Sequence[Place], manifest: Manifest, region: Region) -> None:
+def check_places(places: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
     """See `check_fit`."""
     codes = [DTYPES[dtype_name(place.dtype)] for place in places]
     check_fit(places, manifest, region, codes)
 
 
-def _copy(source: Place, target: torch.Tensor) -> None:
-    if isinstance(source, Paged):
+def _copy(source: TensorView, target: torch.Tensor) -> None:
+    if isinstance(source, PagedTensor):
         for _ in source.read(target):
             pass
     else:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from omni_kvlink._native import cuda as _cuda
-from omni_kvlink._native import host as _native
-from omni_kvlink.copier.base import Copier, Landing
+from omni_kvlink._native import cuda, host
+from omni_kvlink.copier.base import Copier, GatherHandle
 from omni_kvlink.copier.native import NativeCopier, check_places, failures
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
-from omni_kvlink.payload.views import Place, view_words
+from omni_kvlink.payload.views import TensorView, packed_view
 
 BATCH = 8 << 20
 """Bytes digested by one thread at a time, while others are still on their way."""
@@ -43,7 +42,7 @@ class PinnedCopier(Copier):
     name = "pinned"
 
     def __init__(self, *, threads: int = 0):
-        reason = _cuda.missing() or _cuda.no_device()
+        reason = cuda.missing() or cuda.no_device()
         if reason:
             raise NativeError(reason)
         self._host, self._digester = NativeCopier(threads=threads), NativeCopier(threads=1)
@@ -54,13 +53,17 @@ class PinnedCopier(Copier):
     @property
     def features(self) -> str:
         """Instruction set, CUDA's version, and the first device's name."""
-        return f"{_native.features()}, {_cuda.describe(0)}"
+        return f"{host.features()}, {cuda.describe(0)}"
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         with ExitStack() as moving:  # whatever happens, nothing is moving afterwards
             return self._begin(sources, manifest, region, moving)()
 
-    def begin_gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> Landing:
+    def begin_gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> GatherHandle:
         with ExitStack() as begun:
             digests = self._begin(sources, manifest, region, begun)
             moving = begun.pop_all()
@@ -69,12 +72,12 @@ class PinnedCopier(Copier):
             with moving:
                 return digests()
 
-        return Landing(finish)
+        return GatherHandle(finish)
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         return self._host.digest(manifest, region)
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         check_places(targets, manifest, region)
         host, devices = self._split(targets, manifest, region)
         with ExitStack() as moving:
@@ -88,7 +91,7 @@ class PinnedCopier(Copier):
         self._host.verify(manifest, region)
 
     def _begin(
-        self, sources: Sequence[Place], manifest: Manifest, region: Region, moving: ExitStack
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, moving: ExitStack
     ) -> Callable[[], list[str]]:
         """Copy what is on the host, and begin the rest; gives what waits for the digests."""
         check_places(sources, manifest, region)
@@ -105,13 +108,13 @@ class PinnedCopier(Copier):
         return finish
 
     def _split(
-        self, places: Sequence[Place], manifest: Manifest, region: Region
+        self, places: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> tuple[_Host, list[_OnDevice]]:
         """What the native copier moves, and what each device does; in the manifest's order."""
         host, devices = _Host([], []), dict[int, _OnDevice]()
         for place, spec in zip(places, manifest.tensors, strict=True):
             device = _device_of(place)
-            words = () if device is None else view_words(place, on=place.device.type)
+            words = () if device is None else packed_view(place, on=place.device.type)
             if device is None or not words or not self._is_pinned(region, device):
                 host.places.append(place)
                 host.specs.append(spec)
@@ -120,7 +123,7 @@ class PinnedCopier(Copier):
         return host, list(devices.values())
 
     def _is_pinned(self, region: Region, device: int) -> bool:
-        reason = _cuda.register(region, device)
+        reason = cuda.register(region, device)
         if reason and not self._warned:
             self._warned = True
             warnings.warn(
@@ -132,7 +135,7 @@ class PinnedCopier(Copier):
         return reason is None
 
     def _digests(
-        self, specs: list[TensorSpec], ticket: _cuda.Ticket, manifest: Manifest, region: Region
+        self, specs: list[TensorSpec], ticket: cuda.Ticket, manifest: Manifest, region: Region
     ) -> dict[str, str]:
         """Each tensor's digest by name, computed as soon as it has landed."""
 
@@ -151,7 +154,7 @@ class PinnedCopier(Copier):
 class _Host(NamedTuple):
     """What the native copier moves."""
 
-    places: list[Place]
+    places: list[TensorView]
     specs: list[TensorSpec]
 
 
@@ -160,36 +163,36 @@ class _OnDevice:
 
     def __init__(self, device: int):
         self.device = device
-        self.places: list[Place] = []
+        self.places: list[TensorView] = []
         self.specs: list[TensorSpec] = []
-        self._views: list[_native.ViewWords] = []
+        self._views: list[host.PackedView] = []
 
-    def add(self, place: Place, spec: TensorSpec, words: _native.ViewWords) -> None:
+    def add(self, place: TensorView, spec: TensorSpec, words: host.PackedView) -> None:
         self.places.append(place)
         self.specs.append(spec)
         self._views.append(words)
 
-    def begin_gather(self, manifest: Manifest, region: Region, moving: ExitStack) -> _cuda.Ticket:
-        call, ticket = self._call(manifest, region), _cuda.Ticket((region, self.places))
+    def begin_gather(self, manifest: Manifest, region: Region, moving: ExitStack) -> cuda.Ticket:
+        call, ticket = self._call(manifest, region), cuda.Ticket((region, self.places))
         moving.enter_context(ticket)
         with failures(self.specs):
             call.begin_gather(ticket, self.device, _current_stream(self.device))
         return ticket
 
     def begin_scatter(self, manifest: Manifest, region: Region, moving: ExitStack) -> None:
-        call, ticket = self._call(manifest, region), _cuda.Ticket((region, self.places))
+        call, ticket = self._call(manifest, region), cuda.Ticket((region, self.places))
         moving.enter_context(ticket)
         with failures(self.specs):
             call.begin_scatter(ticket, self.device, _current_stream(self.device))
 
-    def _call(self, manifest: Manifest, region: Region) -> _cuda.Batch:
-        call = _cuda.Batch(region.address, region.nbytes)
+    def _call(self, manifest: Manifest, region: Region) -> cuda.DeviceBatch:
+        call = cuda.DeviceBatch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._views, strict=True):
             call.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
         return call
 
 
-def _device_of(place: Place) -> int | None:
+def _device_of(place: TensorView) -> int | None:
     return place.device.index if place.device.type == "cuda" else None
 
 

@@ -13,8 +13,8 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.branch import DTYPES
 from omni_kvlink.payload.dtypes import dtype_name, tensor_view
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
-from omni_kvlink.payload.paged import STEP, Paged
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.paged import STEP, PagedTensor
+from omni_kvlink.payload.views import TensorView
 
 
 class TorchCopier(Copier):
@@ -22,7 +22,9 @@ class TorchCopier(Copier):
 
     name = "torch"
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         check_fit(sources, manifest, region, _codes(sources))
         payload = region.view()
         digests = []
@@ -40,7 +42,7 @@ class TorchCopier(Copier):
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         return [_landed(manifest, region, spec).text() for spec in manifest.tensors]
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         check_fit(targets, manifest, region, _codes(targets))
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
@@ -88,23 +90,23 @@ def _landed(manifest: Manifest, region: Region, spec: TensorSpec) -> _Digest:
     return digest
 
 
-def _codes(tensors: Sequence[Place]) -> list[str]:
+def _codes(tensors: Sequence[TensorView]) -> list[str]:
     return [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
 
 
-def _gather_steps(source: Place, target: torch.Tensor) -> Iterator[int]:
-    if isinstance(source, Paged):
+def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:
+    if isinstance(source, PagedTensor):
         return _in_bytes(source.read(target), source)
     return _copy_steps(source.detach(), target)
 
 
-def _scatter_steps(source: torch.Tensor, target: Place) -> Iterator[int]:
-    if isinstance(target, Paged):
+def _scatter_steps(source: torch.Tensor, target: TensorView) -> Iterator[int]:
+    if isinstance(target, PagedTensor):
         return _in_bytes(target.write(source), target)
     return _copy_steps(source, target.detach())
 
 
-def _in_bytes(done: Iterator[int], paged: Paged) -> Iterator[int]:
+def _in_bytes(done: Iterator[int], paged: PagedTensor) -> Iterator[int]:
     return (tokens * (paged.nbytes // paged.pages.tokens) for tokens in done)
 
 

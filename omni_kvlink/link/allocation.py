@@ -18,15 +18,17 @@ class Allocation:
         room: the places of the tensors.
     """
 
-    def __init__(self, room: Manifest, lease: Lease, region: Region, table: dict[str, Allocation]):
-        self.room, self._table = room, table
-        self.data: Payload = open_payload(room, region)
+    def __init__(
+        self, capacity: Manifest, lease: Lease, region: Region, table: dict[str, Allocation]
+    ):
+        self.capacity, self._table = capacity, table
+        self.data: Payload = open_payload(capacity, region)
         self._lease: Lease | None = lease
         table[self.request_id] = self
 
     @property
     def request_id(self) -> str:
-        return self.room.request_id
+        return self.capacity.request_id
 
     @property
     def is_spent(self) -> bool:
@@ -53,4 +55,4 @@ class Allocation:
             self.data.close()
 
     def __repr__(self) -> str:
-        return f"<Allocation {self.request_id!r}: {self.room.nbytes} bytes>"
+        return f"<Allocation {self.request_id!r}: {self.capacity.nbytes} bytes>"

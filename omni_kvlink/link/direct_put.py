@@ -10,16 +10,16 @@ import torch
 
 from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link.put_operation import Sending, can_announce, steps
+from omni_kvlink.link.put_operation import PutOperation, can_announce, steps
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import TensorSpec
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
-class DirectSending(Sending):
+class DirectPutOperation(PutOperation):
     """A rendezvous: it is over when every reader was sent the tensors."""
 
-    def meet(self, places: Sequence[Place], *, timeout: float) -> Receipt:
+    def meet(self, places: Sequence[TensorView], *, timeout: float) -> Receipt:
         """Announce tensors as soon as they are digested; commit when nobody needs them any more.
 
         Raises:
@@ -56,7 +56,7 @@ class DirectSending(Sending):
         whole = msgspec.structs.replace(whole, header_nbytes=0, nbytes=spec.nbytes)
         return self._copier.digest(whole, tensor)[0]
 
-    def _borrow(self, places: Sequence[Place]) -> list[Region]:
+    def _borrow(self, places: Sequence[TensorView]) -> list[Region]:
         """The memory of tensors that can be sent as they lie, when their bytes are there."""
         if not can_announce(self.plan):
             raise SchemaError("direct=True: a tensor is too long to be announced; leave it out")
@@ -73,11 +73,11 @@ class DirectSending(Sending):
         return regions
 
 
-def device_of(place: Place) -> str:
+def device_of(place: TensorView) -> str:
     return str(place.device)
 
 
-def _refusal(place: Place, spec: TensorSpec) -> str:
+def _refusal(place: TensorView, spec: TensorSpec) -> str:
     if not isinstance(place, torch.Tensor) or not place.is_contiguous() or place.is_neg():
         return "it does not lie in one piece; without direct=True it is copied into one"
     if spec.digest and device_of(place) != "cpu":

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from omni_kvlink.copier import Landing
+from omni_kvlink.copier import GatherHandle
 
 
-class Landings:
+class GatherQueue:
     """What one stream has under way, so that its writer can go on computing.
 
     Args:
@@ -21,7 +21,7 @@ class Landings:
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
 
-    def add(self, tensors: range, landing: Landing) -> None:
+    def add(self, tensors: range, landing: GatherHandle) -> None:
         """Raises what an earlier one raised."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvlink-landing")
@@ -49,5 +49,5 @@ class Landings:
             self._thread.shutdown()
             self._thread = None
 
-    def _finish(self, tensors: range, landing: Landing) -> None:
+    def _finish(self, tensors: range, landing: GatherHandle) -> None:
         self._landed(tensors, landing.wait())

@@ -9,14 +9,21 @@ import warnings
 import weakref
 from typing import Any
 
-from omni_kvlink.connectors.base import Consumer, Delivery, Producer, Receipt, Want, wrong_side
+from omni_kvlink.connectors.base import (
+    Consumer,
+    Delivery,
+    PendingGet,
+    Producer,
+    Receipt,
+    wrong_side,
+)
 from omni_kvlink.connectors.ledger import Ledger
 from omni_kvlink.connectors.registry import backend
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
-from omni_kvlink.link.direct_put import DirectSending
-from omni_kvlink.link.put_operation import Sending
+from omni_kvlink.link.direct_put import DirectPutOperation
+from omni_kvlink.link.put_operation import PutOperation
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.link.received import Payload, Received, Verify, check_verify
 from omni_kvlink.link.received_stream import ReceivedStream
@@ -65,7 +72,7 @@ class KVLink:
         scheme, address, chosen = parse(url, options)
         mover = named_copier(copier)
         end = backend(scheme).serve(address, chosen)
-        return cls(url.replace(*end.became, 1), end, copier=mover, digests=digests)
+        return cls(url.replace(*end.bound_url, 1), end, copier=mover, digests=digests)
 
     @classmethod
     def connect(cls, url: str, *, timeout: float, copier: str = "auto", **options: Any) -> KVLink:
@@ -126,9 +133,11 @@ class KVLink:
         if direct:
             if background or self._allocation(plan.request_id) is not None:
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
-            meeting = DirectSending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
+            meeting = DirectPutOperation(
+                producer, plan, self._copier, ledger, readers=readers, ttl=ttl
+            )
             return meeting.meet(places, timeout=min(timeout, FOREVER))
-        sending = Sending(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
+        sending = PutOperation(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
         early = sending.is_awaited
         draft = plan.header_nbytes if early else 0
         lease, allocation = self._lease(producer, plan, timeout, ledger, draft=draft)
@@ -150,15 +159,15 @@ class KVLink:
             DuplicateKeyError, CapacityError, SchemaError, ClosedError
         """
         producer = self._producer("allocate")
-        room = plan.plan(digests=True).with_room()
+        capacity = plan.plan(digests=True).with_room()
         lease = producer.reserve(
-            room.request_id,
-            room.nbytes,
+            capacity.request_id,
+            capacity.nbytes,
             timeout=min(timeout, FOREVER),
-            draft=room.header_nbytes,
+            draft=capacity.header_nbytes,
         )
         try:
-            return Allocation(room, lease, producer.lend(lease), self._allocations)
+            return Allocation(capacity, lease, producer.lend(lease), self._allocations)
         except BaseException:
             lease.release()
             raise
@@ -194,7 +203,7 @@ class KVLink:
         lease, allocation = self._lease(
             producer, layout, timeout, ledger, draft=layout.header_nbytes
         )
-        sending = Sending(producer, layout, self._copier, ledger, readers=readers, ttl=ttl)
+        sending = PutOperation(producer, layout, self._copier, ledger, readers=readers, ttl=ttl)
         return PutStream(sending, lease, None if allocation is None else allocation.data)
 
     def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
@@ -238,12 +247,12 @@ class KVLink:
         delivery = consumer.receive(_check_id(request_id), timeout=timeout, streamed=True)
         return self.open_stream(delivery, started=started, timeout=timeout)
 
-    def begin_get(self, request_id: str, *, timeout: float, streamed: bool = False) -> Want:
+    def begin_get(self, request_id: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         """Ask for a cache without waiting; for event loops, see `omni_kvlink.aio`."""
         consumer, limit = self._consumer("get"), min(timeout, FOREVER)
         return consumer.begin(_check_id(request_id), timeout=limit, streamed=streamed)
 
-    def is_back(self, want: Want, *, timeout: float) -> bool:
+    def is_back(self, want: PendingGet, *, timeout: float) -> bool:
         """Whether a want that ended with PeerLostError can be begun again: only its connection
         broke, and its producer, the same life of it, is there; for event loops, too.
         """
@@ -311,8 +320,8 @@ class KVLink:
         if isinstance(data, KVCacheBundle):
             ledger.reused_nbytes = data.reused_nbytes
         allocation = self._allocation(data.request_id)
-        room = None if allocation is None else allocation.room
-        return data.plan(digests=ledger.digests != "off", room=room)
+        capacity = None if allocation is None else allocation.capacity
+        return data.plan(digests=ledger.digests != "off", capacity=capacity)
 
     def _allocation(self, request_id: str) -> Allocation | None:
         """What was allocated for a request, and neither put nor released."""

@@ -9,14 +9,14 @@ import torch
 
 from omni_kvlink.connectors.base import Producer, Receipt
 from omni_kvlink.connectors.ledger import Ledger
-from omni_kvlink.connectors.runtime import fault_points as _faults
-from omni_kvlink.copier import Copier, Landing
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.copier import Copier, GatherHandle
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Lease
 from omni_kvlink.payload.branch import DTYPES
 from omni_kvlink.payload.dtypes import dtype_name
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 MAX_DIGITS = 80_000
 """Of one announcement, so that it fits into a message: 10,000 MiB."""
@@ -24,7 +24,7 @@ STEP = 8 << 20
 """Bytes of tensors after which a reader elsewhere first hears that there is something to fetch."""
 
 
-class Sending:
+class PutOperation:
     """How one payload is put: who carries it, where its tensors go, who may have it."""
 
     def __init__(
@@ -47,18 +47,18 @@ class Sending:
         is_large = plan.nbytes > 2 * STEP
         return is_large and can_announce(plan) and self.producer.is_awaited(plan.request_id)
 
-    def now(self, lease: Lease, places: Sequence[Place], *, early: bool = False) -> Receipt:
+    def now(self, lease: Lease, places: Sequence[TensorView], *, early: bool = False) -> Receipt:
         """Copy what is not in its place yet, and commit; early: bytes leave in the meantime."""
         with lease:
-            _faults.point("put.reserved")
+            fault_points.point("put.reserved")
             with self.ledger.phase("copy"):
-                land = self._land_in_steps if early else self.land
-                digests, copied = land(lease, places, self.plan)
+                gather_into = self._land_in_steps if early else self.gather_into
+                digests, copied = gather_into(lease, places, self.plan)
                 self.ledger.copies = int(copied)
-            _faults.point("put.copied")
+            fault_points.point("put.copied")
             return self.publish(lease, digests)
 
-    def later(self, lease: Lease, places: Sequence[Place]) -> Receipt:
+    def later(self, lease: Lease, places: Sequence[TensorView]) -> Receipt:
         """The same in a thread; what goes wrong there, the receipt says."""
         receipt = self.producer.receipt(lease, self.ledger)
         try:
@@ -80,11 +80,15 @@ class Sending:
         for tensor, digest in enumerate(digests, first):
             self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
 
-    def land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> tuple[list[str], bool]:
-        """Bring tensors of the plan to their places; see `land`."""
-        return land(self._copier, places, plan, lease)
+    def gather_into(
+        self, lease: Lease, places: Sequence[TensorView], plan: Manifest
+    ) -> tuple[list[str], bool]:
+        """Bring tensors of the plan to their places; see `gather_into`."""
+        return gather_into(self._copier, places, plan, lease)
 
-    def begin_land(self, lease: Lease, places: Sequence[Place], plan: Manifest) -> Landing:
+    def begin_land(
+        self, lease: Lease, places: Sequence[TensorView], plan: Manifest
+    ) -> GatherHandle:
         """Begin to copy device tensors to their places."""
         return self._copier.begin_gather(places, plan, lease.region)
 
@@ -93,31 +97,31 @@ class Sending:
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
-            _faults.point("put.encoded")
+            fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
                 lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=until
             )
 
     def _land_in_steps(
-        self, lease: Lease, places: Sequence[Place], plan: Manifest
+        self, lease: Lease, places: Sequence[TensorView], plan: Manifest
     ) -> tuple[list[str], bool]:
-        """The same as `land`, telling readers of every step."""
+        """The same as `gather_into`, telling readers of every step."""
         self.begin(lease)
         digests, copied = list[str](), False
         for step in steps(plan):
             part = places[step.start : step.stop]
-            found, is_copied = self.land(lease, part, plan.part(step))
+            found, is_copied = self.gather_into(lease, part, plan.part(step))
             self.announce(lease, step.start, found)
             digests += found
             copied |= is_copied
         return digests, copied
 
-    def _try(self, lease: Lease, places: Sequence[Place]) -> None:
+    def _try(self, lease: Lease, places: Sequence[TensorView]) -> None:
         """Not `now`: it gives the lease back, and then nobody can say why."""
         with lease:
             try:
-                digests, copied = self.land(lease, places, self.plan)
+                digests, copied = self.gather_into(lease, places, self.plan)
                 self.ledger.copies = int(copied)
                 self.publish(lease, digests)
             except Exception as error:
@@ -144,8 +148,8 @@ def steps(plan: Manifest) -> Iterator[range]:
         yield range(first, len(plan.tensors))
 
 
-def land(
-    copier: Copier, places: Sequence[Place], plan: Manifest, lease: Lease
+def gather_into(
+    copier: Copier, places: Sequence[TensorView], plan: Manifest, lease: Lease
 ) -> tuple[list[str], bool]:
     """Bring tensors to their places in a payload; those that lie there already are not copied.
 
@@ -174,14 +178,14 @@ def land(
     return list(digests.values()), bool(rest)
 
 
-def _lies_at(place: Place, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
+def _lies_at(place: TensorView, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
     if not isinstance(place, torch.Tensor) or not place.is_cpu or place.is_neg():
         return False
     at = place.data_ptr() - lease.region.address
     if at == plan.header_nbytes + spec.start and place.is_contiguous():
         # Else it is nothing that the plan knows, and the copier says so.
         return tuple(place.shape) == spec.shape and DTYPES[dtype_name(place.dtype)] == spec.dtype
-    if 0 <= at < lease.room:
+    if 0 <= at < lease.capacity:
         raise SchemaError(
             f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
         )

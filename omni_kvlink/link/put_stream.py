@@ -9,14 +9,14 @@ from functools import partial
 from types import TracebackType
 
 from omni_kvlink.connectors.base import Receipt
-from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, SchemaError
-from omni_kvlink.link.gather_queue import Landings
-from omni_kvlink.link.put_operation import MAX_DIGITS, Sending, can_announce
+from omni_kvlink.link.gather_queue import GatherQueue
+from omni_kvlink.link.put_operation import MAX_DIGITS, PutOperation, can_announce
 from omni_kvlink.link.received import Payload
 from omni_kvlink.memory.region import Lease
 from omni_kvlink.payload.branch import Branch
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
 class PutStream:
@@ -31,7 +31,7 @@ class PutStream:
         ledger: of the receipt; `copy` is the sum over all layers.
     """
 
-    def __init__(self, sending: Sending, lease: Lease, lent: Payload | None):
+    def __init__(self, sending: PutOperation, lease: Lease, lent: Payload | None):
         plan = self.manifest = sending.plan
         self.ledger = sending.ledger
         self.receipt: Receipt | None = None
@@ -44,7 +44,7 @@ class PutStream:
             limit = MAX_DIGITS // 8
             raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
         self._lock = threading.RLock()
-        self._landings = Landings(partial(_landed, self._digests, sending, lease))
+        self._landings = GatherQueue(partial(_landed, self._digests, sending, lease))
         try:
             sending.begin(lease)
         except BaseException:
@@ -53,7 +53,7 @@ class PutStream:
         self._lease = lease
 
     def write_layer(
-        self, layer: int, key: Place, value: Place | None = None, *, branch: str = ""
+        self, layer: int, key: TensorView, value: TensorView | None = None, *, branch: str = ""
     ) -> None:
         """Copy one layer, and let its readers have it. Layers may come in any order.
 
@@ -115,15 +115,15 @@ class PutStream:
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not ended", ResourceWarning, stacklevel=2)
 
-    def _write(self, where: tuple[str, int], places: list[Place]) -> None:
+    def _write(self, where: tuple[str, int], places: list[TensorView]) -> None:
         lease, tensors = self._open_lease(), self._missing[where]
         part, started = self.manifest.part(tensors), time.perf_counter()
-        _faults.point("stream.layer")
+        fault_points.point("stream.layer")
         if any(map(is_on_device, places)):
             self._landings.add(tensors, self._sending.begin_land(lease, places, part))
             self.ledger.copies = 1
         else:
-            digests, copied = self._sending.land(lease, places, part)
+            digests, copied = self._sending.gather_into(lease, places, part)
             self.ledger.copies |= copied
             _landed(self._digests, self._sending, lease, tensors, digests)
         spent = self.ledger.seconds.get("copy", 0.0)
@@ -177,13 +177,13 @@ class PutStream:
         return f"layer {layer} of branch {branch!r}"
 
 
-def is_on_device(place: Place) -> bool:
+def is_on_device(place: TensorView) -> bool:
     """Whether copying it can go on by itself."""
     return place.device.type != "cpu"
 
 
 def _landed(
-    kept: list[str], sending: Sending, lease: Lease, tensors: range, digests: list[str]
+    kept: list[str], sending: PutOperation, lease: Lease, tensors: range, digests: list[str]
 ) -> None:
     """Tensors are in the payload: note their digests, and let readers have them."""
     kept[tensors.start : tensors.stop] = digests

@@ -16,9 +16,9 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.files import open_payload
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place, overlaps_itself
+from omni_kvlink.payload.views import TensorView, overlaps_itself
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 Verify: TypeAlias = Literal["auto", "full", "off"]
@@ -81,7 +81,7 @@ class Received:
             self._delivery.reject(str(error))
             raise
 
-    def scatter(self, into: Payload | Sequence[Place]) -> None:
+    def scatter(self, into: Payload | Sequence[TensorView]) -> None:
         """Copy everything out, each byte checked against its digest in the same pass.
 
         Args:
@@ -117,7 +117,7 @@ def scatter(
     copier: Copier,
     manifest: Manifest,
     delivery: Delivery,
-    places: Sequence[Place],
+    places: Sequence[TensorView],
     ledger: Ledger,
 ) -> None:
     """Copy tensors of a delivery out; a wrong byte is the producer's to know, too."""
@@ -134,11 +134,11 @@ def scatter(
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
 
 
-def _check_targets(manifest: Manifest, region: Region, places: Sequence[Place]) -> None:
+def _check_targets(manifest: Manifest, region: Region, places: Sequence[TensorView]) -> None:
     """Refuse what would be written twice, or lies in readonly memory: that ends a process."""
     taken: dict[tuple[torch.device, int], str] = {}
     for place, spec in zip(places, manifest.tensors, strict=False):
-        memory = place.pool if isinstance(place, Paged) else place
+        memory = place.pool if isinstance(place, PagedTensor) else place
         if overlaps_itself(memory):
             raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
         if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:

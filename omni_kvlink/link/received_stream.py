@@ -22,7 +22,7 @@ from omni_kvlink.payload.branch import Branch
 from omni_kvlink.payload.dtypes import tensor_views
 from omni_kvlink.payload.files import open_payload
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 Key = tuple[str, int]
 
@@ -55,7 +55,7 @@ class ReceivedLayer:
         """V; in layout "ND" there is none, and this is an IndexError."""
         return self.tensors[1]
 
-    def scatter(self, *places: Place) -> None:
+    def scatter(self, *places: TensorView) -> None:
         """Copy K and V out into tensors or pages of yours; see `Received.scatter`."""
         self._stream.scatter(self._manifest, places)
 
@@ -176,7 +176,7 @@ class ReceivedStream:
         manifest = self._with_digests(self.manifest.part(tensors), tensors)
         return ReceivedLayer(self, manifest, *key)
 
-    def scatter(self, manifest: Manifest, places: Sequence[Place]) -> None:
+    def scatter(self, manifest: Manifest, places: Sequence[TensorView]) -> None:
         scatter(self._copier, manifest, self.delivery, places, self.ledger)
 
     def check(self, future: Future[None], what: str, waited: float) -> None:

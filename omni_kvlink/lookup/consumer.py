@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from omni_kvlink.connectors.base import Receipt, Want
+from omni_kvlink.connectors.base import PendingGet, Receipt
 from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
 from omni_kvlink.link import FOREVER, KVLink, Received, Verify, check_verify
 from omni_kvlink.lookup import messages as words
@@ -26,7 +26,7 @@ PATIENCE, PAUSE = 0.1, 5.0
 class _Asked(NamedTuple):
     """A question on its way; wants count their timeouts from `since`."""
 
-    want: Want
+    want: PendingGet
     since: float
 
 
@@ -83,7 +83,7 @@ class _Source:
         if life == self._life:
             return
         with self.link.get(words.HELLO, timeout=deadline - time.monotonic()) as data:
-            hello = words.hear(data, words.Hello)
+            hello = words.hear(data, words.LookupHello)
         if hello.model != self._model:
             raise SchemaError(
                 f"{self.link.url} has K and V of {hello.model!r}; wanted {self._model!r}"

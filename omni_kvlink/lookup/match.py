@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
 class Match:
@@ -45,12 +45,12 @@ class Match:
         return torch.arange(self.asked) < self.tokens
 
     @property
-    def keys(self) -> list[Place | None]:
+    def keys(self) -> list[TensorView | None]:
         """K `[tokens, kv_heads, head_dim]` of each layer."""
         return [] if self.data is None else self.data.layer_blocks["key_cache"]
 
     @property
-    def values(self) -> list[Place | None]:
+    def values(self) -> list[TensorView | None]:
         """V `[tokens, kv_heads, head_dim]` of each layer."""
         return [] if self.data is None else self.data.layer_blocks["value_cache"]
 

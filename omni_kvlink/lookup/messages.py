@@ -1,7 +1,7 @@
 """What the two sides of a lookup say to each other; each word is a payload of a link.
 
-A producer's `Hello` lies in its own link for every consumer. A `Question` lies in the consumer's
-link under the name that the hello gave; its answer comes by the producer's link, under the name
+A producer's `LookupHello` lies in its own link for every consumer. A `Question` lies in the
+consumer's link under the name that the hello gave; its answer comes by the producer's link, under the name
 that the question gave.
 """
 
@@ -26,7 +26,7 @@ KV, HIDDEN = "kv", "hidden"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Hello(msgspec.Struct, frozen=True):
+class LookupHello(msgspec.Struct, frozen=True):
     """Who produces: `inbox` is the key of questions to this one, `model` what made its K and V."""
 
     inbox: str

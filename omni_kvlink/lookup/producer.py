@@ -60,7 +60,7 @@ class LookupProducer:
         self._consumers: list[KVLink] = []
         self._closed = False
         self.answered, self.nbytes, self.ignored = 0, 0, 0
-        hello = words.Hello(self._inbox, model)
+        hello = words.LookupHello(self._inbox, model)
         link.put(words.say(words.HELLO, hello), readers=EVERYBODY, ttl=FOREVER)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         self._threads[0].start()

@@ -17,9 +17,9 @@ from omni_kvlink.lookup.index import PrefixIndex
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
 
@@ -64,8 +64,8 @@ class PrefixStore:
         self,
         tokens: TokenIds,
         roi: torch.Tensor | None,
-        keys: Sequence[Place],
-        values: Sequence[Place],
+        keys: Sequence[TensorView],
+        values: Sequence[TensorView],
         hidden: torch.Tensor | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
@@ -287,8 +287,8 @@ def _metadata(tokens: int, layers: int, extra: Mapping[str, Any] | None) -> KVMe
 
 def _data(
     tokens: int,
-    keys: Sequence[Place],
-    values: Sequence[Place],
+    keys: Sequence[TensorView],
+    values: Sequence[TensorView],
     extra: Mapping[str, Any] | None,
 ) -> KVCacheTransferData:
     blocks = {"key_cache": list(keys), "value_cache": list(values)}
@@ -305,7 +305,11 @@ def _copied(data: KVCacheTransferData) -> KVCacheTransferData:
     """The same in memory of its own."""
     blocks = {
         name: [
-            layer.dense() if isinstance(layer, Paged) else None if layer is None else layer.clone()
+            layer.dense()
+            if isinstance(layer, PagedTensor)
+            else None
+            if layer is None
+            else layer.clone()
             for layer in layers
         ]
         for name, layers in data.layer_blocks.items()

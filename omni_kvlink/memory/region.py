@@ -66,7 +66,7 @@ class Lease:
 
     def __init__(self, region: Region, release: Callable[[], None], tag: object = None):
         self._region: Region | None = region
-        self.room = region.nbytes
+        self.capacity = region.nbytes
         self._release = release
         self.tag = tag
 

@@ -13,7 +13,7 @@ from omni_kvlink.payload.branch import Branch, Reuse, check_branches
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData, branch_tensors, cache_at
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class KVCacheBundle:
     def __len__(self) -> int:
         return len(self.branches)
 
-    def tensors(self) -> list[Place]:
+    def tensors(self) -> list[TensorView]:
         """The tensors or pages that are sent, in the order of the wire."""
         return [tensor for cache in self._owners() for tensor in cache.tensors()]
 
@@ -91,12 +91,12 @@ class KVCacheBundle:
                 total += sum(sent) * self._metadata(name).seq_len // source
         return total
 
-    def plan(self, *, digests: bool = True, room: Manifest | None = None) -> Manifest:
-        """Sizes and places of everything, before a byte is copied; `room` as in `lay_out`."""
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Sizes and places of everything, before a byte is copied; `capacity` as in `lay_out`."""
         branches = self._wire_branches()
         tensors = (tensor for branch in branches for tensor in branch_tensors(branch))
         return Manifest.lay_out(
-            self.request_id, branches, tensors, bundle=True, digests=digests, room=room
+            self.request_id, branches, tensors, bundle=True, digests=digests, capacity=capacity
         )
 
     @classmethod

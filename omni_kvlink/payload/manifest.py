@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         *,
         bundle: bool,
         digests: bool = True,
-        room: Manifest | None = None,
+        capacity: Manifest | None = None,
     ) -> Manifest:
         """Give each `(name, dtype code, shape)` its place, and the header its final length.
 
@@ -113,10 +113,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             SchemaError: too much for a header, or more than there is room for.
         """
         specs, at = [], 0
-        places = {} if room is None else {spec.name: spec for spec in room.tensors}
+        places = {} if capacity is None else {spec.name: spec for spec in capacity.tensors}
         for name, dtype, shape in tensors:
             size = math.prod(shape) * ITEMSIZE[dtype]
-            at = -(-at // ALIGN) * ALIGN if room is None else _place(places, name, size, at)
+            at = -(-at // ALIGN) * ALIGN if capacity is None else _place(places, name, size, at)
             blank = CRC_ZERO * -(-size // DIGEST_CHUNK) if digests else ""
             specs.append(TensorSpec(name, dtype, shape, at, at + size, blank))
             at += size
@@ -125,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             bundle=bundle,
             branches=tuple(branches),
             tensors=tuple(specs),
-            header_nbytes=0 if room is None else room.header_nbytes,
+            header_nbytes=0 if capacity is None else capacity.header_nbytes,
             nbytes=0,
             producer={"library": __version__, "host": platform.node()},
         )
@@ -135,9 +135,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
                 f"{MAX_TENSORS} and {MAX_HEADER}, less where block_ids or extra hold many values"
             )
-        if room is not None and len(header) > room.header_nbytes:
+        if capacity is not None and len(header) > capacity.header_nbytes:
             raise SchemaError(
-                f"a header of {len(header)} bytes, allocated were {room.header_nbytes}: "
+                f"a header of {len(header)} bytes, allocated were {capacity.header_nbytes}: "
                 "give the plan the extra, or the block_ids, that the payload will have"
             )
         return msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=len(header) + at)

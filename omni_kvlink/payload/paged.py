@@ -18,10 +18,10 @@ STEP = 512 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-class Pages:
+class BlockTable:
     """Where in a pool of blocks the tokens of one sequence lie; the same for every layer.
 
-    Made by `of_blocks` or `of_slots`; checked against a pool by `Paged`.
+    Made by `of_blocks` or `of_slots`; checked against a pool by `PagedTensor`.
 
     Attributes:
         tokens: how many there are.
@@ -45,7 +45,7 @@ class Pages:
     @classmethod
     def of_blocks(
         cls, block_ids: Sequence[int] | torch.Tensor, *, block_size: int, tokens: int
-    ) -> Pages:
+    ) -> BlockTable:
         """The first `tokens` tokens of these blocks, in this order; blocks beyond are left out.
 
         Raises:
@@ -61,7 +61,7 @@ class Pages:
         return cls(index[:wanted], tokens, block_size, by_slot=False)
 
     @classmethod
-    def of_slots(cls, slots: Sequence[int] | torch.Tensor, *, block_size: int) -> Pages:
+    def of_slots(cls, slots: Sequence[int] | torch.Tensor, *, block_size: int) -> BlockTable:
         """Token i lies in slot `slots[i]`: slot % block_size of block slot // block_size.
 
         Raises:
@@ -71,10 +71,10 @@ class Pages:
         _check_sizes(block_size, len(index))
         return cls(index, len(index), block_size, by_slot=True)
 
-    def first(self, tokens: int) -> Pages:
+    def first(self, tokens: int) -> BlockTable:
         """Where the first `tokens` of them lie."""
         entries = tokens if self.by_slot else -(-tokens // self.block_size)
-        return Pages(self.index[:entries], tokens, self.block_size, by_slot=self.by_slot)
+        return BlockTable(self.index[:entries], tokens, self.block_size, by_slot=self.by_slot)
 
     def blocks(self) -> list[int]:
         """The blocks used, each once, in the order in which the tokens come to them."""
@@ -86,7 +86,7 @@ class Pages:
         return self.highest // self.block_size if self.by_slot else self.highest
 
 
-class Paged:
+class PagedTensor:
     """One layer's K, V or latent in a pool of blocks; stands wherever a dense tensor may.
 
     Args:
@@ -102,7 +102,7 @@ class Paged:
         SchemaError: the pool is no plain memory, or does not have these pages.
     """
 
-    def __init__(self, pool: torch.Tensor, pages: Pages, where: str = "pool"):
+    def __init__(self, pool: torch.Tensor, pages: BlockTable, where: str = "pool"):
         check_strided(pool, where)
         if pool.dim() < 3 or pool.shape[1] != pages.block_size:
             raise SchemaError(
@@ -123,9 +123,9 @@ class Paged:
         """Of the tokens, not of the pool."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def first(self, tokens: int) -> Paged:
+    def first(self, tokens: int) -> PagedTensor:
         """The first `tokens` tokens: the same pool."""
-        return Paged(self.pool, self.pages.first(tokens), self.where)
+        return PagedTensor(self.pool, self.pages.first(tokens), self.where)
 
     def dense(self) -> torch.Tensor:
         """The tokens as a new tensor."""

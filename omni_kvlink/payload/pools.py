@@ -10,12 +10,12 @@ import torch
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import PART_WORDS, PARTS
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.paged import Paged, Pages, check_strided
+from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
 
 PoolLayers: TypeAlias = Sequence[torch.Tensor]
 """One pool `[num_blocks, block_size, *token]` a layer."""
 
-BlockTable: TypeAlias = Sequence[int] | torch.Tensor | None
+IndexLike: TypeAlias = Sequence[int] | torch.Tensor | None
 
 
 def split_stacked(
@@ -42,9 +42,9 @@ def pages_of(
     metadata: KVMetadata,
     *,
     block_size: int,
-    block_ids: BlockTable = None,
-    slot_mapping: BlockTable = None,
-) -> Pages:
+    block_ids: IndexLike = None,
+    slot_mapping: IndexLike = None,
+) -> BlockTable:
     """Where the tokens of a cache that is not empty lie, from one of the two tables.
 
     Raises:
@@ -54,7 +54,7 @@ def pages_of(
         raise SchemaError("wanted either block_ids or slot_mapping, and one of them")
     try:
         if slot_mapping is not None:
-            pages = Pages.of_slots(slot_mapping, block_size=block_size)
+            pages = BlockTable.of_slots(slot_mapping, block_size=block_size)
             if pages.tokens != metadata.seq_len:
                 raise SchemaError(
                     f"{pages.tokens} slots, but kv_lens say {metadata.seq_len} tokens"
@@ -66,14 +66,14 @@ def pages_of(
                 f"block_ids are one sequence's, but there are {len(metadata.kv_lens)} kv_lens; "
                 "give a slot_mapping"
             )
-        return Pages.of_blocks(block_ids, block_size=block_size, tokens=metadata.seq_len)
+        return BlockTable.of_blocks(block_ids, block_size=block_size, tokens=metadata.seq_len)
     except SchemaError as error:
         raise SchemaError(f"K and V of every layer: {error}") from None
 
 
 def paged_layers(
-    key_cache: PoolLayers, value_cache: PoolLayers | None, pages: Pages, layout: str
-) -> dict[str, list[Paged]]:
+    key_cache: PoolLayers, value_cache: PoolLayers | None, pages: BlockTable, layout: str
+) -> dict[str, list[PagedTensor]]:
     """The layers by the wire's name of the part.
 
     Args:
@@ -105,10 +105,10 @@ def paged_layers(
     return layers
 
 
-def _paged(pool: torch.Tensor | None, pages: Pages, where: str) -> Paged:
+def _paged(pool: torch.Tensor | None, pages: BlockTable, where: str) -> PagedTensor:
     if pool is None:
         raise SchemaError(f"{where} is missing")
-    return Paged(pool, pages, where)
+    return PagedTensor(pool, pages, where)
 
 
 def _split(

@@ -17,14 +17,14 @@ from omni_kvlink.payload.branch import RANKS, Branch, check_branches
 from omni_kvlink.payload.dtypes import dtype_name, tensor_views
 from omni_kvlink.payload.manifest import PART_WORDS, PARTS, Manifest, tensor_name
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.paged import Paged, check_strided
-from omni_kvlink.payload.pools import BlockTable, PoolLayers, paged_layers, pages_of
-from omni_kvlink.payload.views import Place, first_tokens
+from omni_kvlink.payload.paged import PagedTensor, check_strided
+from omni_kvlink.payload.pools import IndexLike, PoolLayers, paged_layers, pages_of
+from omni_kvlink.payload.views import TensorView, first_tokens
 from omni_kvlink.payload.views import same_bytes as same_bytes
 
 _REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
 
-LayerBlocks = Mapping[str, Sequence[Place | None]]
+LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
 
 SINGLE = "kv"
@@ -42,7 +42,7 @@ class KVCacheTransferData:
         layer_blocks: `{"key_cache": [...], "value_cache": [...]}`, one tensor
             `[tokens, kv_heads, head_dim]` a layer; or `{"latent_cache": [...]}`, one tensor
             `[tokens, latent_dim]` a layer (MLA). All None means an empty cache. Any strides and
-            devices, or a `Paged` in a tensor's stead; all of a cache have one shape and dtype.
+            devices, or a `PagedTensor` in a tensor's stead; all have one shape and dtype.
         block_ids: the blocks the cache came from; empty for dense tensors.
         metadata: `KVMetadata`, or the RFC's dict of the same.
 
@@ -68,13 +68,13 @@ class KVCacheTransferData:
             self.block_ids = [operator.index(block) for block in block_ids]
         except TypeError as error:
             raise SchemaError(f"block_ids: {error}") from None
-        self._blocks: dict[str, list[Place | None]] | None
+        self._blocks: dict[str, list[TensorView | None]] | None
         self._blocks = _complete_layers(layer_blocks, metadata)
         self.metadata = _fit_metadata(metadata, self._blocks)
         check_branches([self.as_branch(SINGLE)], bundle=False, error=SchemaError)
 
     @property
-    def layer_blocks(self) -> dict[str, list[Place | None]]:
+    def layer_blocks(self) -> dict[str, list[TensorView | None]]:
         """The tensors, by the RFC's names.
 
         Raises:
@@ -91,10 +91,10 @@ class KVCacheTransferData:
     def is_empty(self) -> bool:
         return self.metadata.seq_len == 0
 
-    def tensors(self) -> list[Place]:
+    def tensors(self) -> list[TensorView]:
         """All layers in the order of the wire: layer by layer, K before V.
 
-        Each is a tensor, or the `Paged` that was given; what was received is always tensors.
+        Each is a tensor, or the `PagedTensor` that was given; what was received is always tensors.
         """
         if self.is_empty:
             return []
@@ -103,8 +103,8 @@ class KVCacheTransferData:
             tensor for layer in zip(*parts, strict=True) for tensor in layer if tensor is not None
         ]
 
-    def plan(self, *, digests: bool = True, room: Manifest | None = None) -> Manifest:
-        """Sizes and places of everything, before a byte is copied; `room` as in `lay_out`."""
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Sizes and places of everything, before a byte is copied; `capacity` as in `lay_out`."""
         branch = self.as_branch(SINGLE)
         return Manifest.lay_out(
             self.request_id,
@@ -112,7 +112,7 @@ class KVCacheTransferData:
             branch_tensors(branch),
             bundle=False,
             digests=digests,
-            room=room,
+            capacity=capacity,
         )
 
     @classmethod
@@ -149,8 +149,8 @@ class KVCacheTransferData:
         *,
         block_size: int,
         metadata: KVMetadata | Mapping[str, Any],
-        block_ids: BlockTable = None,
-        slot_mapping: BlockTable = None,
+        block_ids: IndexLike = None,
+        slot_mapping: IndexLike = None,
     ) -> KVCacheTransferData:
         """A sequence in an engine's pools of blocks, borrowed where it lies; nothing is copied.
 
@@ -301,7 +301,7 @@ def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTrans
 
 def _complete_layers(
     layer_blocks: LayerBlocks, metadata: KVMetadata
-) -> dict[str, list[Place | None]]:
+) -> dict[str, list[TensorView | None]]:
     """A private copy of the lists, every layer there and of one shape and dtype."""
     if metadata.layout not in PARTS:
         raise SchemaError(f"layout {metadata.layout!r}; wanted one of {', '.join(PARTS)}")
@@ -324,11 +324,11 @@ def _complete_layers(
     return blocks
 
 
-def _check_layer(layer: Place | None, first: Place, where: str) -> None:
+def _check_layer(layer: TensorView | None, first: TensorView, where: str) -> None:
     if layer is None:
         raise SchemaError(f"{where} is missing, while other layers are there")
     is_plan = isinstance(layer, torch.Tensor) and layer.is_meta  # made by blank()
-    if not isinstance(layer, Paged) and not is_plan:
+    if not isinstance(layer, PagedTensor) and not is_plan:
         check_strided(layer, where)
     if layer.shape != first.shape or layer.dtype != first.dtype:
         raise SchemaError(
@@ -337,7 +337,7 @@ def _check_layer(layer: Place | None, first: Place, where: str) -> None:
         )
 
 
-def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[Place | None]]) -> KVMetadata:
+def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None]]) -> KVMetadata:
     """Metadata that agrees with the tensors, its dtype filled in from them if it was left out."""
     first = next(iter(blocks.values()))[0] if metadata.num_layers else None
     if first is None:

@@ -6,32 +6,32 @@ from typing import TypeAlias
 
 import torch
 
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.paged import PagedTensor
 
-Place: TypeAlias = torch.Tensor | Paged
+TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
 
 
-def dense(place: Place) -> torch.Tensor:
+def dense(place: TensorView) -> torch.Tensor:
     """The tensor itself; for pages a new one."""
-    return place.dense() if isinstance(place, Paged) else place
+    return place.dense() if isinstance(place, PagedTensor) else place
 
 
-def first_tokens(place: Place, tokens: int) -> Place:
+def first_tokens(place: TensorView, tokens: int) -> TensorView:
     """The first `tokens` tokens, no byte copied."""
-    return place.first(tokens) if isinstance(place, Paged) else place[:tokens]
+    return place.first(tokens) if isinstance(place, PagedTensor) else place[:tokens]
 
 
-def same_bytes(a: Place, b: Place) -> bool:
+def same_bytes(a: TensorView, b: TensorView) -> bool:
     """Bit-exact equality, NaN payloads and signed zeros included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_plain_bytes(dense(a)), _plain_bytes(dense(b)))
 
 
-def write(place: Paged, tokens: torch.Tensor) -> None:
+def write(place: PagedTensor, tokens: torch.Tensor) -> None:
     """Copy tokens into their pages, by the compiled library where it can.
 
     Args:
@@ -40,15 +40,15 @@ def write(place: Paged, tokens: torch.Tensor) -> None:
     Raises:
         SchemaError: the two share memory.
     """
-    words = view_words(place)
-    if not words or not tokens.is_cpu or not _is_flat(tokens) or _native.missing():
+    words = packed_view(place)
+    if not words or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
         place.fill(tokens)
         return
-    call = _native.Batch(tokens.data_ptr(), tokens.nbytes)
+    call = host.CopyBatch(tokens.data_ptr(), tokens.nbytes)
     call.add(0, tokens.nbytes, words, digest=False)
     try:
         call.scatter(b"")
-    except _native.CopyFailed as failed:
+    except host.CopyFailed as failed:
         raise SchemaError(f"{place.where}: {failed}") from None
 
 
@@ -63,7 +63,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def view_words(place: Place, on: str = "cpu") -> _native.ViewWords:
+def packed_view(place: TensorView, on: str = "cpu") -> host.PackedView:
     """The place as the compiled libraries take it; empty if only torch can reach it.
 
     Args:
@@ -71,10 +71,10 @@ def view_words(place: Place, on: str = "cpu") -> _native.ViewWords:
     """
     if place.device.type != on:
         return ()
-    if isinstance(place, Paged):
+    if isinstance(place, PagedTensor):
         return _paged_view(place)
     if _is_flat(place):
-        return _native.flat_view_words(place.data_ptr(), place.nbytes)
+        return host.packed_flat_view(place.data_ptr(), place.nbytes)
     return _strided_view(place)
 
 
@@ -82,12 +82,12 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return not tensor.is_neg() and tensor.is_contiguous()
 
 
-def _strided_view(tensor: torch.Tensor) -> _native.ViewWords:
+def _strided_view(tensor: torch.Tensor) -> host.PackedView:
     """Bounded by the tensor's storage, so that the library can check the strides against it."""
-    if tensor.is_neg() or tensor.dim() > _native.DIMS:
+    if tensor.is_neg() or tensor.dim() > host.DIMS:
         return ()
     size, storage = tensor.element_size(), tensor.untyped_storage()
-    return _native.view_words(
+    return host.packed_view(
         storage.data_ptr(),
         storage.nbytes(),
         size,
@@ -97,15 +97,15 @@ def _strided_view(tensor: torch.Tensor) -> _native.ViewWords:
     )
 
 
-def _paged_view(paged: Paged) -> _native.ViewWords:
+def _paged_view(paged: PagedTensor) -> host.PackedView:
     pool, pages = paged.pool, paged.pages
     inner = 2 if pages.by_slot else 1  # the dimensions that are not looked up
-    unused = _native.DIMS - 1 - (pool.dim() - inner)
+    unused = host.DIMS - 1 - (pool.dim() - inner)
     if pool.is_neg() or unused < 0:
         return ()
     size, storage = pool.element_size(), pool.untyped_storage()
     strides = [stride * size for stride in pool.stride()]
-    view = _native.view_words(
+    view = host.packed_view(
         storage.data_ptr(),
         storage.nbytes(),
         size,
@@ -114,8 +114,8 @@ def _paged_view(paged: Paged) -> _native.ViewWords:
         strides=(strides[0], *(0,) * unused, *strides[inner:]),
     )
     if not pages.by_slot:
-        return _native.indexed_view_words(view, pages.address, limit=pool.shape[0])
-    return _native.indexed_view_words(
+        return host.packed_indexed_view(view, pages.address, limit=pool.shape[0])
+    return host.packed_indexed_view(
         view,
         pages.address,
         limit=pool.shape[0] * pages.block_size,

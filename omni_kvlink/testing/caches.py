@@ -15,9 +15,9 @@ from omni_kvlink.payload.branch import DTYPES
 from omni_kvlink.payload.bundle import KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.views import TensorView, dense
 
-Layers: TypeAlias = dict[tuple[str, int], list[Place]]
+Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 """K and V, or one latent, by branch and layer."""
 
 
@@ -135,7 +135,7 @@ def fingerprint(data: Payload) -> str:
     return found.hexdigest()
 
 
-def hash_tensors(tensors: Sequence[Place]) -> str:
+def hash_tensors(tensors: Sequence[TensorView]) -> str:
     """SHA-256 over dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for tensor in tensors:

@@ -16,7 +16,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
 
@@ -212,7 +212,9 @@ class TamperingCopier(TorchCopier):
     def __init__(self) -> None:
         self.tamper: Callable[[Manifest, Region], None] = lambda manifest, region: None
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         digests = super().gather(sources, manifest, region)
         self.tamper(manifest, region)
         return digests

@@ -22,7 +22,7 @@ from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.link import KVLink, Payload, PutStream, Received, ReceivedStream
 from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 
 
@@ -32,7 +32,7 @@ class Peer:
     def __init__(self) -> None:
         self._links: dict[str, KVLink] = {}
         self._receipts: dict[str, Receipt] = {}
-        self._held: dict[str, list[Place]] = {}
+        self._held: dict[str, list[TensorView]] = {}
         self._open: dict[str, Received] = {}
         self._writing: dict[str, tuple[PutStream, Layers]] = {}
         self._streams: dict[str, ReceivedStream] = {}
@@ -204,7 +204,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _tensors(data: Payload) -> list[Place]:
+def _tensors(data: Payload) -> list[TensorView]:
     if isinstance(data, KVCacheBundle):
         return [tensor for name in data for tensor in data[name].tensors()]
     return data.tensors()

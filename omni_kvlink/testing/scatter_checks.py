@@ -11,8 +11,8 @@ from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, Transfe
 from omni_kvlink.link import Payload
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import Paged, Pages
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import Recipe, hash_tensors
 from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
 from omni_kvlink.testing.stream_checks import begin, write
@@ -150,7 +150,9 @@ class FlippingCopier(TorchCopier):
 
     flip = ""
 
-    def gather(self, sources: Sequence[Place], manifest: Manifest, region: Region) -> list[str]:
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
         digests = super().gather(sources, manifest, region)
         for spec in manifest.tensors:
             if spec.name == self.flip:
@@ -158,44 +160,44 @@ class FlippingCopier(TorchCopier):
         return digests
 
 
-Target = tuple[Place, Callable[[], bool]]
+Target = tuple[TensorView, Callable[[], bool]]
 """Where to copy to, and whether what lies beside it is as it was."""
 
 
-def dense_target(source: Place) -> Target:
-    room = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
-    inner = room[32:-32].view(source.dtype).view(source.shape)
-    return inner, lambda: bool((room[:32] == 0xA5).all() and (room[-32:] == 0xA5).all())
+def dense_target(source: TensorView) -> Target:
+    capacity = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
+    inner = capacity[32:-32].view(source.dtype).view(source.shape)
+    return inner, lambda: bool((capacity[:32] == 0xA5).all() and (capacity[-32:] == 0xA5).all())
 
 
-def strided_target(source: Place) -> Target:
+def strided_target(source: TensorView) -> Target:
     """Tokens and heads change places, and every second row is another's."""
     tokens, *row = source.shape
-    room = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
-    others = room[:, 1::2].view(room.dtype)
-    return room[:, ::2].transpose(0, 1), lambda: not others.contiguous().view(torch.uint8).any()
+    capacity = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
+    others = capacity[:, 1::2].view(capacity.dtype)
+    return capacity[:, ::2].transpose(0, 1), lambda: not others.contiguous().view(torch.uint8).any()
 
 
-def blocks_target(source: Place) -> Target:
+def blocks_target(source: TensorView) -> Target:
     """Blocks out of order, the last one partly filled."""
     tokens, *row = source.shape
     blocks = -(-tokens // SIZE)
     pool = torch.zeros((2 * blocks, SIZE, *row), dtype=source.dtype)
     ids = [2 * block + 1 for block in reversed(range(blocks))]
-    pages = Pages.of_blocks(ids, tokens=tokens, block_size=SIZE)
-    return Paged(pool, pages), lambda: not pool[::2].contiguous().view(torch.uint8).any()
+    pages = BlockTable.of_blocks(ids, tokens=tokens, block_size=SIZE)
+    return PagedTensor(pool, pages), lambda: not pool[::2].contiguous().view(torch.uint8).any()
 
 
-def slots_target(source: Place) -> Target:
+def slots_target(source: TensorView) -> Target:
     """A slot a token, all over the pool."""
     tokens, *row = source.shape
     pool = torch.zeros((tokens, SIZE, *row), dtype=source.dtype)
     slots = [SIZE * token + token % 2 for token in reversed(range(tokens))]
-    pages = Pages.of_slots(slots, block_size=SIZE)
-    return Paged(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
+    pages = BlockTable.of_slots(slots, block_size=SIZE)
+    return PagedTensor(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
 
 
-Spoil = Callable[[list[Place], Sequence[Place]], Sequence[Place] | Payload]
+Spoil = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
 _WRONG: tuple[Spoil, ...] = (
     lambda mine, theirs: mine[:-1],
     lambda mine, theirs: [*mine, mine[0]],

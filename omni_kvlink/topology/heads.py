@@ -10,9 +10,9 @@ import torch
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
-from omni_kvlink.payload.paged import Paged
+from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
-from omni_kvlink.payload.views import Place, dense
+from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.topology.fit import check_parts, check_target
 from omni_kvlink.topology.shards import (
     P,
@@ -71,7 +71,7 @@ def blank_heads(part: P, shard: Shard, *, device: torch.device) -> P:
     heads = shard.heads[1] - shard.heads[0]
     request_id = request_of(part)
 
-    def blank(place: Place | None, *, has_heads: bool) -> Place | None:
+    def blank(place: TensorView | None, *, has_heads: bool) -> TensorView | None:
         if place is None:
             return None
         tokens, *row = place.shape
@@ -152,9 +152,9 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
     return KVCacheTransferData(request_id, blocks, cache.block_ids, metadata)
 
 
-def _views(place: Place, start: int, stop: int) -> Place:
-    if isinstance(place, Paged):
-        return Paged(place.pool[:, :, start:stop], place.pages, place.where)
+def _views(place: TensorView, start: int, stop: int) -> TensorView:
+    if isinstance(place, PagedTensor):
+        return PagedTensor(place.pool[:, :, start:stop], place.pages, place.where)
     return place[:, start:stop]
 
 
@@ -162,7 +162,7 @@ def _merged(
     parts: Sequence[KVCacheTransferData], shard: Shard, request_id: str
 ) -> KVCacheTransferData:
     """The parts are checked, and in the order of the heads."""
-    blocks: dict[str, list[Place | None]] = {}
+    blocks: dict[str, list[TensorView | None]] = {}
     for name in parts[0].layer_blocks:
         layers = zip(*(part.layer_blocks[name] for part in parts), strict=True)
         blocks[name] = [_joined(places) for places in layers]
@@ -170,7 +170,7 @@ def _merged(
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
-def _joined(places: Sequence[Place | None]) -> Place | None:
+def _joined(places: Sequence[TensorView | None]) -> TensorView | None:
     """None where the caches are empty."""
     found = [place for place in places if place is not None]
     if len(found) < 2:

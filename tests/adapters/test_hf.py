@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, Paged, SchemaError
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PagedTensor, SchemaError
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
 from omni_kvlink.payload.schema import same_bytes
 from omni_kvlink.testing import check_adapter
@@ -101,7 +101,7 @@ def test_nothing_is_copied_on_either_way(batch: int, dtype: torch.dtype) -> None
     data = ADAPTER.export(cache, request_id="r")
     assert data.metadata.kv_lens == (20,) * batch == data.metadata.ropes
     for place, (key, _) in zip(data.layer_blocks["key_cache"], layers(cache), strict=True):
-        memory = place.pool if isinstance(place, Paged) else place
+        memory = place.pool if isinstance(place, PagedTensor) else place
         assert memory.data_ptr() == key.data_ptr()
         assert place.shape == (20 * batch, HEADS, DIM)
     received = KVCacheTransferData(
@@ -114,7 +114,7 @@ def test_nothing_is_copied_on_either_way(batch: int, dtype: torch.dtype) -> None
         data.metadata,
     )
     for place, tensor in zip(data.tensors(), received.tensors(), strict=True):
-        tensor.copy_(place.dense() if isinstance(place, Paged) else place)
+        tensor.copy_(place.dense() if isinstance(place, PagedTensor) else place)
     loaded = ADAPTER.load(received, make_cache())
     for (key, _), tensor in zip(layers(loaded), received.layer_blocks["key_cache"], strict=True):
         assert key.data_ptr() == tensor.data_ptr()

@@ -21,7 +21,7 @@ from omni_kvlink import (
     split_packed,
     split_stacked,
 )
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
 from omni_kvlink.errors import NativeError
 
@@ -53,9 +53,9 @@ LAYOUTS = (separate, stacked, packed)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
-        monkeypatch.setattr(_native._part, "state", NativeError("there is none"))
-    elif _native.missing():
-        pytest.skip(_native.missing() or "")
+        monkeypatch.setattr(host._part, "state", NativeError("there is none"))
+    elif host.missing():
+        pytest.skip(host.missing() or "")
     return str(request.param)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, Paged
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, PagedTensor
 from omni_kvlink.bench.cases import BRANCHINGS, cases
 from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
 from omni_kvlink.payload.branch import DTYPES
@@ -36,7 +36,7 @@ def test_a_paged_sample_lies_in_blocks_out_of_order(dtype: str, heads: int) -> N
     shape = Shape(2, 100, heads, 8, dtype)
     sample = make_sample("k", shape, np.random.default_rng(0), sources="paged")
     places = sample.cache.tensors()
-    assert all(isinstance(place, Paged) for place in places)
+    assert all(isinstance(place, PagedTensor) for place in places)
     assert sum(place.nbytes for place in places) == shape.nbytes
     assert len(sample.cache.block_ids) == 7
     assert sample.cache.block_ids != sorted(sample.cache.block_ids)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from battle import Field
-from victims import battlefield as battlefield
-from victims import impatient as impatient
-from victims import start as start
-from victims import zmq_started as zmq_started
+from fault_harness import Field
+from leak_checks import battlefield as battlefield
+from leak_checks import impatient as impatient
+from leak_checks import start as start
+from leak_checks import zmq_started as zmq_started
 
 
 @pytest.fixture(params=["pooled", "sealed"])

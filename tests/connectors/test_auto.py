@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from zmq_places import free_port
+from zmq_fixtures import free_port
 
 from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, TransferTimeout
 from omni_kvlink.connectors import ucx

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import cuda
 from omni_kvlink.copier import pinned
-from omni_kvlink.payload.views import Place
+from omni_kvlink.payload.views import TensorView
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FIELDS = (
@@ -39,14 +39,14 @@ def build(directory: Path) -> None:
     fake = CSRC / "tests" / "fake_cuda.cpp"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-I{CSRC}/tests/fake_cuda"]
     command = [*compiler, *flags, *map(str, sources), str(fake), "-o"]
-    subprocess.run([*command, str(directory / _cuda.LIBRARY)], check=True)
+    subprocess.run([*command, str(directory / cuda.LIBRARY)], check=True)
 
 
 class FakeDevice:
     """Its state, and which tensors lie on it."""
 
     def __init__(self, library: ctypes.CDLL):
-        self.holds: Callable[[Place], bool] = lambda place: True
+        self.holds: Callable[[TensorView], bool] = lambda place: True
         self._field = library.fake_cuda_field
         self._field.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -66,11 +66,11 @@ class FakeDevice:
 
 def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Until the test's end, the library in `directory` is the CUDA library."""
-    library = _cuda._part.open(directory)
+    library = cuda._part.open(directory)
     device = FakeDevice(library)
-    monkeypatch.setattr(_cuda._part, "state", library)
-    monkeypatch.setattr(_cuda, "_registered", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(_cuda, "describe", lambda device: "cuda 13.0, Fake")
+    monkeypatch.setattr(cuda._part, "state", library)
+    monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
     monkeypatch.setattr(pinned, "_device_of", lambda place: 0 if device.holds(place) else None)
     monkeypatch.setattr(pinned, "_current_stream", lambda device: 0)
     return device

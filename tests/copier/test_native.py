@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_bed import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+from native_fixtures import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
 
 from omni_kvlink import KVCacheTransferData
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, TorchCopier
 from omni_kvlink.copier.native import NativeCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
@@ -177,21 +177,21 @@ def test_choice() -> None:
     with using("portable"):
         assert fastest_copier().name == "torch"
     with pytest.raises(NativeError, match=r"'mmx'.*OMNI_KVLINK_FEATURES"):
-        _native.select("mmx")
+        host.select("mmx")
 
 
-@pytest.mark.parametrize(("tokens", "stores"), [(64, _native.AUTO), (5000, _native.STREAM)])
+@pytest.mark.parametrize(("tokens", "stores"), [(64, host.AUTO), (5000, host.STREAM)])
 def test_a_part_of_a_large_payload_goes_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, tokens: int, stores: int
 ) -> None:
     """A layer alone would fit into it, and push out those before it."""
-    seen, batch = list[int](), _native.Batch
+    seen, batch = list[int](), host.CopyBatch
 
-    def watched(*args: int, **options: int) -> _native.Batch:
+    def watched(*args: int, **options: int) -> host.CopyBatch:
         seen.append(options["stores"])
         return batch(*args, **options)
 
-    monkeypatch.setattr(_native, "Batch", watched)
+    monkeypatch.setattr(host, "CopyBatch", watched)
     layers = [torch.zeros(tokens, 4, 64) for _ in range(2)]
     metadata = {"kv_lens": [tokens], "ropes": [0], "num_layers": 2}
     blocks = {"key_cache": layers, "value_cache": layers}

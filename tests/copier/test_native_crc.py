@@ -7,9 +7,9 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_bed import FEATURES, NEEDS_LIBRARY, Locked, noise, using
+from native_fixtures import FEATURES, NEEDS_LIBRARY, Locked, noise, using
 
-from omni_kvlink._native import host as _native
+from omni_kvlink._native import host
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def wheel(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
 )
 def test_equals_the_wheel(features: str, start: int, nbytes: int) -> None:
     with using(features):
-        batch = _native.Batch(NOISE.ctypes.data, NOISE.nbytes)
+        batch = host.CopyBatch(NOISE.ctypes.data, NOISE.nbytes)
         batch.add(start, nbytes, digest=True)
         found = batch.digest()
         assert found == wheel(NOISE[start : start + nbytes])
@@ -49,8 +49,8 @@ def test_while_copying(features: str, source: int, target: int, nbytes: int, sto
     """Any alignment of both sides, into memory whose next page is locked."""
     locked = Locked(target + nbytes)
     with using(features):
-        batch = _native.Batch(locked.address, target + nbytes, stores=stores)
-        view = _native.view_words(NOISE.ctypes.data, NOISE.nbytes, nbytes, offset=source)
+        batch = host.CopyBatch(locked.address, target + nbytes, stores=stores)
+        view = host.packed_view(NOISE.ctypes.data, NOISE.nbytes, nbytes, offset=source)
         batch.add(target, nbytes, view, digest=True)
         wanted = NOISE[source : source + nbytes]
         assert batch.gather() == wheel(wanted)
@@ -66,8 +66,8 @@ def test_reads_nothing_beyond_a_source(features: str) -> None:
         for rows, run in ((1, 1), (3, 67), (40, 300), (9, 4096), (5, 16384), (16, 12288)):
             locked = Locked(2 * rows * run - run)
             locked.bytes[:] = noise(locked.region.nbytes)
-            batch = _native.Batch(target.ctypes.data, target.nbytes)
-            view = _native.view_words(
+            batch = host.CopyBatch(target.ctypes.data, target.nbytes)
+            view = host.packed_view(
                 locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
             )
             batch.add(0, rows * run, view, digest=True)
@@ -83,8 +83,8 @@ def test_writes_nothing_beyond_a_target(features: str) -> None:
         for rows, run in ((1, 1), (3, 67), (40, 300), (9, 4096), (5, 16384), (16, 12288)):
             for stores in (1, 2):
                 locked = Locked(2 * rows * run - run)
-                batch = _native.Batch(NOISE.ctypes.data, NOISE.nbytes, stores=stores)
-                view = _native.view_words(
+                batch = host.CopyBatch(NOISE.ctypes.data, NOISE.nbytes, stores=stores)
+                view = host.packed_view(
                     locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
                 )
                 batch.add(64, rows * run, view, digest=True)
@@ -97,18 +97,18 @@ def test_writes_nothing_beyond_a_target(features: str) -> None:
 def test_refusals_reach_python() -> None:
     """C checks again: nothing is written, and the error says which copy and why."""
     payload, outside = np.zeros(1000, np.uint8), noise(1000)
-    good = _native.view_words(outside.ctypes.data, 1000, 100)
+    good = host.packed_view(outside.ctypes.data, 1000, 100)
     for start, view, why in (
         (950, good, "copy 1: a span of 100 bytes at 950 in a payload of 1000"),
         (50, good, "copy 1: a span at 50 after one that ends at 100"),
-        (300, _native.view_words(outside.ctypes.data, 99, 100), "in memory of 99"),
-        (300, _native.view_words(outside.ctypes.data, 1000, 99), "99 bytes for a span of 100"),
-        (300, _native.view_words(0, 1000, 100), "without memory"),
+        (300, host.packed_view(outside.ctypes.data, 99, 100), "in memory of 99"),
+        (300, host.packed_view(outside.ctypes.data, 1000, 99), "99 bytes for a span of 100"),
+        (300, host.packed_view(0, 1000, 100), "without memory"),
     ):
-        batch = _native.Batch(payload.ctypes.data, 1000)
+        batch = host.CopyBatch(payload.ctypes.data, 1000)
         batch.add(0, 100, good, digest=True)
         batch.add(start, 100, view, digest=True)
-        with pytest.raises(_native.CopyFailed, match=why) as caught:
+        with pytest.raises(host.CopyFailed, match=why) as caught:
             batch.gather()
         assert caught.value.copy == 1
         assert not payload.any()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_bed import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+from native_fixtures import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
 
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.copier.native import NativeCopier
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 
 Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]
 
@@ -52,7 +52,7 @@ def dims_first(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype,
 POOLS = (plain, stacked, packed_in_block, packed_in_head, heads_first, fewer_heads, dims_first)
 
 
-def naive(pool: torch.Tensor, pages: Pages) -> torch.Tensor:
+def naive(pool: torch.Tensor, pages: BlockTable) -> torch.Tensor:
     """Token by token."""
     tokens = []
     for token in range(pages.tokens):
@@ -65,7 +65,7 @@ def naive(pool: torch.Tensor, pages: Pages) -> torch.Tensor:
 
 
 @st.composite
-def page_tables(draw: st.DrawFn) -> tuple[Pages, int]:
+def page_tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
     size, blocks = draw(st.sampled_from([1, 3, 16, 32])), draw(st.integers(1, 12))
     tokens = draw(st.integers(1, blocks * size))
     shuffle = random.Random(draw(st.integers(0, 999)))
@@ -73,14 +73,14 @@ def page_tables(draw: st.DrawFn) -> tuple[Pages, int]:
         ids = list(range(blocks))
         if draw(st.booleans()):
             shuffle.shuffle(ids)
-        return Pages.of_blocks(ids, block_size=size, tokens=tokens), blocks
+        return BlockTable.of_blocks(ids, block_size=size, tokens=tokens), blocks
     slots = list(range(blocks * size))
     kind = draw(st.sampled_from(["ascending", "in runs", "random"]))
     if kind == "random":
         shuffle.shuffle(slots)
     if kind == "in runs":
         slots = slots[len(slots) // 2 :] + slots[: len(slots) // 2]
-    return Pages.of_slots(slots[:tokens], block_size=size), blocks
+    return BlockTable.of_slots(slots[:tokens], block_size=size), blocks
 
 
 @NEEDS_LIBRARY
@@ -94,13 +94,13 @@ def page_tables(draw: st.DrawFn) -> tuple[Pages, int]:
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
 )
 def test_against_a_loop(
-    features: str, table: tuple[Pages, int], kinds: list[Pool], heads: int, dim: int, dtype
+    features: str, table: tuple[BlockTable, int], kinds: list[Pool], heads: int, dim: int, dtype
 ) -> None:
     pages, blocks = table
     pools = [
         kind(blocks, pages.block_size, heads, dim, dtype, seed) for seed, kind in enumerate(kinds)
     ]
-    paged = [Paged(pool, pages) for pool in pools]
+    paged = [PagedTensor(pool, pages) for pool in pools]
     wanted = [naive(pool, pages) for pool in pools]
     plan = plan_of(wanted)
     ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
@@ -116,25 +116,25 @@ def test_against_a_loop(
         ]
         expected = [pool.clone() for pool in fresh]
         for pool, tokens in zip(expected, wanted, strict=True):
-            Paged(pool, pages).fill(tokens)
+            PagedTensor(pool, pages).fill(tokens)
         NativeCopier().scatter(
-            plan.with_digests(digests), ours, [Paged(pool, pages) for pool in fresh]
+            plan.with_digests(digests), ours, [PagedTensor(pool, pages) for pool in fresh]
         )
         for pool, like, tokens in zip(fresh, expected, wanted, strict=True):
             assert as_bytes(pool) == as_bytes(like)
             assert as_bytes(naive(pool, pages)) == as_bytes(tokens)
-            assert as_bytes(Paged(pool, pages).dense()) == as_bytes(tokens)
+            assert as_bytes(PagedTensor(pool, pages).dense()) == as_bytes(tokens)
 
 
 @NEEDS_LIBRARY
 def test_latents_and_large_blocks() -> None:
     ids = random.Random(1).sample(range(80), 61)
-    pages = Pages.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
+    pages = BlockTable.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
     pools = [tensor_of([80, 64, 576], torch.bfloat16, seed) for seed in range(3)]
     wanted = [naive(pool, pages) for pool in pools]
     plan = plan_of(wanted)
     region = Mapping.anonymous(plan.nbytes).region
-    digests = NativeCopier().gather([Paged(pool, pages) for pool in pools], plan, region)
+    digests = NativeCopier().gather([PagedTensor(pool, pages) for pool in pools], plan, region)
     theirs = Mapping.anonymous(plan.nbytes).region
     assert digests == TorchCopier().gather(wanted, plan, theirs)
     assert bytes(region.view()) == bytes(theirs.view())
@@ -143,40 +143,49 @@ def test_latents_and_large_blocks() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Pages.of_blocks([1, 2], block_size=16, tokens=33), "2 blocks of 16.*wanted 3"),
-        (lambda: Pages.of_blocks([1, 2, 1], block_size=16, tokens=48), "block id 1 stands twice"),
-        (lambda: Pages.of_blocks([1, -2], block_size=16, tokens=32), "block id -2 is negative"),
-        (lambda: Pages.of_blocks([0.5], block_size=16, tokens=3), "integers"),
-        (lambda: Pages.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
-        (lambda: Pages.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
-        (lambda: Pages.of_slots([-1], block_size=16), "slot -1 is negative"),
+        (
+            lambda: BlockTable.of_blocks([1, 2], block_size=16, tokens=33),
+            "2 blocks of 16.*wanted 3",
+        ),
+        (
+            lambda: BlockTable.of_blocks([1, 2, 1], block_size=16, tokens=48),
+            "block id 1 stands twice",
+        ),
+        (
+            lambda: BlockTable.of_blocks([1, -2], block_size=16, tokens=32),
+            "block id -2 is negative",
+        ),
+        (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),
+        (lambda: BlockTable.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
+        (lambda: BlockTable.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
+        (lambda: BlockTable.of_slots([-1], block_size=16), "slot -1 is negative"),
     ],
 )
-def test_tables_that_cannot_be(make: Callable[[], Pages], complaint: str) -> None:
+def test_tables_that_cannot_be(make: Callable[[], BlockTable], complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
         make()
 
 
 def test_pools_that_lack_the_pages() -> None:
     pool = torch.zeros(8, 16, 2, 4)
-    blocks = Pages.of_blocks([7, 8], block_size=16, tokens=20)
+    blocks = BlockTable.of_blocks([7, 8], block_size=16, tokens=20)
     with pytest.raises(SchemaError, match="layer 3, K: block id 8 is outside the pool's 8 blocks"):
-        Paged(pool, blocks, "layer 3, K")
+        PagedTensor(pool, blocks, "layer 3, K")
     with pytest.raises(SchemaError, match="layer 0, V: slot 128 is outside the pool's 8 blocks"):
-        Paged(pool, Pages.of_slots([3, 128], block_size=16), "layer 0, V")
+        PagedTensor(pool, BlockTable.of_slots([3, 128], block_size=16), "layer 0, V")
     with pytest.raises(SchemaError, match=r"wanted \[num_blocks, 4, …\]"):
-        Paged(pool, Pages.of_blocks([0], block_size=4, tokens=2))
+        PagedTensor(pool, BlockTable.of_blocks([0], block_size=4, tokens=2))
 
 
 def test_blocks_beyond_the_last_token_are_left_out() -> None:
-    pages = Pages.of_blocks([4, 9, 999, 999], block_size=16, tokens=17)
+    pages = BlockTable.of_blocks([4, 9, 999, 999], block_size=16, tokens=17)
     assert list(pages.index) == [4, 9]
 
 
 @NEEDS_LIBRARY
 def test_a_layer_that_does_not_fit_is_named() -> None:
-    pages = Pages.of_blocks([0], block_size=16, tokens=3)
-    paged = Paged(torch.zeros(1, 16, 2, 4), pages)
+    pages = BlockTable.of_blocks([0], block_size=16, tokens=3)
+    paged = PagedTensor(torch.zeros(1, 16, 2, 4), pages)
     plan = plan_of([torch.zeros(3, 2, 4), torch.zeros(4, 2, 4)])
     region = Mapping.anonymous(plan.nbytes).region
     with pytest.raises(SchemaError, match="layer 1, K"):

@@ -17,11 +17,11 @@ import pytest
 import torch
 from crc32c import crc32c
 from fake_device import FakeDevice
-from native_bed import NEEDS_LIBRARY, Locked, plan_of, tensor_of
+from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
 from pages import LAYOUTS, SIZE, about, copier, table, wanted
 
 from omni_kvlink import KVCacheTransferData, KVLink
-from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
@@ -43,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setenv(_cuda.ENVIRONMENT, MIXED)
+    monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
     yield fake_device.install(directory, monkeypatch)
     gc.collect()  # what was registered with it is unregistered with it, and not with what follows
 
@@ -73,7 +73,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("crossover", [ENGINES, MIXED, KERNEL, ""])
 def test_the_contract(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str) -> None:
-    monkeypatch.setenv(_cuda.ENVIRONMENT, crossover)
+    monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
     check_copier(PinnedCopier())
 
 
@@ -82,7 +82,7 @@ def test_the_contract(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, cross
 def test_pages(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str, by_slot: bool
 ) -> None:
-    monkeypatch.setenv(_cuda.ENVIRONMENT, crossover)
+    monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
     mover = PinnedCopier()
     for layout, tokens, dtype in itertools.product(LAYOUTS, (1, SIZE, 10), ("bfloat16", "int8")):
         source, target = (layout(dtype, seed) for seed in (1, 2))
@@ -184,12 +184,12 @@ def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch)
     plan, region = payload(sources)
     kept: list[Any] = []
 
-    class Spy(_cuda.Ticket):
+    class Spy(cuda.Ticket):
         def __init__(self, keep: object):
             kept.append(keep)
             super().__init__(keep)
 
-    monkeypatch.setattr(_cuda, "Ticket", Spy)
+    monkeypatch.setattr(cuda, "Ticket", Spy)
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     PinnedCopier().scatter(manifest, region, sources)
     for whole, places in kept:
@@ -200,7 +200,7 @@ def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_ticket_keeps_until_it_is_finished(device: FakeDevice) -> None:
     region = Mapping.anonymous(4096).region
-    ticket, kept = _cuda.Ticket(region), weakref.ref(region.owner)
+    ticket, kept = cuda.Ticket(region), weakref.ref(region.owner)
     del region
     gc.collect()
     assert kept() is not None
@@ -295,8 +295,8 @@ def test_a_mapping_is_registered_once_and_unregistered_in_time(
     mapping = Mapping.anonymous(4 * plan.nbytes)
     regions = [mapping.region.slice(at * plan.nbytes, plan.nbytes) for at in range(4)]
     calls: list[object] = []
-    register = _cuda._register
-    monkeypatch.setattr(_cuda, "_register", lambda *given: calls.append(1) or register(*given))
+    register = cuda._register
+    monkeypatch.setattr(cuda, "_register", lambda *given: calls.append(1) or register(*given))
     for region in regions:
         PinnedCopier().gather(sources, plan, region)
     assert len(calls) == 1

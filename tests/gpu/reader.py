@@ -6,7 +6,7 @@ import hashlib
 import sys
 
 import torch
-from bed import DEVICE
+from gpu_fixtures import DEVICE
 
 from omni_kvlink import KVLink
 from omni_kvlink.copier import PinnedCopier

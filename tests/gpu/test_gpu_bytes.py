@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bed import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, ThroughDevice, moved
+from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, ThroughDevice, moved
 from pages import LAYOUTS, SIZE, about, table, wanted
 from payloads import DTYPES, noise
 
-from omni_kvlink import KVCacheTransferData, Paged, Pages
-from omni_kvlink._native import cuda as _cuda
+from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
+from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.testing import check_copier
@@ -23,7 +23,7 @@ pytestmark = GPU
 
 @pytest.fixture(autouse=True, params=[ENGINES, MIXED, KERNEL, MEASURED])
 def crossover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(_cuda.ENVIRONMENT, request.param)
+    monkeypatch.setenv(cuda.ENVIRONMENT, request.param)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # nothing may fall back to torch
         yield
@@ -64,9 +64,9 @@ def test_a_cache_of_bagels_size() -> None:
     """28 layers × 4096 tokens in random blocks, on the device and back."""
     tokens, size, blocks = 4096, 16, 300
     order = torch.randperm(blocks)[: tokens // size]
-    pages = Pages.of_blocks(order, block_size=size, tokens=tokens)
+    pages = BlockTable.of_blocks(order, block_size=size, tokens=tokens)
     pools = [noise(seed, (blocks, size, 4, 128), "bfloat16").to(DEVICE) for seed in range(56)]
-    places = [Paged(pool, pages) for pool in pools]
+    places = [PagedTensor(pool, pages) for pool in pools]
     data = KVCacheTransferData(
         "r",
         {"key_cache": places[::2], "value_cache": places[1::2]},
@@ -80,7 +80,7 @@ def test_a_cache_of_bagels_size() -> None:
     back = [torch.zeros(tokens, 4, 128, dtype=torch.bfloat16, device=DEVICE) for _ in places]
     PinnedCopier().scatter(manifest, mapping.region, back)
     for got, source in zip(back, data.tensors(), strict=True):
-        assert isinstance(source, Paged)
+        assert isinstance(source, PagedTensor)
         assert torch.equal(got.view(torch.int16), source.dense().view(torch.int16))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import DEVICE, GPU
+from gpu_fixtures import DEVICE, GPU
 from payloads import noise
 
 from omni_kvlink import KVCacheTransferData, KVLink

@@ -7,11 +7,11 @@ import gc
 import msgspec
 import pytest
 import torch
-from bed import DEVICE, ENGINES, GPU, KERNEL
+from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData
-from omni_kvlink._native import cuda as _cuda
+from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
@@ -23,7 +23,7 @@ SHAPE = (4096, 4, 128)
 
 @pytest.fixture(autouse=True, params=[ENGINES, KERNEL])
 def crossover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_cuda.ENVIRONMENT, request.param)
+    monkeypatch.setenv(cuda.ENVIRONMENT, request.param)
 
 
 def payload(layers: int = 1) -> tuple[list[torch.Tensor], Manifest, Region]:
@@ -125,10 +125,10 @@ def test_memory_that_was_unmapped_can_be_registered_again() -> None:
     """Mappings come and go at the same addresses."""
     for _ in range(5):
         region = payload()[2]
-        assert _cuda.register(region, 0) is None
+        assert cuda.register(region, 0) is None
         del region
         gc.collect()
 
 
 def test_a_crossover_is_measured_once() -> None:
-    assert _cuda.measured_crossovers(0) == _cuda.measured_crossovers(0)
+    assert cuda.measured_crossovers(0) == cuda.measured_crossovers(0)

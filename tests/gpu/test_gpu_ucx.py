@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bed import DEVICE, GPU
+from gpu_fixtures import DEVICE, GPU
 from payloads import noise
 
 from omni_kvlink import KVCacheTransferData, KVLink

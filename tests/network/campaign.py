@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence import Entry, Witness, parse
-from lives import Life
+from peer_process import Life
 
 from omni_kvlink.testing.rig import until
 
@@ -32,7 +32,7 @@ class Zygote:
     """Forks lives that need not import anything."""
 
     def __init__(self) -> None:
-        script = str(Path(__file__).with_name("lives.py"))
+        script = str(Path(__file__).with_name("peer_process.py"))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen([sys.executable, script], stdin=pipe, stdout=pipe)
 

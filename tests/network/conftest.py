@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from cable import missing
 from hosts import Hosts
-from safe import Safe
-from victims import battlefield as battlefield
-from victims import start as start
-from victims import zmq_started as zmq_started
+from key_fixtures import Safe
+from leak_checks import battlefield as battlefield
+from leak_checks import start as start
+from leak_checks import zmq_started as zmq_started
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
-from battle import timed
+from fault_harness import timed
 
 from omni_kvlink import KVLinkError
 from omni_kvlink.testing.caches import Recipe, fingerprint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cable import Cable
 from gets import Get, insist
-from safe import Safe
+from key_fixtures import Safe
 
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.memory_checks import sized

@@ -13,7 +13,7 @@ import torch
 import zmq.utils.z85
 from cable import Cable
 from hosts import HAS_UCX, Hosts
-from safe import Safe
+from key_fixtures import Safe
 
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.memory_checks import sized

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from battle import Start
+from fault_harness import Start
+from key_fixtures import Safe
 from proxy import FALSE, Proxy
-from safe import Safe
-from zmq_places import free_port
+from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets

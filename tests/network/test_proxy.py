@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from gets import Get, insist
 from hosts import HAS_UCX
+from key_fixtures import Safe
 from proxy import ENDING, FALSE, HARMLESS, Proxy
-from safe import Safe
-from zmq_places import free_port
+from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, Receipt, WireError
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from campaign import PRODUCER, READERS, Campaign, Zygote
 from evidence import complaints
-from zmq_places import free_port
+from zmq_fixtures import free_port
 
 UCX = pytest.param(
     "ucx",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from battle import kill
+from fault_harness import kill
 from gets import Get
 from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 

@@ -11,12 +11,19 @@ from parties import LAYERS, Producer, Reader
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
-from omni_kvlink.connectors.base import Delivery, Want
-from omni_kvlink.connectors.protocol.direct_source import Direct
-from omni_kvlink.connectors.protocol.fetch_plan import Pace
-from omni_kvlink.connectors.protocol.messages import Abort, Chunk, Fetch, Location, Message, Offer
+from omni_kvlink.connectors.base import Delivery, PendingGet
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.messages import (
+    Abort,
+    Chunk,
+    FetchRange,
+    Location,
+    Message,
+    Offer,
+)
 from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession, RemoteWant
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
 
@@ -68,7 +75,7 @@ class FarProducer(Producer):
             (plan.header_nbytes + spec.start, owned.tensor(n))
             for n, spec in enumerate(plan.tensors)
         ]
-        direct = Direct(head, len(header), tensors, plan.nbytes)
+        direct = DirectSource(head, len(header), tensors, plan.nbytes)
         self.exchange.begin(transfer, self._place(transfer), len(header), readers, direct)
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
@@ -93,14 +100,16 @@ class FarProducer(Producer):
             return
         self.clock.soon(partial(self._announce, transfer, layer, owned, until))
 
-    def _leave(self, peer: FarConnection, transfer: Transfer, fetch: Fetch, piece: Region) -> None:
+    def _leave(
+        self, peer: FarConnection, transfer: Transfer, fetch: FetchRange, piece: Region
+    ) -> None:
         """The network reads the memory when it gets round to it."""
         if peer in self.connections:
             chunk = Chunk(fetch.want, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))
         self.exchange.took(transfer, (peer, fetch.want), fetch.start, fetch.stop)
 
-    def serve(self, peer: FarConnection, fetch: Fetch) -> None:
+    def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
         transfer = self.exchange.leased(peer, fetch.want, fetch.epoch)
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
@@ -208,8 +217,8 @@ class FarSession(RemoteSession):
         self._connection = connection
 
     @property
-    def pace(self) -> Pace:
-        return Pace(500, 1500)
+    def pace(self) -> FetchLimits:
+        return FetchLimits(500, 1500)
 
     def _carry(self, message: Message) -> None:
         self._connection.to_producer.send(message)
@@ -247,7 +256,7 @@ class FarConnection:
             self.producer.exchange.lost(self)
 
     def _told(self, message: Message) -> None:
-        if isinstance(message, Fetch):
+        if isinstance(message, FetchRange):
             self.producer.serve(self, message)
         else:
             self.producer.hear(self, message)  # type: ignore[arg-type]
@@ -307,8 +316,8 @@ class FarReader(Reader):
 class FarGet:
     """One waiting get, and what it then looks at, layer by layer if it streams."""
 
-    def __init__(self, reader: FarReader, key: str, want: Want, timeout: float):
-        assert isinstance(want, RemoteWant)
+    def __init__(self, reader: FarReader, key: str, want: PendingGet, timeout: float):
+        assert isinstance(want, RemoteGet)
         self._reader, self._clock, self._key, self._want = reader, reader.clock, key, want
         self._delivery: Delivery | None = None
         self._is_over = False

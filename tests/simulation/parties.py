@@ -11,18 +11,18 @@ from typing import Any
 from world import Clock, Memory, Wire
 
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.protocol.get_table import Inbox, Wanted
+from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
+    Cancel,
+    Get,
     Location,
     Message,
     Offer,
     Release,
-    Unwant,
-    Want,
 )
 from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.protocol.transfer_table import Exchange
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 
 LAYERS = 4
 
@@ -32,7 +32,7 @@ class Producer:
 
     def __init__(self, clock: Clock):
         self.clock, self.memory = clock, Memory()
-        self.exchange = Exchange(lambda peer, message: self._send(peer, message), self._free)
+        self.exchange = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[Connection] = set()
         self.transfers: list[Transfer] = []
         self.alive = True
@@ -72,11 +72,11 @@ class Producer:
         if not self.alive or peer not in self.connections:
             return
         self.clock.say(f"  from {peer.name}:", message)
-        if isinstance(message, Want):
+        if isinstance(message, Get):
             self.exchange.want(
                 peer, message.want, message.key, self.clock.now, streamed=message.streamed
             )
-        elif isinstance(message, Unwant):
+        elif isinstance(message, Cancel):
             self.exchange.unwant(peer, message.want)
         elif isinstance(message, Release):
             self.exchange.release(
@@ -159,7 +159,7 @@ class Connection:
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
         self.to_producer = Wire(clock, lambda message: producer.hear(self, message), wild=wild)
-        self.inbox = Inbox(self.to_producer.send, self.to_producer.send)
+        self.inbox = GetTable(self.to_producer.send, self.to_producer.send)
         self.to_reader = Wire(clock, self._hear, wild=wild)
         self.is_over = self.is_deaf = False
         self.holds = 0
@@ -244,15 +244,15 @@ class Reader:
         except PeerLostError:
             return
         self.open += 1
-        get = Get(self, connection, wanted)
+        get = WaitingGet(self, connection, wanted)
         wanted.future.add_done_callback(lambda _: get.answered())
         self.clock.after(timeout, get.expire)
 
 
-class Get:
+class WaitingGet:
     """One waiting get, and what it then looks at."""
 
-    def __init__(self, reader: Reader, connection: Connection, wanted: Wanted):
+    def __init__(self, reader: Reader, connection: Connection, wanted: GetState):
         self._reader, self._connection, self._wanted = reader, connection, wanted
         self._clock, self._is_over, self._turn = reader.clock, False, 0
 

@@ -17,7 +17,7 @@ from omni_kvlink.errors import BusyError, ConnectorError
 
 
 @dataclasses.dataclass(frozen=True)
-class Endpoint:
+class ControlAddress:
     """An address as ZMQ takes it.
 
     Attributes:
@@ -87,9 +87,9 @@ class Endpoint:
                 raise ConnectorError(f"{self.url} cannot be served: {error}") from None
             if self.transport == "ipc":
                 os.chmod(self.address, 0o600)
-        became = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(became, bytes)
-        return became.rstrip(b"\0").decode().partition("://")[2]
+        bound_url = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound_url, bytes)
+        return bound_url.rstrip(b"\0").decode().partition("://")[2]
 
     def leave(self, context: zmq.Context[Any]) -> None:
         """End the context that served there; the socket's file goes, but not a successor's."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.runtime.event_loop import READ, Loop
+from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 
 Buffer: TypeAlias = "bytes | memoryview"
 MOST_MESSAGES = 4096
@@ -42,10 +42,10 @@ _EVENTS = (
     | zmq.EVENT_CONNECT_RETRIED
 )
 _POLLIN = int(zmq.POLLIN)  # a flag's own `&` takes longer than asking ZMQ
-_ports: weakref.WeakSet[Port] = weakref.WeakSet()
+_ports: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
 
-class Port:
+class MonitoredSocket:
     """A socket and its monitor; once it is watched, for the loop, and for whoever has its turn.
 
     ZMQ's descriptor is edge-triggered: it becomes readable when something happens, not while
@@ -66,7 +66,7 @@ class Port:
         self,
         context: zmq.Context[Any],
         kind: int,
-        loop: Loop,
+        loop: EventLoop,
         on_message: Callable[[Sequence[zmq.Frame]], None],
         on_event: Callable[[int, int], None],
         on_quiet: Callable[[], None] = lambda: None,

@@ -9,16 +9,16 @@ from typing import Any
 import zmq
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all, read_public, read_secret
-from omni_kvlink.connectors.runtime.event_loop import READ, Loop
+from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 _DOMAIN = b"kvlink"
 _ZAP = "inproc://zeromq.zap.01"  # the address is ZMQ's own, one in each context
 
 
-def check_exposure(endpoint: Endpoint, options: Options) -> None:
+def check_exposure(endpoint: ControlAddress, options: Options) -> None:
     """Nothing goes over a network unprotected, unless somebody insists.
 
     Raises:
@@ -61,7 +61,7 @@ def protect_client(socket: zmq.Socket[bytes], options: Options) -> None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, read_public(options.peers))
 
 
-class Gate:
+class ZapAuth:
     """Answers ZMQ's question whether a client may come in: if its key lies in the directory now.
 
     Args:
@@ -73,7 +73,7 @@ class Gate:
         self,
         context: zmq.Context[Any],
         directory: str,
-        loop: Loop,
+        loop: EventLoop,
         refused: Callable[[], None],
     ):
         self._directory, self._loop, self._refused = directory, loop, refused

@@ -27,7 +27,7 @@ class _Part:
     is_tensor: bool = False
 
 
-class Direct:
+class DirectSource:
     """The parts of one payload, and which of the caller's bytes each reader was sent.
 
     Args:

@@ -1,7 +1,7 @@
 """Bringing a payload's bytes over: what to ask for, what came, what is complete; without I/O.
 
-A connector whose sides share no memory drives one `Fetch` per payload. How the bytes travel is its
-own affair; a simulation can drive it as well.
+A connector whose sides share no memory drives one `FetchPlan` per payload. How the bytes travel is
+its own affair; a simulation can drive it as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EAGER = 16 << 10
 Label = TypeVar("Label")
 
 
-class Pace(NamedTuple):
+class FetchLimits(NamedTuple):
     """Bytes that a reader asks for at a time, and that may be asked for and not have come."""
 
     chunk: int
@@ -71,7 +71,7 @@ class Spans:
         return self._spans[at:end]
 
 
-class Fetch(Generic[Label]):
+class FetchPlan(Generic[Label]):
     """The bytes of one payload that a reader brings to its own memory.
 
     Args:
@@ -106,13 +106,13 @@ class Fetch(Generic[Label]):
         self._goals.insert(at, (start, stop, label))
         self._settle(stop)
 
-    def ask(self, room: int) -> tuple[int, int] | None:
-        """The next bytes to ask for: a chunk if `room` has space for it, else none."""
+    def ask(self, capacity: int) -> tuple[int, int] | None:
+        """The next bytes to ask for: a chunk if `capacity` has space for it, else none."""
         if not self._queue:
             return None
         start, stop = self._queue[0]
         cut = min(stop, start + self._chunk)
-        if cut - start > room:
+        if cut - start > capacity:
             return None
         if cut == stop:
             self._queue.popleft()

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from omni_kvlink.connectors.protocol.messages import (
+    Cancel,
     Committed,
     Failed,
+    Get,
     Layer,
     Message,
     Offer,
     Outcome,
     Release,
     Status,
-    Unwant,
-    Want,
     unexpected,
 )
 from omni_kvlink.connectors.protocol.progress import Progress
@@ -27,7 +27,7 @@ from omni_kvlink.errors import KVLinkError, PeerLostError, TransferFailed, Trans
 NEVER_ANNOUNCED = "never announced by the producer"
 
 
-class Wanted:
+class GetState:
     """One waiting `get`: its future ends with the producer's Offer, or the error to raise."""
 
     def __init__(self, number: int, key: str, streamed: bool = False):
@@ -49,7 +49,7 @@ class Wanted:
         )
 
 
-class Inbox:
+class GetTable:
     """The wants of one connection; thread-safe.
 
     Args:
@@ -60,13 +60,13 @@ class Inbox:
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
         self._lock = threading.Lock()
-        self._open: dict[int, Wanted] = {}
-        self._streams: dict[int, Wanted] = {}
+        self._open: dict[int, GetState] = {}
+        self._streams: dict[int, GetState] = {}
         self._held: set[int] = set()
         self._number = 0
         self._over: KVLinkError | None = None
 
-    def want(self, key: str, *, streamed: bool = False, early: bool = False) -> Wanted:
+    def want(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
         """Ask for a key; streamed: also while it is being written.
 
         Args:
@@ -79,19 +79,19 @@ class Inbox:
             if self._over is not None:
                 raise type(self._over)(str(self._over))
             self._number += 1
-            wanted = self._open[self._number] = Wanted(self._number, key, streamed)
-        self._send(Want(wanted.number, key, streamed or early))
+            wanted = self._open[self._number] = GetState(self._number, key, streamed)
+        self._send(Get(wanted.number, key, streamed or early))
         return wanted
 
-    def cancel(self, wanted: Wanted) -> bool:
+    def cancel(self, wanted: GetState) -> bool:
         """Stop waiting; False if the answer came first, so that the caller must take it."""
         with self._lock:
             if self._open.pop(wanted.number, None) is None:
                 return False
-        self._send(Unwant(wanted.number))
+        self._send(Cancel(wanted.number))
         return True
 
-    def wait(self, wanted: Wanted, timeout: float) -> Offer:
+    def wait(self, wanted: GetState, timeout: float) -> Offer:
         """Sleep until the answer comes.
 
         Raises:
@@ -110,7 +110,7 @@ class Inbox:
                 self.release(wanted.number, wanted.future.result().epoch, "unread")
             raise
 
-    def find(self, number: int) -> Wanted | None:
+    def find(self, number: int) -> GetState | None:
         """A want that is not answered yet."""
         with self._lock:
             return self._open.get(number)
@@ -149,7 +149,7 @@ class Inbox:
         else:
             unexpected(message)
 
-    def end(self, error: KVLinkError) -> list[Wanted]:
+    def end(self, error: KVLinkError) -> list[GetState]:
         """The connection is over: every waiting `get` raises, and so does every later one."""
         with self._lock:
             if self._over is None:
@@ -196,7 +196,7 @@ class Inbox:
                 self._streams.pop(number, None)
                 wanted.progress.end(error)
 
-    def _take(self, number: int) -> Wanted | None:
+    def _take(self, number: int) -> GetState | None:
         with self._lock:
             return self._open.pop(number, None)
 

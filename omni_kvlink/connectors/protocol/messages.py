@@ -48,7 +48,7 @@ class Refused(_Message, frozen=True, array_like=True, tag=True):
     versions: tuple[Number, Number]
 
 
-class Want(_Message, frozen=True, array_like=True, tag=True):
+class Get(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: give me `key`, now or as soon as it exists; streamed: as soon as it begins."""
 
     want: Number
@@ -56,7 +56,7 @@ class Want(_Message, frozen=True, array_like=True, tag=True):
     streamed: bool = False
 
 
-class Unwant(_Message, frozen=True, array_like=True, tag=True):
+class Cancel(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: this want's deadline passed."""
 
     want: Number
@@ -144,7 +144,7 @@ class Release(_Message, frozen=True, array_like=True, tag=True):
     reason: Text = ""
 
 
-class Fetch(_Message, frozen=True, array_like=True, tag=True):
+class FetchRange(_Message, frozen=True, array_like=True, tag=True):
     """Consumer, where no memory is shared: you may send me these bytes of what you offered.
 
     Bytes count from the payload's start; a draft's lie behind it.
@@ -184,8 +184,8 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
 Message: TypeAlias = (
     Hello
     | Refused
-    | Want
-    | Unwant
+    | Get
+    | Cancel
     | Memory
     | Retire
     | Offer
@@ -194,7 +194,7 @@ Message: TypeAlias = (
     | Status
     | Failed
     | Release
-    | Fetch
+    | FetchRange
     | Chunk
     | Meet
     | Abort

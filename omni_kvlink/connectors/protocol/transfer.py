@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Hashable
 
-from omni_kvlink.connectors.protocol.direct_source import Direct
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Location
 from omni_kvlink.errors import TransferTimeout
 
@@ -16,7 +16,7 @@ Claim = tuple[Peer, int]
 """Who has or wants a payload: a peer, and the number it gave its want."""
 
 
-class State(enum.Enum):
+class TransferState(enum.Enum):
     """Where a transfer is; the last three are final."""
 
     RESERVED = "reserved"
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
     @property
     def is_final(self) -> bool:
-        return self in (State.RELEASED, State.FAILED, State.EXPIRED)
+        return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
 
 
 class Transfer:
@@ -37,7 +37,7 @@ class Transfer:
 
     def __init__(self, key: str, epoch: int):
         self.key, self.epoch = key, epoch
-        self.state = State.RESERVED
+        self.state = TransferState.RESERVED
         self.reason = ""
         self.location: Location | None = None
         self.draft = 0
@@ -50,7 +50,7 @@ class Transfer:
         self.has_writer = True
         self.is_lent = False
         self.settled = threading.Event()
-        self.direct: Direct | None = None
+        self.direct: DirectSource | None = None
         self.taken = threading.Event()
         self.block: object = None
 
@@ -86,10 +86,10 @@ class Transfer:
 
     @property
     def is_offerable(self) -> bool:
-        return self.unclaimed > 0 and self.state in (State.COMMITTED, State.LEASED)
+        return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
 
     def is_for(self, streamed: bool) -> bool:
         """Whether a reader of this kind may have it now."""
         return self.is_offerable or (
-            streamed and self.unclaimed > 0 and self.state is State.STREAMING
+            streamed and self.unclaimed > 0 and self.state is TransferState.STREAMING
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from omni_kvlink.connectors.protocol.direct_source import Direct
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -30,7 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     short,
 )
-from omni_kvlink.connectors.protocol.transfer import Claim, Peer, State, Transfer
+from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed
 
 MAX_TOMBSTONES = 4096
@@ -38,7 +38,7 @@ TOMBSTONE_SECONDS = 300.0
 MAX_WANTS = 1 << 16
 
 
-class Exchange:
+class TransferTable:
     """All transfers of a producer, and who waits for which.
 
     Args:
@@ -76,7 +76,7 @@ class Exchange:
         transfer = self._live[key] = Transfer(key, self._epoch)
         self._tombstones.pop(key, None)
         for peer, want in self._wants.get(key, ()):
-            self._send(peer, Status(want, _PHASE[State.RESERVED]))
+            self._send(peer, Status(want, _PHASE[TransferState.RESERVED]))
         return transfer
 
     def give_up(self, transfer: Transfer, reason: str, now: float) -> None:
@@ -95,12 +95,12 @@ class Exchange:
         if not transfer.has_writer:
             return
         transfer.has_writer = False
-        if transfer.state is State.STREAMING:
-            self._end(transfer, State.FAILED, "its producer gave it up", "failed")
+        if transfer.state is TransferState.STREAMING:
+            self._end(transfer, TransferState.FAILED, "its producer gave it up", "failed")
             return
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-            transfer.state, transfer.reason = State.FAILED, "it was given up unwritten"
+            transfer.state, transfer.reason = TransferState.FAILED, "it was given up unwritten"
             transfer.settled.set()
         self._free_if_unseen(transfer)
 
@@ -110,7 +110,7 @@ class Exchange:
         location: Location,
         draft: int,
         readers: int,
-        direct: Direct | None = None,
+        direct: DirectSource | None = None,
     ) -> None:
         """Offer a payload that is still being written to readers that take its layers.
 
@@ -121,7 +121,7 @@ class Exchange:
         self._check_writing(transfer)
         transfer.direct = direct
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
-        transfer.state = State.STREAMING
+        transfer.state = TransferState.STREAMING
         self._offer(transfer)
 
     def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
@@ -150,18 +150,18 @@ class Exchange:
             TransferFailed: it was aborted while it was being written.
         """
         self._check_writing(transfer)
-        if transfer.state is State.RESERVED:
+        if transfer.state is TransferState.RESERVED:
             transfer.location, transfer.unclaimed = location, readers
         transfer.expires, transfer.has_writer, transfer.is_whole = expires, False, True
         if transfer.direct is not None:
             transfer.direct.give_back()
-        transfer.state = State.LEASED if transfer.leases else State.COMMITTED
+        transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
         self.counters["committed"] += 1
         for peer, want in transfer.leases:
             self._send(peer, Committed(want))
         self._offer(transfer)
         if not transfer.unclaimed and not transfer.leases:
-            self._end(transfer, State.RELEASED, "", "closed")
+            self._end(transfer, TransferState.RELEASED, "", "closed")
 
     def lend(self, transfer: Transfer) -> None:
         """The caller holds tensors of the payload: its memory waits for `give_back`."""
@@ -176,13 +176,13 @@ class Exchange:
         """There is, or will be, no payload `key`: tell who waits, remember it for who comes."""
         transfer = self._live.get(key)
         if transfer is not None:
-            self._end(transfer, State.FAILED, reason, ending)
+            self._end(transfer, TransferState.FAILED, reason, ending)
         self._bury(key, reason, ending, now)
 
     def close(self, reason: str) -> None:
         """End everything; every want is answered."""
         for transfer in list(self._live.values()):
-            self._end(transfer, State.FAILED, reason, "closed")
+            self._end(transfer, TransferState.FAILED, reason, "closed")
         for claims in self._wants.values():
             for peer, want in claims:
                 self._send(peer, Failed(want, reason, "closed"))
@@ -193,7 +193,7 @@ class Exchange:
         for transfer in list(self._live.values()):
             if transfer.expires <= now and transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
-                self._end(transfer, State.EXPIRED, reason, "expired")
+                self._end(transfer, TransferState.EXPIRED, reason, "expired")
                 self._bury(transfer.key, reason, "expired", now)
         while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
             self._tombstones.popitem(last=False)
@@ -241,7 +241,7 @@ class Exchange:
             self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
-            self._end(transfer, State.FAILED, f"a reader rejected it: {reason}", "failed")
+            self._end(transfer, TransferState.FAILED, f"a reader rejected it: {reason}", "failed")
             self._bury(transfer.key, transfer.reason, "failed", now)
         self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
 
@@ -292,7 +292,7 @@ class Exchange:
     # The machine
 
     def _check_writing(self, transfer: Transfer) -> None:
-        if transfer.state not in (State.RESERVED, State.STREAMING):
+        if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):
             raise TransferFailed(
                 f"key {transfer.key!r} was ended while it was being put: {transfer.reason}",
                 key=transfer.key,
@@ -315,8 +315,8 @@ class Exchange:
         transfer.leases.add(claim)
         self._leased[transfer.epoch] = transfer
         peer, want = claim
-        if transfer.state is not State.STREAMING:
-            transfer.state = State.LEASED
+        if transfer.state is not TransferState.STREAMING:
+            transfer.state = TransferState.LEASED
             self._send(peer, Offer(want, transfer.epoch, location))
             return
         direct = transfer.direct is not None
@@ -334,30 +334,34 @@ class Exchange:
             return
         if redeliver and transfer.is_whole and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
-            self._end(transfer, State.FAILED, reason, "failed")
+            self._end(transfer, TransferState.FAILED, reason, "failed")
             self._bury(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
-        if transfer.state is State.LEASED and transfer.unclaimed and not transfer.leases:
-            transfer.state = State.COMMITTED
+        if transfer.state is TransferState.LEASED and transfer.unclaimed and not transfer.leases:
+            transfer.state = TransferState.COMMITTED
         if redeliver:
             self._offer(transfer)
-        elif transfer.state is State.LEASED and not transfer.unclaimed and not transfer.leases:
-            self._end(transfer, State.RELEASED, "", "closed")
+        elif (
+            transfer.state is TransferState.LEASED
+            and not transfer.unclaimed
+            and not transfer.leases
+        ):
+            self._end(transfer, TransferState.RELEASED, "", "closed")
         self._see_if_taken(transfer)
 
     def _see_if_taken(self, transfer: Transfer) -> None:
         if transfer.is_taken:
             transfer.taken.set()
 
-    def _end(self, transfer: Transfer, state: State, reason: str, ending: Ending) -> None:
+    def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
         """Reach a final state; the memory is freed now, or when nobody is on it any more.
 
         Who reads a stream is told; a payload that was committed is theirs whatever becomes of it.
         """
-        if transfer.state is State.STREAMING:
+        if transfer.state is TransferState.STREAMING:
             for peer, want in transfer.leases:
                 self._send(peer, Failed(want, short(reason), ending))
         transfer.state, transfer.reason = state, reason
@@ -392,8 +396,8 @@ class Exchange:
 
 
 _PHASE = {
-    State.RESERVED: "announced, the producer is still writing it",
-    State.STREAMING: "announced, the producer is still writing it",
-    State.COMMITTED: "announced, not fetched",
-    State.LEASED: "announced, but every declared reader has it already",
+    TransferState.RESERVED: "announced, the producer is still writing it",
+    TransferState.STREAMING: "announced, the producer is still writing it",
+    TransferState.COMMITTED: "announced, not fetched",
+    TransferState.LEASED: "announced, but every declared reader has it already",
 }

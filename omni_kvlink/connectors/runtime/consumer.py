@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.base import Consumer, Delivery, Want
-from omni_kvlink.connectors.protocol.get_table import Inbox, Wanted
+from omni_kvlink.connectors.base import Consumer, Delivery, PendingGet
+from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
     Abort,
@@ -23,7 +23,7 @@ from omni_kvlink.connectors.protocol.messages import (
     short,
 )
 from omni_kvlink.connectors.protocol.slot import SLOT, holds
-from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import (
     ClosedError,
     ConnectorError,
@@ -44,7 +44,7 @@ _BLIP = 0.5
 class Session(ABC):
     """One connection to one life of a producer."""
 
-    inbox: Inbox
+    inbox: GetTable
     nonce: str
     """Which life of a producer it is."""
 
@@ -54,7 +54,7 @@ class Session(ABC):
         """Whether the producer is gone."""
 
     @abstractmethod
-    def want(self, key: str, *, streamed: bool) -> Want:
+    def want(self, key: str, *, streamed: bool) -> PendingGet:
         """Ask for a payload.
 
         Raises:
@@ -77,7 +77,7 @@ class Session(ABC):
         self.inbox.fail(key, error)
 
 
-class PooledSession(Session):
+class MappedSession(Session):
     """A session with a producer whose memory is mapped here."""
 
     @abstractmethod
@@ -88,11 +88,11 @@ class PooledSession(Session):
             WireError: no such place; nothing a peer says is believed.
         """
 
-    def want(self, key: str, *, streamed: bool) -> Want:
-        return PooledWant(self, self.inbox.want(key, streamed=streamed))
+    def want(self, key: str, *, streamed: bool) -> PendingGet:
+        return MappedGet(self, self.inbox.want(key, streamed=streamed))
 
 
-class SessionWant(Want):
+class SessionGet(PendingGet):
     """A want of one session.
 
     Attributes:
@@ -102,10 +102,10 @@ class SessionWant(Want):
     session: Session
 
 
-class PooledWant(SessionWant):
+class MappedGet(SessionGet):
     """A want at a producer whose payloads lie in memory that both sides map."""
 
-    def __init__(self, session: PooledSession, wanted: Wanted):
+    def __init__(self, session: MappedSession, wanted: GetState):
         self.session = self._session = session
         self._wanted = wanted
         self.future = wanted.future
@@ -124,7 +124,7 @@ class PooledWant(SessionWant):
     def _deliver(self, offer: Offer) -> Delivery:
         release = partial(self._session.inbox.release, self._wanted.number, offer.epoch)
         try:
-            _faults.point("get.offered")
+            fault_points.point("get.offered")
             nbytes, draft = offer.location.nbytes, offer.draft
             if draft > 8 + MAX_HEADER:  # it will be copied
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
@@ -133,7 +133,7 @@ class PooledWant(SessionWant):
                 raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
-            _faults.point("get.mapped")
+            fault_points.point("get.mapped")
         except BaseException as error:
             release("rejected", short(repr(error)))
             raise
@@ -153,7 +153,7 @@ class SessionConsumer(Consumer):
         self._sessions = 0
 
     @abstractmethod
-    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         """Wait for a producer and shake hands; TransferTimeout if none comes.
 
         Args:
@@ -171,17 +171,17 @@ class SessionConsumer(Consumer):
         self._session = self._open(timeout)
         self._sessions = 1
 
-    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> Want:
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         return self._live_session(timeout).want(key, streamed=streamed)
 
-    def is_back(self, want: Want, *, timeout: float) -> bool:
-        assert isinstance(want, SessionWant)
+    def is_back(self, want: PendingGet, *, timeout: float) -> bool:
+        assert isinstance(want, SessionGet)
         lost, limit = want.session, min(timeout, _BLIP)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
             return False
         try:
             if self._session is lost and lost.is_over:
-                self._session = self._open(limit, hasty=True)
+                self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
             session = self._session
             return session is not None and session is not lost and session.nonce == lost.nonce

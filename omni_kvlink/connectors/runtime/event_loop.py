@@ -23,7 +23,7 @@ Handler = Callable[[int], None]
 
 _AT_EXIT = 0.5
 """Seconds that a process which ends gives each loop for what was called, such as releases."""
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+_loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 _LONGEST = 86_400.0  # epoll counts milliseconds in an int; a longer sleep is two
 
 
@@ -35,7 +35,7 @@ def _ignore(error: BaseException) -> None:
     pass
 
 
-class Loop:
+class EventLoop:
     """A daemon thread around a selector.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from omni_kvlink.connectors.base import Delivery
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, Fetch
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, Offer, Outcome, short
 from omni_kvlink.connectors.protocol.progress import Progress
-from omni_kvlink.connectors.runtime import fault_points as _faults
-from omni_kvlink.connectors.runtime.receive_pool import Store, fill
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, fill
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 from omni_kvlink.memory.arena import Block
 from omni_kvlink.memory.region import Region
@@ -23,7 +23,7 @@ _HEAD, _WHOLE, _TENSOR = "head", "whole", "tensor"
 Label: TypeAlias = "str | Layer"
 
 
-class Arrival:
+class InboundTransfer:
     """A payload that was offered, and is brought here; the loop's, but for `withdraw`, `deliver`.
 
     Attributes:
@@ -43,16 +43,16 @@ class Arrival:
         self,
         key: str,
         offer: Offer,
-        store: Store,
+        store: ReceivePool,
         release: Callable[[Outcome, str], None],
-        fetching: Callable[[Arrival], None],
+        fetching: Callable[[InboundTransfer], None],
         *,
         streamed: bool,
         gift: bytes = b"",
         chunk: int = CHUNK,
     ):
         self.key, self.offer, self.streamed = key, offer, streamed
-        self.fetch: Fetch[Label] = Fetch(offer.location.nbytes + offer.draft, chunk)
+        self.fetch: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if streamed else None
         self.there: Future[None] = Future()
         self.there.set_running_or_notify_cancel()
@@ -88,7 +88,7 @@ class Arrival:
 
     def deliver(self) -> Delivery:
         """It is there: hand it over, once."""
-        _faults.point("get.mapped")
+        fault_points.point("get.mapped")
         assert self._block is not None
         region = self._store.region(self._block).slice(0, self.offer.location.nbytes)
         region.readonly = True
@@ -144,7 +144,7 @@ class Arrival:
         Raises:
             WireError: the producer announced what there is not.
         """
-        _faults.point("fetch.chunk")
+        fault_points.point("fetch.chunk")
         self.fetch.came(start, nbytes)
         self._go_on()
 

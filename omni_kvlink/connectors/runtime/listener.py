@@ -8,7 +8,7 @@ from typing import Any
 from omni_kvlink.connectors.protocol.messages import Message
 
 
-class Door(ABC):
+class Listener(ABC):
     """One way to a producer: hands it what readers say, and carries what it says to them.
 
     Everything but `say` and `forget` is called in the producer's loop.
@@ -19,7 +19,7 @@ class Door(ABC):
     """
 
     ways: tuple[str, ...] = ()
-    became: tuple[str, str] = ("", "")
+    bound_url: tuple[str, str] = ("", "")
 
     @property
     def is_here(self) -> bool:
@@ -57,8 +57,8 @@ class Door(ABC):
         """An arena was dropped; the pool's lock is held."""
 
 
-class Visitor:
+class PeerHandle:
     """A reader, as its producer knows it: a peer of the exchange."""
 
-    def __init__(self, door: Door):
+    def __init__(self, door: Listener):
         self.door = door

@@ -14,29 +14,29 @@ from typing import Any
 
 from omni_kvlink.connectors.base import Options, Producer, Receipt
 from omni_kvlink.connectors.ledger import Ledger
-from omni_kvlink.connectors.protocol.direct_source import Direct
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
+    Cancel,
+    Get,
     Hello,
     Location,
     Message,
     Release,
-    Unwant,
-    Want,
     own_hello,
     unexpected,
 )
 from omni_kvlink.connectors.protocol.slot import SLOT, write_head
 from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer
-from omni_kvlink.connectors.protocol.transfer_table import Exchange
-from omni_kvlink.connectors.runtime import fault_points as _faults
-from omni_kvlink.connectors.runtime.event_loop import Loop
-from omni_kvlink.connectors.runtime.listener import Door, Visitor
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import CapacityError, ClosedError, SchemaError, WireError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Lease, Mapping, Region
 
-Opener = Callable[["PooledProducer"], Door]
+Opener = Callable[["PooledProducer"], Listener]
 """Opens a door of the producer that it is given."""
 
 
@@ -57,8 +57,8 @@ class PooledProducer(Producer):
         self._pid = os.getpid()
         self._closed = False
         self.lock = threading.Lock()
-        self.exchange = Exchange(self._send, self._free)
-        self.doors: list[Door] = []
+        self.exchange = TransferTable(self._send, self._free)
+        self.doors: list[Listener] = []
         self.nonce = os.urandom(8).hex()
         self._flying: Counter[Block] = Counter()
         self._doomed: set[Block] = set()
@@ -66,7 +66,7 @@ class PooledProducer(Producer):
         self.pool = ArenaPool(make, options.quota, self._retire, keep=pooled)
         if options.prefault and pooled:
             self.pool.prefault(options.prefault)
-        self.loop = Loop(f"kvlink-{name}", self._tick, self._crashed)
+        self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
         try:
             for opener in openers:
                 self.doors.append(opener(self))
@@ -88,9 +88,9 @@ class PooledProducer(Producer):
         """What a greeted reader said; in the loop's thread. WireError if it may not say that."""
         now = time.monotonic()
         with self.lock:
-            if isinstance(message, Want):
+            if isinstance(message, Get):
                 self.exchange.want(peer, message.want, message.key, now, streamed=message.streamed)
-            elif isinstance(message, Unwant):
+            elif isinstance(message, Cancel):
                 self.exchange.unwant(peer, message.want)
             elif isinstance(message, Release):
                 self.exchange.release(
@@ -146,7 +146,7 @@ class PooledProducer(Producer):
         Raises:
             WireError: as of `piece`.
         """
-        _faults.point("send.chunk")
+        fault_points.point("send.chunk")
         block, piece = _block(transfer), self.piece(transfer, start, stop)
         with self.lock:
             self._flying[block] += piece.nbytes
@@ -163,8 +163,8 @@ class PooledProducer(Producer):
     # The contract
 
     @property
-    def became(self) -> tuple[str, str]:
-        return next((door.became for door in self.doors if door.became[0]), ("", ""))
+    def bound_url(self) -> tuple[str, str]:
+        return next((door.bound_url for door in self.doors if door.bound_url[0]), ("", ""))
 
     def is_awaited(self, key: str) -> bool:
         with self.lock:
@@ -217,7 +217,7 @@ class PooledProducer(Producer):
     ) -> None:
         head = self.pool.region(_block(_transfer(lease)))
         head = head.slice(SLOT, lease.region.nbytes + len(draft))
-        direct = Direct(head, lease.region.nbytes, tensors, nbytes)
+        direct = DirectSource(head, lease.region.nbytes, tensors, nbytes)
         self._begin(lease, draft, nbytes, readers, direct)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
@@ -235,7 +235,7 @@ class PooledProducer(Producer):
         region = lease.move()
         expires = time.monotonic() + ttl
         try:
-            _faults.point("publish.before")
+            fault_points.point("publish.before")
             slot = self.pool.region(_block(transfer))
             write_head(slot, transfer.epoch, region.nbytes, committed=True)
             while not self._commit(transfer, region.nbytes, readers, expires):
@@ -247,7 +247,7 @@ class PooledProducer(Producer):
             self._discard(transfer)
             raise
         self.loop.remind(expires)
-        _faults.point("publish.after")
+        fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
     def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
@@ -304,7 +304,7 @@ class PooledProducer(Producer):
             raise ClosedError(f"link {self._name!r} is closed")
 
     def _begin(
-        self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: Direct | None
+        self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: DirectSource | None
     ) -> None:
         self._check_open()
         if readers < 1:
@@ -367,7 +367,7 @@ class PooledProducer(Producer):
 
     def _send(self, peer: Peer, message: Message) -> None:
         """Called with the lock held."""
-        assert isinstance(peer, Visitor)
+        assert isinstance(peer, PeerHandle)
         peer.door.say(peer, message)
 
     def _retire(self, arena: int) -> None:

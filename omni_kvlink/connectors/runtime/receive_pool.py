@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from omni_kvlink._native import host as _native
-from omni_kvlink.connectors.runtime.event_loop import Loop
+from omni_kvlink._native import host
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
@@ -21,7 +21,7 @@ _MANY = 256 << 10
 """Bytes that are not read again before others have driven them out of the processor's cache."""
 
 
-class Guest(Protocol):
+class AllocationWaiter(Protocol):
     """Somebody who asked for room; both are called in the loop's thread."""
 
     def placed(self, block: Block) -> None: ...
@@ -29,7 +29,7 @@ class Guest(Protocol):
     def turned_away(self, error: KVLinkError) -> None: ...
 
 
-class Store:
+class ReceivePool:
     """Reused memory of a consumer; every method but `region` and `stats` is the loop's.
 
     The loop is never blocked: a block in memory that is there is given at once, a thread maps more,
@@ -39,24 +39,26 @@ class Store:
         emptied: told when the last block came back.
     """
 
-    def __init__(self, quota: int, loop: Loop, emptied: Callable[[], None], *, prefault: int = 0):
+    def __init__(
+        self, quota: int, loop: EventLoop, emptied: Callable[[], None], *, prefault: int = 0
+    ):
         self._pool = ArenaPool(Mapping.anonymous, quota)
         if prefault:
             self._pool.prefault(prefault)
         self._loop, self._emptied = loop, emptied
-        self._waiting: dict[Guest, int] = {}
-        self._refused: set[Guest] = set()
-        self._growing: Guest | None = None
+        self._waiting: dict[AllocationWaiter, int] = {}
+        self._refused: set[AllocationWaiter] = set()
+        self._growing: AllocationWaiter | None = None
         self._lent: Counter[Block] = Counter()
         self._parked: set[Block] = set()
         self.blocks = 0
 
-    def take(self, nbytes: int, guest: Guest) -> None:
+    def take(self, nbytes: int, guest: AllocationWaiter) -> None:
         """Room for a payload: now, or as soon as there is some."""
         self._waiting[guest] = nbytes
         self._serve()
 
-    def forget(self, guest: Guest) -> None:
+    def forget(self, guest: AllocationWaiter) -> None:
         """It wants no room any more."""
         self._waiting.pop(guest, None)
         self._refused.discard(guest)
@@ -115,14 +117,14 @@ class Store:
                     self._grow(guest, nbytes)
                     return
 
-    def _grow(self, guest: Guest, nbytes: int) -> None:
+    def _grow(self, guest: AllocationWaiter, nbytes: int) -> None:
         self._growing = guest
         thread = threading.Thread(
             target=self._map, args=(guest, nbytes), name="kvlink-memory", daemon=True
         )
         thread.start()
 
-    def _map(self, guest: Guest, nbytes: int) -> None:
+    def _map(self, guest: AllocationWaiter, nbytes: int) -> None:
         """In a thread: mapping and touching takes a second a gigabyte, and more."""
         try:
             block = self._pool.reserve(nbytes)
@@ -131,7 +133,9 @@ class Store:
         else:
             self._loop.call(partial(self._grown, guest, block, None))
 
-    def _grown(self, guest: Guest, block: Block | None, error: KVLinkError | None) -> None:
+    def _grown(
+        self, guest: AllocationWaiter, block: Block | None, error: KVLinkError | None
+    ) -> None:
         self._growing = None
         if guest not in self._waiting:
             if block is not None:
@@ -142,7 +146,7 @@ class Store:
             self._refuse(guest, error)
         self._serve()
 
-    def _refuse(self, guest: Guest, error: KVLinkError) -> None:
+    def _refuse(self, guest: AllocationWaiter, error: KVLinkError) -> None:
         """Wait for a block to come back, if one can, and if that would do."""
         is_room = isinstance(error, CapacityError) and self._waiting[guest] <= self._pool.quota
         if is_room and (self.blocks or self._parked):
@@ -151,7 +155,7 @@ class Store:
             del self._waiting[guest]
             guest.turned_away(error)
 
-    def _let_in(self, guest: Guest, block: Block) -> None:
+    def _let_in(self, guest: AllocationWaiter, block: Block) -> None:
         del self._waiting[guest]
         self.blocks += 1
         guest.placed(block)
@@ -159,10 +163,10 @@ class Store:
 
 def fill(place: Region, payload: memoryview) -> None:
     """Copy as many bytes as there is room for; many go past the processor's cache."""
-    if place.nbytes < _MANY or _native.missing():
+    if place.nbytes < _MANY or host.missing():
         place.view()[:] = payload
         return
-    batch = _native.Batch(place.address, place.nbytes, threads=1, stores=_native.STREAM)
+    batch = host.CopyBatch(place.address, place.nbytes, threads=1, stores=host.STREAM)
     source = np.frombuffer(payload, np.uint8).ctypes.data
-    batch.add(0, place.nbytes, _native.flat_view_words(source, payload.nbytes), digest=False)
+    batch.add(0, place.nbytes, host.packed_flat_view(source, payload.nbytes), digest=False)
     batch.gather()

@@ -12,39 +12,39 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.base import Delivery, Options, Want
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, Pace
-from omni_kvlink.connectors.protocol.get_table import Inbox, Wanted, failure
+from omni_kvlink.connectors.base import Delivery, Options, PendingGet
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits
+from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, failure
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
+    Cancel,
     Chunk,
     Committed,
     Failed,
-    Fetch,
+    FetchRange,
     Layer,
     Message,
     Offer,
     Release,
-    Unwant,
 )
-from omni_kvlink.connectors.runtime import fault_points as _faults
+from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.consumer import (
     Session,
     SessionConsumer,
-    SessionWant,
+    SessionGet,
     closed_here,
 )
-from omni_kvlink.connectors.runtime.event_loop import Loop
-from omni_kvlink.connectors.runtime.inbound_transfer import Arrival
-from omni_kvlink.connectors.runtime.receive_pool import Store
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.errors import KVLinkError, PeerLostError, TransferTimeout, WireError
 from omni_kvlink.payload.header import MAX_HEADER
 
 
-class RemoteWant(SessionWant):
+class RemoteGet(SessionGet):
     """A payload that was asked for; its future ends when it is here, or with the error."""
 
-    def __init__(self, session: RemoteSession, wanted: Wanted):
+    def __init__(self, session: RemoteSession, wanted: GetState):
         self.session, self._inbox, self._wanted = session, session.inbox, wanted
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only the session ends it
@@ -78,8 +78,8 @@ class RemoteWant(SessionWant):
             arrival.give_back()
 
     @property
-    def _arrival(self) -> Arrival:
-        assert isinstance(self._wanted.arrival, Arrival)
+    def _arrival(self) -> InboundTransfer:
+        assert isinstance(self._wanted.arrival, InboundTransfer)
         return self._wanted.arrival
 
     def _answered(self, offered: Future[Offer]) -> None:
@@ -103,13 +103,13 @@ class RemoteSession(Session):
     Everything but `want`, `send` and `fail` is the loop's.
     """
 
-    def __init__(self, url: str, loop: Loop, store: Store):
+    def __init__(self, url: str, loop: EventLoop, store: ReceivePool):
         self._url, self._loop, self._store = url, loop, store
         self._over = False
-        self._arrivals: dict[int, Arrival] = {}
-        self._fetching: deque[Arrival] = deque()
+        self._arrivals: dict[int, InboundTransfer] = {}
+        self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
-        self.inbox = Inbox(self._say, self._post)
+        self.inbox = GetTable(self._say, self._post)
 
     @abstractmethod
     def _carry(self, message: Message) -> None:
@@ -120,13 +120,13 @@ class RemoteSession(Session):
         """Close the connection; in the loop, once."""
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> FetchLimits:
         """How it asks for bytes."""
-        return Pace(CHUNK, WINDOW)
+        return FetchLimits(CHUNK, WINDOW)
 
-    def _ask(self, arrival: Arrival, start: int, stop: int) -> None:
+    def _ask(self, arrival: InboundTransfer, start: int, stop: int) -> None:
         """Have these bytes sent; in the loop."""
-        self._say(Fetch(arrival.offer.want, arrival.offer.epoch, start, stop))
+        self._say(FetchRange(arrival.offer.want, arrival.offer.epoch, start, stop))
 
     # For any thread
 
@@ -134,8 +134,8 @@ class RemoteSession(Session):
     def is_over(self) -> bool:
         return self._over
 
-    def want(self, key: str, *, streamed: bool) -> Want:
-        return RemoteWant(self, self.inbox.want(key, streamed=streamed, early=True))
+    def want(self, key: str, *, streamed: bool) -> PendingGet:
+        return RemoteGet(self, self.inbox.want(key, streamed=streamed, early=True))
 
     def send(self, message: Abort) -> None:
         self._say(message)
@@ -152,7 +152,7 @@ class RemoteSession(Session):
     def leave(self, error: KVLinkError) -> None:
         """Ask for nothing more; what readers hold keeps the connection, so that they can say so."""
         for wanted in self.inbox.end(error):
-            self._say(Unwant(wanted.number))
+            self._say(Cancel(wanted.number))
         for arrival in [*self._arrivals.values()]:
             if arrival.fail(error):
                 arrival.give_back()
@@ -213,7 +213,7 @@ class RemoteSession(Session):
         if wanted is None:
             return  # the inbox gives it back
         release = partial(self.inbox.release, offer.want, offer.epoch)
-        wanted.arrival = arrival = Arrival(
+        wanted.arrival = arrival = InboundTransfer(
             wanted.key,
             offer,
             self._store,
@@ -224,23 +224,23 @@ class RemoteSession(Session):
             chunk=self.pace.chunk,
         )
         self._arrivals[offer.want] = arrival
-        _faults.point("get.offered")
+        fault_points.point("get.offered")
         self._store.take(arrival.fetch.nbytes, arrival)
 
-    def _fetch(self, arrival: Arrival) -> None:
+    def _fetch(self, arrival: InboundTransfer) -> None:
         """Ask for as much as the window allows, in turns: a small payload overtakes a large one."""
         if arrival not in self._fetching and arrival.fetch.is_hungry:
             self._fetching.append(arrival)
-        room = self.pace.window - sum(one.fetch.unanswered for one in self._fetching)
+        capacity = self.pace.window - sum(one.fetch.unanswered for one in self._fetching)
         idle = 0
         while idle < len(self._fetching):
             one = self._fetching[0]
-            span = one.fetch.ask(room)
+            span = one.fetch.ask(capacity)
             if span is None:
                 idle += 1
             else:
                 idle = 0
-                room -= span[1] - span[0]
+                capacity -= span[1] - span[0]
                 self._ask(one, *span)
             self._fetching.rotate(-1)
         for one in [one for one in self._fetching if not one.fetch.is_hungry]:
@@ -251,7 +251,7 @@ class RemoteSession(Session):
             if key in (None, arrival.key):
                 self._drop_failed(arrival, error)
 
-    def _drop_failed(self, arrival: Arrival, error: KVLinkError) -> None:
+    def _drop_failed(self, arrival: InboundTransfer, error: KVLinkError) -> None:
         """One that nobody has yet goes back; one that is read stays with its reader."""
         if arrival.fail(error):
             arrival.give_back()
@@ -295,9 +295,11 @@ class RemoteConsumer(SessionConsumer):
         super().__init__(url)
         self._left = threading.Event()
         self._leaving = self._finished = False
-        self._loop = Loop("kvlink-reader", crashed=self._crashed)
+        self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
-            self._store = Store(options.quota, self._loop, self._emptied, prefault=options.prefault)
+            self._store = ReceivePool(
+                options.quota, self._loop, self._emptied, prefault=options.prefault
+            )
         except BaseException:
             self._loop.stop()
             raise

@@ -6,14 +6,14 @@ from functools import partial
 from omni_kvlink.connectors.base import Backend, Options, refuse_keys
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer
-from omni_kvlink.connectors.shm.listener import ShmDoor
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.memory.region import Mapping
 
 
 def _serve(name: str, options: Options) -> PooledProducer:
     refuse_keys(f"shm://{name}", options)
     make = partial(Mapping.shared, f"kvlink-{name}")
-    return PooledProducer(name, options, make, partial(ShmDoor, name, options.directory))
+    return PooledProducer(name, options, make, partial(ShmListener, name, options.directory))
 
 
 def _connect(name: str, options: Options, timeout: float) -> ShmConsumer:

@@ -16,10 +16,10 @@ from omni_kvlink.errors import WireError
 
 MAX_BACKLOG = 4096
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open_channels: weakref.WeakSet[ShmChannel] = weakref.WeakSet()
 
 
-class Channel:
+class ShmChannel:
     """Messages to and from one peer; `send` is thread-safe, `receive` is the loop's.
 
     Args:

@@ -10,28 +10,28 @@ import time
 from functools import partial
 
 from omni_kvlink.connectors.base import Options, refuse_keys
-from omni_kvlink.connectors.protocol.get_table import Inbox
+from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
+    Cancel,
     Hello,
     Location,
     Memory,
     Message,
     Offer,
     Retire,
-    Unwant,
     own_hello,
 )
 from omni_kvlink.connectors.protocol.slot import SLOT
 from omni_kvlink.connectors.runtime.consumer import (
-    PooledSession,
+    MappedSession,
     Session,
     SessionConsumer,
     check_greeting,
     closed_here,
 )
-from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, Loop, readable_pidfd
-from omni_kvlink.connectors.shm.channel import Channel
+from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
+from omni_kvlink.connectors.shm.channel import ShmChannel
 from omni_kvlink.connectors.shm.rendezvous import dial, peer_identity, socket_path
 from omni_kvlink.errors import (
     ConnectorError,
@@ -61,19 +61,19 @@ class ShmConsumer(SessionConsumer):
         if hasattr(self, "_stop"):
             os.close(self._stop)
 
-    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
         while True:
-            left = 0.0 if hasty else deadline - time.monotonic()
+            left = 0.0 if no_wait else deadline - time.monotonic()
             sock = dial(self._path, left, self._stop)
             try:
                 return ShmSession(self._url, sock, deadline, self._stop)
             except ConnectionError:
-                if hasty or time.monotonic() >= deadline:
+                if no_wait or time.monotonic() >= deadline:
                     raise  # else it died in the handshake: wait for the next
 
 
-class ShmSession(PooledSession):
+class ShmSession(MappedSession):
     """One connection, its mapped arenas, and the thread that listens."""
 
     def __init__(self, url: str, sock: socket.socket, deadline: float, stop: int):
@@ -86,15 +86,15 @@ class ShmSession(PooledSession):
         self._over = self._leaving = False
         self._held = 0  # offers not yet released; the loop's alone
         self._left = threading.Event()
-        self._channel = Channel(sock, self._on_backlog)
+        self._channel = ShmChannel(sock, self._on_backlog)
         try:
             self.nonce = self._shake_hands(deadline, stop).nonce
         except BaseException:
             self._channel.close()
             raise
         self._pidfd = readable_pidfd(pid) if pid > 0 else -1
-        self.inbox = Inbox(self._channel.send, self._post)
-        self._loop = Loop("kvlink-reader", crashed=self._crashed)
+        self.inbox = GetTable(self._channel.send, self._post)
+        self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         self._loop.call(self._watch)
 
     @property
@@ -165,7 +165,7 @@ class ShmSession(PooledSession):
         """Wait for nothing more; go now, or with the last view."""
         self._leaving = True
         for wanted in self.inbox.end(closed_here(self._url)):
-            self._channel.send(Unwant(wanted.number))
+            self._channel.send(Cancel(wanted.number))
         if not self._held:
             self._end(closed_here(self._url))
         self._left.set()

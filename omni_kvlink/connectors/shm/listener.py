@@ -19,8 +19,8 @@ from omni_kvlink.connectors.protocol.messages import (
     agree,
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, readable_pidfd
-from omni_kvlink.connectors.runtime.listener import Door, Visitor
-from omni_kvlink.connectors.shm.channel import Channel
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.shm.channel import ShmChannel
 from omni_kvlink.connectors.shm.rendezvous import listen, peer_identity, socket_path, unlink
 from omni_kvlink.errors import WireError
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 MAX_PEERS = 1024
 
 
-class Reader(Visitor):
+class ShmPeerConnection(PeerHandle):
     """A connected peer: its channel, its life, which arenas it has."""
 
-    def __init__(self, door: ShmDoor, channel: Channel, pid: int, refusal: str):
+    def __init__(self, door: ShmListener, channel: ShmChannel, pid: int, refusal: str):
         super().__init__(door)
         self.channel, self.pid, self.refusal = channel, pid, refusal
         self.pidfd = readable_pidfd(pid) if pid > 0 else -1
@@ -47,7 +47,7 @@ class Reader(Visitor):
             self.pidfd = -1
 
 
-class ShmDoor(Door):
+class ShmListener(Listener):
     """Readers map the producer's memory files; these have no names, so none can be left."""
 
     ways = ("shm",)
@@ -55,8 +55,8 @@ class ShmDoor(Door):
     def __init__(self, name: str, directory: str, producer: PooledProducer):
         self._producer, self._loop = producer, producer.loop
         self._path = socket_path(name, directory)
-        self._readers: set[Reader] = set()
-        self._ghosts: set[Reader] = set()
+        self._readers: set[ShmPeerConnection] = set()
+        self._ghosts: set[ShmPeerConnection] = set()
         self._counts: Counter[str] = Counter()
         self._listener = listen(self._path)
 
@@ -72,12 +72,12 @@ class ShmDoor(Door):
 
     # Messages out
 
-    def say(self, reader: Reader, message: Message) -> None:
+    def say(self, reader: ShmPeerConnection, message: Message) -> None:
         if isinstance(message, Offer):
             self._pass_memory(reader, message.location.arena)
         reader.channel.send(message)
 
-    def _pass_memory(self, reader: Reader, arena: int) -> None:
+    def _pass_memory(self, reader: ShmPeerConnection, arena: int) -> None:
         if arena not in reader.arenas:
             mapping = self._producer.pool.mapping(arena)
             reader.arenas.add(arena)
@@ -112,14 +112,14 @@ class ShmDoor(Door):
             refusal = f"uid {uid} may not read from uid {os.geteuid()}"
         elif len(self._readers) >= MAX_PEERS:
             refusal = f"{MAX_PEERS} readers are connected already"
-        channel = Channel(sock, lambda: self._loop.call(partial(self._rearm, reader)))
-        reader = Reader(self, channel, pid, refusal)
+        channel = ShmChannel(sock, lambda: self._loop.call(partial(self._rearm, reader)))
+        reader = ShmPeerConnection(self, channel, pid, refusal)
         self._readers.add(reader)
         self._loop.watch(reader.channel, READ, partial(self._on_events, reader))
         if reader.pidfd >= 0:
             self._loop.watch(reader.pidfd, READ, lambda events: self._on_death(reader))
 
-    def _rearm(self, reader: Reader) -> None:
+    def _rearm(self, reader: ShmPeerConnection) -> None:
         """Messages wait for a reader: flush when its socket has room, or give it up."""
         if reader not in self._readers:
             return
@@ -130,7 +130,7 @@ class ShmDoor(Door):
         wanted = READ if reader.channel.flush() else READ | WRITE
         self._loop.watch(reader.channel, wanted, partial(self._on_events, reader))
 
-    def _on_events(self, reader: Reader, events: int) -> None:
+    def _on_events(self, reader: ShmPeerConnection, events: int) -> None:
         if events & WRITE:
             self._rearm(reader)
         if not events & READ:
@@ -147,7 +147,7 @@ class ShmDoor(Door):
             self._counts["bad message"] += 1
             self._drop(reader)
 
-    def _on_reader_message(self, reader: Reader, message: Message) -> None:
+    def _on_reader_message(self, reader: ShmPeerConnection, message: Message) -> None:
         if reader.hello is not None:
             self._producer.hear(reader, message)
         elif not isinstance(message, Hello):
@@ -161,14 +161,14 @@ class ShmDoor(Door):
             reader.hello = message
             reader.channel.send(self._producer.hello)
 
-    def _on_death(self, reader: Reader) -> None:
+    def _on_death(self, reader: ShmPeerConnection) -> None:
         """The process ended; its last words count, even if a child of it holds the socket open."""
         if reader in self._readers:
             self._on_events(reader, READ)
             self._drop(reader)
         self._bury(reader)
 
-    def _drop(self, reader: Reader) -> None:
+    def _drop(self, reader: ShmPeerConnection) -> None:
         """End a connection. A process that lives may still look at what it was offered."""
         if reader not in self._readers:
             return
@@ -180,7 +180,7 @@ class ShmDoor(Door):
         if not is_looking or reader.pidfd < 0:
             self._bury(reader)
 
-    def _bury(self, reader: Reader) -> None:
+    def _bury(self, reader: ShmPeerConnection) -> None:
         """Nobody looks any more: the memory that the reader saw may be reused."""
         if reader in self._ghosts:
             self._ghosts.discard(reader)

@@ -8,7 +8,7 @@ from omni_kvlink.connectors.base import Backend, Options
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.ucx.access_policy import endpoint_of
 from omni_kvlink.connectors.ucx.consumer import UcxConsumer
-from omni_kvlink.connectors.ucx.listener import UcxDoor
+from omni_kvlink.connectors.ucx.listener import UcxListener
 from omni_kvlink.memory.region import Mapping
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 
 def _serve(address: str, options: Options) -> PooledProducer:
     endpoint = endpoint_of(address)
-    opener = partial(UcxDoor, endpoint, options)
+    opener = partial(UcxListener, endpoint, options)
     return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import Endpoint
-from omni_kvlink.connectors.protocol.fetch_plan import Pace
-from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.errors import ConnectorError
 
 LOOPBACK = "lo"
-PACE = Pace(256 << 20, 512 << 20)
+PACE = FetchLimits(256 << 20, 512 << 20)
 """One message is fastest. It takes no memory on its way; with two of them nothing waits in between,
 and UCX lets a small one overtake."""
 
 
-def endpoint_of(address: str) -> Endpoint:
+def endpoint_of(address: str) -> ControlAddress:
     """Where control goes."""
-    return Endpoint("tcp", address, "ucx")
+    return ControlAddress("tcp", address, "ucx")
 
 
-def settings_of(endpoint: Endpoint, options: Options) -> Settings:
+def settings_of(endpoint: ControlAddress, options: Options) -> UcxSettings:
     """Keys and `insecure` were checked: they are what lets control out of this machine.
 
     Raises:
@@ -37,4 +37,4 @@ def settings_of(endpoint: Endpoint, options: Options) -> Settings:
             "as in ucx_devices=eth0 (`ucx_info -d` lists them); UCX neither encrypts nor asks who "
             "somebody is, so that network must be trusted"
         )
-    return Settings(options.ucx_tls, devices or LOOPBACK)
+    return UcxSettings(options.ucx_tls, devices or LOOPBACK)

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.fetch_plan import Pace
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import Chunk, Meet, Message, Release, unexpected
-from omni_kvlink.connectors.runtime.inbound_transfer import Arrival
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.ucx.access_policy import PACE, endpoint_of, settings_of
 from omni_kvlink.connectors.ucx.tags import Tags
-from omni_kvlink.connectors.ucx.transport import Endpoint, Plane, Request
+from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
 from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, ZmqSession
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 
@@ -22,10 +22,10 @@ class UcxConsumer(ZmqConsumer):
     """The reading end of `ucx://host:port`; one plane, whatever becomes of its sessions."""
 
     def __init__(self, address: str, options: Options):
-        self._plane: Plane | None = None
+        self._plane: UcxTransport | None = None
         super().__init__(endpoint_of(address), options)
         try:
-            self._plane = Plane(settings_of(self._endpoint, options))
+            self._plane = UcxTransport(settings_of(self._endpoint, options))
         except BaseException:
             self.close()
             raise
@@ -49,7 +49,7 @@ class UcxConsumer(ZmqConsumer):
         if self._plane is not None:
             self._plane.close()
 
-    def _must(self) -> Plane:
+    def _must(self) -> UcxTransport:
         assert self._plane is not None
         return self._plane
 
@@ -57,14 +57,14 @@ class UcxConsumer(ZmqConsumer):
 class UcxSession(ZmqSession):
     """One connection: ZMQ's, and beside it one of UCX."""
 
-    def __init__(self, plane: Plane, *base: Any):
+    def __init__(self, plane: UcxTransport, *base: Any):
         super().__init__(*base)
         self._plane, self._tags = plane, Tags.new()
-        self._peer: Endpoint | None = None
-        self._requests: dict[int, dict[int, Request]] = {}
+        self._peer: UcxEndpoint | None = None
+        self._requests: dict[int, dict[int, UcxRequest]] = {}
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> FetchLimits:
         return PACE
 
     # In the loop's thread
@@ -89,7 +89,7 @@ class UcxSession(ZmqSession):
         self._peer = self._plane.connect(meet.address)
         self.answer()
 
-    def _ask(self, arrival: Arrival, start: int, stop: int) -> None:
+    def _ask(self, arrival: InboundTransfer, start: int, stop: int) -> None:
         """Receive first: UCX throws away what nobody waits for."""
         assert self._peer is not None
         want, region = arrival.offer.want, arrival.lend(start, stop)

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import Endpoint as ZmqEndpoint
-from omni_kvlink.connectors.protocol.messages import Fetch, Meet, Message, encode
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.protocol.messages import FetchRange, Meet, Message, encode
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.ucx.access_policy import PACE, settings_of
 from omni_kvlink.connectors.ucx.tags import Tags
-from omni_kvlink.connectors.ucx.transport import Endpoint, Plane
-from omni_kvlink.connectors.zmq.listener import Reader, ZmqDoor
+from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
+from omni_kvlink.connectors.zmq.listener import ZmqListener, ZmqPeerConnection
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Met(NamedTuple):
     """How a reader is reached by UCX, and what its messages are called."""
 
-    endpoint: Endpoint
+    endpoint: UcxEndpoint
     tags: Tags
 
 
-class UcxDoor(ZmqDoor):
+class UcxListener(ZmqListener):
     """Readers say where UCX reaches them, and have their bytes sent there.
 
     Args:
@@ -38,19 +38,19 @@ class UcxDoor(ZmqDoor):
 
     def __init__(
         self,
-        endpoint: ZmqEndpoint,
+        endpoint: ControlAddress,
         options: Options,
         producer: PooledProducer,
         *,
         optional: bool = False,
     ):
-        self._met: dict[Reader, Met] = {}
+        self._met: dict[ZmqPeerConnection, Met] = {}
         self._is_optional = optional
         self.ways = ("ucx", "zmq") if optional else ("ucx",)
         super().__init__(endpoint, options, producer)
 
     def _bind(self, options: Options) -> None:
-        self._plane = Plane(settings_of(self._endpoint, options))
+        self._plane = UcxTransport(settings_of(self._endpoint, options))
         try:
             super()._bind(options)
         except BaseException:
@@ -73,7 +73,7 @@ class UcxDoor(ZmqDoor):
 
     # In the loop's thread
 
-    def _hear(self, reader: Reader, message: Message) -> None:
+    def _hear(self, reader: ZmqPeerConnection, message: Message) -> None:
         if isinstance(message, Meet):
             self._meet(reader, message)
         elif reader in self._met or self._is_optional:
@@ -82,7 +82,7 @@ class UcxDoor(ZmqDoor):
             self._count("bad message")
             self._turn_out(reader, "this link is ucx://, and it did not say where UCX reaches it")
 
-    def _meet(self, reader: Reader, meet: Meet) -> None:
+    def _meet(self, reader: ZmqPeerConnection, meet: Meet) -> None:
         if reader in self._met:
             raise WireError("a reader says once where it is")
         try:
@@ -95,7 +95,7 @@ class UcxDoor(ZmqDoor):
         else:
             self._say(reader, [encode(Meet(self._plane.address))])
 
-    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+    def _answer(self, reader: ZmqPeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         met = self._met.get(reader)
         if met is None:
             super()._answer(reader, fetch, transfer)
@@ -107,18 +107,18 @@ class UcxDoor(ZmqDoor):
         except ClosedError as error:
             self._cut_off(reader, str(error))
 
-    def _sent(self, reader: Reader, error: BaseException | None) -> None:
+    def _sent(self, reader: ZmqPeerConnection, error: BaseException | None) -> None:
         """In UCX's thread; the memory comes back by the end of its piece, not by this."""
         if isinstance(error, PeerLostError):
             self._loop.call(partial(self._cut_off, reader, str(error)))
 
-    def _cut_off(self, reader: Reader, why: str) -> None:
+    def _cut_off(self, reader: ZmqPeerConnection, why: str) -> None:
         """Control may still stand: the reader would wait in vain."""
         with self._port.turn:
             if reader in self._met:
                 self._turn_out(reader, f"UCX does not reach it: {why}")
 
-    def _drop(self, reader: Reader) -> None:
+    def _drop(self, reader: ZmqPeerConnection) -> None:
         super()._drop(reader)
         met = self._met.pop(reader, None)
         if met is not None:

@@ -18,7 +18,7 @@ SEGMENT = "512K"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class UcxSettings:
     """What UCX may use.
 
     Args:

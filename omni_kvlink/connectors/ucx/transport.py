@@ -1,4 +1,4 @@
-"""`Plane`: payload bytes between processes, from one memory into the other, by UCX."""
+"""`UcxTransport`: payload bytes between processes, from one memory into the other, by UCX."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from omni_kvlink.connectors.runtime.event_loop import READ, Loop
+from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.address import seal, unseal
-from omni_kvlink.connectors.ucx.settings import Settings
-from omni_kvlink.connectors.ucx.worker import Arrived, Worker
+from omni_kvlink.connectors.ucx.settings import UcxSettings
+from omni_kvlink.connectors.ucx.worker import UcxArrived, UcxWorker
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 Done = Callable[[BaseException | None], None]
@@ -22,7 +22,7 @@ _GRACE = 0.5  # seconds that `close` gives peers to end what is on its way
 _PATIENCE = 1.0  # and then UCX, to cancel it
 
 
-class Endpoint:
+class UcxEndpoint:
     """A peer that a plane was connected to."""
 
     __slots__ = ("error", "handle")
@@ -37,12 +37,12 @@ class Endpoint:
         return self.error is None
 
 
-class Request:
+class UcxRequest:
     """One message on its way; `memory` is referenced until UCX has let go of it."""
 
     __slots__ = ("_done", "array", "endpoint", "handle", "memory", "tag")
 
-    def __init__(self, endpoint: Endpoint, memory: object, array: Any, tag: int, done: Done):
+    def __init__(self, endpoint: UcxEndpoint, memory: object, array: Any, tag: int, done: Done):
         self.endpoint, self.memory, self.array, self.tag = endpoint, memory, array, tag
         self.handle: Any = None
         self._done: Done | None = done
@@ -61,7 +61,7 @@ class Request:
         self.memory = self.array = self.handle = None
 
 
-class Plane:
+class UcxTransport:
     """One end of a link: sends and receives messages of exactly known length.
 
     It has one thread, which sleeps until UCX or a caller needs it; every call returns at once and
@@ -81,20 +81,20 @@ class Plane:
         UnavailableError: UCX has none of these transports or devices.
     """
 
-    def __init__(self, settings: Settings | None = None):
-        self.settings = settings or Settings()
-        self._endpoints: set[Endpoint] = set()
-        self._ending: set[Endpoint] = set()  # lost or disconnected, and not yet closed
-        self._waiting: dict[int, Request] = {}  # by tag: receives whose message has not come
-        self._active: set[Request] = set()  # UCX has their memory
+    def __init__(self, settings: UcxSettings | None = None):
+        self.settings = settings or UcxSettings()
+        self._endpoints: set[UcxEndpoint] = set()
+        self._ending: set[UcxEndpoint] = set()  # lost or disconnected, and not yet closed
+        self._waiting: dict[int, UcxRequest] = {}  # by tag: receives whose message has not come
+        self._active: set[UcxRequest] = set()  # UCX has their memory
         self._discards: set[Any] = set()
         self._counts = dict.fromkeys(("finished", "failed", "stale", "lost"), 0)
         self._closed = False
         self._lock = threading.Lock()  # of `_closed`: no call slips in behind the last one
         self._pid = os.getpid()
-        self._worker: Worker | None = None
+        self._worker: UcxWorker | None = None
         opened: Future[tuple[bytes, dict[str, Any]]] = Future()
-        self._loop = Loop("kvlink-ucx", self._tick, self._crashed)
+        self._loop = EventLoop("kvlink-ucx", self._tick, self._crashed)
         self._loop.call(lambda: self._open(opened))
         try:
             self.address, self._facts = opened.result()
@@ -102,24 +102,24 @@ class Plane:
             self._loop.stop()
             raise
 
-    def connect(self, address: bytes) -> Endpoint:
+    def connect(self, address: bytes) -> UcxEndpoint:
         """A handle at once; whether the peer is there shows in the requests.
 
         Raises:
             WireError: this is no plane's address.
         """
-        worker, endpoint = unseal(address), Endpoint()
+        worker, endpoint = unseal(address), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
 
-    def disconnect(self, endpoint: Endpoint) -> None:
+    def disconnect(self, endpoint: UcxEndpoint) -> None:
         """End it at once: its requests fail; memory that UCX has is quarantined.
 
         Such memory is free when the peer has answered or is gone, or when the plane is closed.
         """
         self._call(lambda: self._lose(endpoint, PeerLostError("disconnected here")))
 
-    def send(self, endpoint: Endpoint, memory: object, tag: int, done: Done) -> Request:
+    def send(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
         """Send all bytes of `memory` as one message.
 
         `done(None)` says that the memory is the caller's again, not that the peer has the bytes;
@@ -129,7 +129,7 @@ class Plane:
         self._call(lambda: self._send(request))
         return request
 
-    def receive(self, endpoint: Endpoint, memory: object, tag: int, done: Done) -> Request:
+    def receive(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
         """Fill `memory` with the message of this tag, which must be exactly as long.
 
         `done(None)` says that every byte is there; `done(WireError)` that the message had another
@@ -140,7 +140,7 @@ class Plane:
         self._call(lambda: self._receive(request))
         return request
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, request: UcxRequest) -> None:
         """Wait no longer: `done(TimeoutError)`, unless it was called before."""
         self._call(lambda: self._abandon(request))
 
@@ -184,11 +184,11 @@ class Plane:
 
     # ---- any thread
 
-    def _request(self, endpoint: Endpoint, memory: object, tag: int, done: Done) -> Request:
+    def _request(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
         worker = self._worker
         if worker is None:
             raise ClosedError("the UCX plane is closed")
-        return Request(endpoint, memory, worker.array(memory), tag, done)
+        return UcxRequest(endpoint, memory, worker.array(memory), tag, done)
 
     def _call(self, function: Callable[[], None]) -> None:
         with self._lock:
@@ -200,14 +200,14 @@ class Plane:
 
     def _open(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
         try:
-            worker = self._worker = Worker(self.settings)
+            worker = self._worker = UcxWorker(self.settings)
         except BaseException as error:
             opened.set_exception(error)
         else:
             self._loop.watch(worker.fd, READ, lambda events: None)  # the tick does the work
             opened.set_result((seal(worker.address), worker.facts()))
 
-    def _connect(self, endpoint: Endpoint, address: bytes) -> None:
+    def _connect(self, endpoint: UcxEndpoint, address: bytes) -> None:
         try:
             endpoint.handle = self._must().connect(address)
         except PeerLostError as error:
@@ -215,7 +215,7 @@ class Plane:
         else:
             self._endpoints.add(endpoint)
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
             self._fail(request, request.endpoint.error)
         else:
@@ -224,7 +224,7 @@ class Plane:
                 request, lambda: worker.send(request.endpoint.handle, request.array, request.tag)
             )
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
             self._fail(request, request.endpoint.error)
         elif request.tag in self._waiting:
@@ -232,7 +232,7 @@ class Plane:
         else:
             self._waiting[request.tag] = request
 
-    def _post(self, request: Request, post: Callable[[], Any]) -> None:
+    def _post(self, request: UcxRequest, post: Callable[[], Any]) -> None:
         try:
             request.handle = post()
         except PeerLostError as error:
@@ -240,11 +240,11 @@ class Plane:
         else:
             self._active.add(request)
 
-    def _abandon(self, request: Request) -> None:
+    def _abandon(self, request: UcxRequest) -> None:
         if not request.is_over:
             self._fail(request, TimeoutError("the request was abandoned"))
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def _fail(self, request: UcxRequest, error: BaseException) -> None:
         """Tell its caller; its memory stays if UCX has it."""
         if self._waiting.get(request.tag) is request:
             del self._waiting[request.tag]
@@ -267,7 +267,7 @@ class Plane:
         self._bury(worker)
         return now if posted or not worker.arm() else float("inf")
 
-    def _match(self, worker: Worker) -> bool:
+    def _match(self, worker: UcxWorker) -> bool:
         """Give each message that came to the receive that waits for it; whether there were any."""
         posted = False
         while (message := worker.arrived()) is not None:
@@ -282,14 +282,14 @@ class Plane:
             self._take(worker, request, message)
         return posted
 
-    def _take(self, worker: Worker, request: Request | None, message: Arrived) -> None:
+    def _take(self, worker: UcxWorker, request: UcxRequest | None, message: UcxArrived) -> None:
         if request is None:
             self._discards.add(worker.discard(message))
         else:
             endpoint, array = request.endpoint.handle, request.array
             self._post(request, lambda: worker.receive(endpoint, array, message))
 
-    def _harvest(self, worker: Worker) -> None:
+    def _harvest(self, worker: UcxWorker) -> None:
         """Finish what UCX has completed."""
         if self._discards:
             self._discards = {handle for handle in self._discards if not handle.completed}
@@ -303,7 +303,7 @@ class Plane:
                 self._counts["finished"] += 1
                 request.finish(None)
 
-    def _bury(self, worker: Worker) -> None:
+    def _bury(self, worker: UcxWorker) -> None:
         """Close the endpoints that are over and that UCX has no memory for.
 
         Not earlier: UCX calls a receive whose endpoint is closed cancelled, and then writes what
@@ -319,7 +319,7 @@ class Plane:
                 worker.disconnect(endpoint.handle)
                 endpoint.handle = None
 
-    def _lose(self, endpoint: Endpoint, error: Exception) -> None:
+    def _lose(self, endpoint: UcxEndpoint, error: Exception) -> None:
         """End an endpoint and fail all its requests."""
         if endpoint.error is not None:
             return
@@ -330,7 +330,7 @@ class Plane:
             if request.endpoint is endpoint:
                 self._fail(request, error)
 
-    def _must(self) -> Worker:
+    def _must(self) -> UcxWorker:
         assert self._worker is not None
         return self._worker
 
@@ -339,7 +339,7 @@ class Plane:
             self._closed = True
         self._shut()
 
-    def _drain(self, worker: Worker, seconds: float) -> None:
+    def _drain(self, worker: UcxWorker, seconds: float) -> None:
         """Wait until UCX has let go of everything, but not longer than this."""
         until = time.monotonic() + seconds
         while (self._active or self._discards) and (left := until - time.monotonic()) > 0:

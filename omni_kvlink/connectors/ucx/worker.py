@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from omni_kvlink.connectors.ucx.settings import Settings
+from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.errors import PeerLostError, UnavailableError
 from omni_kvlink.memory.region import Region
 
@@ -29,7 +29,7 @@ def load() -> tuple[Any, Any]:
     return libucxx, arr.Array
 
 
-class Arrived(NamedTuple):
+class UcxArrived(NamedTuple):
     """A message that UCX has not been told where to put; it stays where it is until then."""
 
     tag: int
@@ -57,13 +57,13 @@ def _exported(region: Region) -> object:
     return region.view() if region.nbytes else bytearray()
 
 
-class Worker:
+class UcxWorker:
     """A UCX worker that can be slept on, with endpoints that notice a peer's death.
 
     Error handling is always on, for which UCX gives up shared memory between processes.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: UcxSettings):
         self._ucxx, self._array = load()
         libucxx = self._ucxx
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
@@ -101,10 +101,10 @@ class Worker:
         """Make `fd` readable when something happens; False if it already has: progress first."""
         return bool(self._worker.arm())
 
-    def arrived(self) -> Arrived | None:
+    def arrived(self) -> UcxArrived | None:
         """The next message that waits to be received or discarded, taken from UCX's queue."""
         probe = self._worker.tag_probe(*self._any, True)
-        return Arrived(probe.sender_tag.value, probe.length, probe) if probe.matched else None
+        return UcxArrived(probe.sender_tag.value, probe.length, probe) if probe.matched else None
 
     def send(self, endpoint: Any, array: Any, tag: int) -> Any:
         """A request; raises PeerLostError if the endpoint has just failed."""
@@ -113,14 +113,14 @@ class Worker:
         except self._ucxx.UCXError as error:
             raise PeerLostError(f"UCX cannot send: {error}") from error
 
-    def receive(self, endpoint: Any, array: Any, message: Arrived) -> Any:
+    def receive(self, endpoint: Any, array: Any, message: UcxArrived) -> Any:
         """A request; raises PeerLostError if the endpoint has just failed."""
         try:
             return endpoint.tag_recv_with_handle(array, message.handle)
         except self._ucxx.UCXError as error:
             raise PeerLostError(f"UCX cannot receive: {error}") from error
 
-    def discard(self, message: Arrived) -> Any:
+    def discard(self, message: UcxArrived) -> Any:
         """Receive nothing of it: UCX throws a longer message away and tells its sender."""
         return self._worker.tag_recv_with_handle(self._array(bytearray()), message.handle)
 

@@ -3,21 +3,21 @@
 from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Options
-from omni_kvlink.connectors.control.address import Endpoint
+from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.zmq.consumer import ZmqConsumer
-from omni_kvlink.connectors.zmq.listener import ZmqDoor
+from omni_kvlink.connectors.zmq.listener import ZmqListener
 from omni_kvlink.memory.region import Mapping
 
 
 def _serve(transport: str, address: str, options: Options) -> PooledProducer:
-    endpoint = Endpoint(transport, address)
-    opener = partial(ZmqDoor, endpoint, options)
+    endpoint = ControlAddress(transport, address)
+    opener = partial(ZmqListener, endpoint, options)
     return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
 
 
 def _connect(transport: str, address: str, options: Options, timeout: float) -> ZmqConsumer:
-    consumer = ZmqConsumer(Endpoint(transport, address), options)
+    consumer = ZmqConsumer(ControlAddress(transport, address), options)
     try:
         consumer.connect(timeout)
     except BaseException:

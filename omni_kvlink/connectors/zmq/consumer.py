@@ -11,8 +11,8 @@ from typing import Any
 import zmq
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import Endpoint
-from omni_kvlink.connectors.control.monitored_socket import Port, is_broken
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket, is_broken
 from omni_kvlink.connectors.control.security import check_exposure, protect_client
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
 from omni_kvlink.connectors.protocol.messages import (
@@ -27,8 +27,8 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.consumer import Session, check_greeting, closed_here
-from omni_kvlink.connectors.runtime.event_loop import Loop
-from omni_kvlink.connectors.runtime.receive_pool import Store
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer, RemoteSession
 from omni_kvlink.errors import ConnectorError, KVLinkError, PeerLostError, TransferTimeout
 
@@ -39,7 +39,7 @@ _LARGEST_LESSON = 31 << 20
 class ZmqConsumer(RemoteConsumer):
     """The reading end of `zmq+tcp://host:port` and `zmq+ipc:///path`."""
 
-    def __init__(self, endpoint: Endpoint, options: Options):
+    def __init__(self, endpoint: ControlAddress, options: Options):
         self._endpoint = endpoint
         if endpoint.transport == "tcp" and endpoint.address.endswith(":0"):
             raise ValueError(f"{endpoint.url}: nobody serves port 0; the producer's url names it")
@@ -54,13 +54,13 @@ class ZmqConsumer(RemoteConsumer):
             self._context.term()
             raise
 
-    def _open(self, timeout: float, *, hasty: bool = False) -> Session:
-        return self._dial(self._make_session(), timeout, hasty=hasty)
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
+        return self._dial(self._make_session(), timeout, no_wait=no_wait)
 
-    def _dial(self, session: ZmqSession, timeout: float, *, hasty: bool = False) -> ZmqSession:
+    def _dial(self, session: ZmqSession, timeout: float, *, no_wait: bool = False) -> ZmqSession:
         """Wait until hands were shaken."""
         self._dialled = [*(one for one in self._dialled if not one.is_over), session]
-        session.hasty = hasty
+        session.no_wait = no_wait
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.dial)
@@ -97,18 +97,18 @@ class ZmqSession(RemoteSession):
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: ControlAddress,
         options: Options,
         context: zmq.Context[Any],
-        loop: Loop,
-        store: Store,
+        loop: EventLoop,
+        store: ReceivePool,
     ):
         super().__init__(endpoint.url, loop, store)
         self._endpoint, self._options, self._context = endpoint, options, context
         self.ready: Future[None] = Future()
-        self._port: Port | None = None
+        self._port: MonitoredSocket | None = None
         self._hello = own_hello()
-        self.hasty, self.ways = False, tuple[str, ...]()
+        self.no_wait, self.ways = False, tuple[str, ...]()
         self._greeted = self._was_there = self._is_known = self._is_gone = False
         self._problem = ""
 
@@ -136,7 +136,7 @@ class ZmqSession(RemoteSession):
         if self.ready.done() or self._over:
             return
         try:
-            self._port = Port(
+            self._port = MonitoredSocket(
                 self._context,
                 zmq.DEALER,
                 self._loop,
@@ -188,7 +188,7 @@ class ZmqSession(RemoteSession):
                     "producer's peers= directory"
                 )
             )
-        elif event == zmq.EVENT_CONNECT_RETRIED and self.hasty:
+        elif event == zmq.EVENT_CONNECT_RETRIED and self.no_wait:
             self.answer(PeerLostError(f"{self._url}: nobody serves it"))
         elif is_broken(event) or (event == zmq.EVENT_DISCONNECTED and not self._is_known):
             self._problem = "of another kind, or with the wrong key"

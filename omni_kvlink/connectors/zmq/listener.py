@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import Endpoint
-from omni_kvlink.connectors.control.monitored_socket import Port, is_broken
-from omni_kvlink.connectors.control.security import Gate, check_exposure, protect_server
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket, is_broken
+from omni_kvlink.connectors.control.security import ZapAuth, check_exposure, protect_server
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, EAGER, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     PROTOCOL,
     Chunk,
-    Fetch,
+    FetchRange,
     Hello,
     Message,
     Offer,
@@ -31,7 +31,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
 )
 from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.runtime.listener import Door, Visitor
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 
@@ -44,17 +44,17 @@ _MOMENT_MS = 10
 """Who froze, and is given up for that, costs them once."""
 
 
-class Reader(Visitor):
+class ZmqPeerConnection(PeerHandle):
     """A greeted peer: its name on the socket, its connection, what it asked for and has not got.
 
     Attributes:
         line: the connection once more: it outlives ZMQ's, to tell how that ended.
     """
 
-    def __init__(self, door: ZmqDoor, identity: bytes, line: socket.socket):
+    def __init__(self, door: ZmqListener, identity: bytes, line: socket.socket):
         super().__init__(door)
         self.identity, self.line = identity, line
-        self.asked: deque[Fetch] = deque()
+        self.asked: deque[FetchRange] = deque()
         self.flying = 0
 
     @property
@@ -75,24 +75,24 @@ class Reader(Visitor):
             return False
 
 
-class ZmqDoor(Door):
+class ZmqListener(Listener):
     """A ROUTER that hands out payloads in chunks, as its readers ask for them."""
 
     ways: tuple[str, ...] = ("zmq",)
     most_ahead = 2 * WINDOW
     """Bytes of one reader that may be on their way, and again that may wait for that."""
 
-    def __init__(self, endpoint: Endpoint, options: Options, producer: PooledProducer):
+    def __init__(self, endpoint: ControlAddress, options: Options, producer: PooledProducer):
         self._endpoint, self._producer, self._loop = endpoint, producer, producer.loop
         check_exposure(self._endpoint, options)
-        self._readers: dict[bytes, Reader] = {}
-        self._connected: dict[int, Reader | None] = {}
-        self._leaving: list[Reader] = []
+        self._readers: dict[bytes, ZmqPeerConnection] = {}
+        self._connected: dict[int, ZmqPeerConnection | None] = {}
+        self._leaving: list[ZmqPeerConnection] = []
         self._unwelcome: dict[bytes, str] = {}
-        self._outbox: deque[tuple[Reader, Message]] = deque()
+        self._outbox: deque[tuple[ZmqPeerConnection, Message]] = deque()
         self._counts: Counter[str] = Counter()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate: Gate | None = None
+        self._gate: ZapAuth | None = None
         try:
             self._bind(options)
         except BaseException:
@@ -102,8 +102,8 @@ class ZmqDoor(Door):
     def _bind(self, options: Options) -> None:
         if options.keys:
             refused = partial(self._count, "key")
-            self._gate = Gate(self._context, options.peers, self._loop, refused)
-        self._port = Port(
+            self._gate = ZapAuth(self._context, options.peers, self._loop, refused)
+        self._port = MonitoredSocket(
             self._context,
             zmq.ROUTER,
             self._loop,
@@ -117,7 +117,7 @@ class ZmqDoor(Door):
         socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
         protect_server(socket, options)
         self._address = self._endpoint.bind(socket)
-        self.became = self._endpoint.address, self._address
+        self.bound_url = self._endpoint.address, self._address
 
     def open(self) -> None:
         if self._gate is not None:
@@ -136,7 +136,7 @@ class ZmqDoor(Door):
 
     # Messages out
 
-    def say(self, reader: Reader, message: Message) -> None:
+    def say(self, reader: ZmqPeerConnection, message: Message) -> None:
         self._outbox.append((reader, message))
         self._loop.call(self._flush)
 
@@ -162,7 +162,7 @@ class ZmqDoor(Door):
                 beside = self._beside(reader, message)
                 self._say(reader, [encode(message), *beside])
 
-    def _beside(self, reader: Reader, message: Message) -> list[bytes | memoryview]:
+    def _beside(self, reader: ZmqPeerConnection, message: Message) -> list[bytes | memoryview]:
         """A small payload, or a stream's draft, travels with its offer."""
         if not isinstance(message, Offer):
             return []
@@ -174,7 +174,9 @@ class ZmqDoor(Door):
             return []
         return [bytes(self._producer.piece(transfer, start, stop).view())]
 
-    def _say(self, reader: Reader, frames: list[bytes | memoryview], *, copy: bool = True) -> None:
+    def _say(
+        self, reader: ZmqPeerConnection, frames: list[bytes | memoryview], *, copy: bool = True
+    ) -> None:
         try:
             self._port.send([reader.identity, *frames], copy=copy)
         except zmq.ZMQError as error:
@@ -203,8 +205,8 @@ class ZmqDoor(Door):
             if reader is not None:
                 self._turn_out(reader, "it sent what is no message of this protocol")
 
-    def _hear(self, reader: Reader, message: Message) -> None:
-        if isinstance(message, Fetch):
+    def _hear(self, reader: ZmqPeerConnection, message: Message) -> None:
+        if isinstance(message, FetchRange):
             self._on_fetch(reader, message)
             return
         if isinstance(message, Release):
@@ -231,7 +233,7 @@ class ZmqDoor(Door):
         line = self._port.keep(descriptor) if descriptor in self._connected else None
         if line is None:
             return  # it went already
-        reader = Reader(self, identity, line)
+        reader = ZmqPeerConnection(self, identity, line)
         self._connected[descriptor] = self._readers[identity] = reader
         self._say(reader, [encode(self._producer.hello)])
 
@@ -258,13 +260,13 @@ class ZmqDoor(Door):
                 self._drop(self._leaving.pop())
         self._flush()
 
-    def _drop(self, reader: Reader) -> None:
+    def _drop(self, reader: ZmqPeerConnection) -> None:
         if self._readers.get(reader.identity) is reader:
             del self._readers[reader.identity]
             reader.asked.clear()
             self._producer.lose(reader)
 
-    def _turn_out(self, reader: Reader, why: str) -> None:
+    def _turn_out(self, reader: ZmqPeerConnection, why: str) -> None:
         """ROUTER cannot end a connection: the reader is told to, as soon as it takes a message."""
         self._drop(reader)
         self._unwelcome[reader.identity] = why
@@ -289,17 +291,17 @@ class ZmqDoor(Door):
 
     # Bytes out, in the loop's thread
 
-    def _on_fetch(self, reader: Reader, fetch: Fetch) -> None:
+    def _on_fetch(self, reader: ZmqPeerConnection, fetch: FetchRange) -> None:
         nbytes = fetch.stop - fetch.start
         if nbytes <= 0 or nbytes + reader.waiting > self.most_ahead:
             raise WireError("a reader asks for no more than it takes")
         reader.asked.append(fetch)
         self._pour(reader)
 
-    def _forget_fetches(self, reader: Reader, want: int) -> None:
+    def _forget_fetches(self, reader: ZmqPeerConnection, want: int) -> None:
         reader.asked = deque(fetch for fetch in reader.asked if fetch.want != want)
 
-    def _pour(self, reader: Reader) -> None:
+    def _pour(self, reader: ZmqPeerConnection) -> None:
         """Send what was asked for, unless too much of it waits on its way already."""
         while reader.asked and reader.flying < self.most_ahead:
             fetch = reader.asked.popleft()
@@ -316,14 +318,19 @@ class ZmqDoor(Door):
                 self._turn_out(reader, f"it asked for {error}")
                 return
 
-    def _answer(self, reader: Reader, fetch: Fetch, transfer: Transfer) -> None:
+    def _answer(self, reader: ZmqPeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         for start in range(fetch.start, fetch.stop, CHUNK):
             piece = self._take_off(reader, fetch, transfer, start, min(fetch.stop, start + CHUNK))
             header = encode(Chunk(fetch.want, fetch.epoch, start))
             self._say(reader, [header, piece.view()], copy=False)
 
     def _take_off(
-        self, reader: Reader, fetch: Fetch, transfer: Transfer, start: int, stop: int
+        self,
+        reader: ZmqPeerConnection,
+        fetch: FetchRange,
+        transfer: Transfer,
+        start: int,
+        stop: int,
     ) -> Region:
         """A piece of a payload to send from."""
         landed, claim = partial(self._landed, reader), (reader, fetch.want)
@@ -331,7 +338,7 @@ class ZmqDoor(Door):
         reader.flying += piece.nbytes
         return piece
 
-    def _landed(self, reader: Reader, nbytes: int) -> None:
+    def _landed(self, reader: ZmqPeerConnection, nbytes: int) -> None:
         """A piece was let go of: more may follow."""
         with self._port.turn:
             reader.flying -= nbytes

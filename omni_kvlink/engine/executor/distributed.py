@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
-from omni_kvlink.engine.executor.dp_router import Groups
+from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 from omni_kvlink.engine.ipc.codec import renamed
 from omni_kvlink.engine.outputs import (
@@ -90,7 +90,7 @@ class DistributedExecutor(Executor):
         self._dead: EngineDeadError | None = None
         self._is_shut = False
         parallel = self.config.parallel_config
-        self._groups = Groups(parallel.data_parallel_size)
+        self._groups = DPRouter(parallel.data_parallel_size)
         try:
             self._make_workers(self._fail)
             found = self.collective_rpc("start", timeout=self.start_timeout)

@@ -1,11 +1,11 @@
-"""`Groups`: which data-parallel group paints a request."""
+"""`DPRouter`: which data-parallel group paints a request."""
 
 from __future__ import annotations
 
 import threading
 
 
-class Groups:
+class DPRouter:
     """Requests by group; thread-safe.
 
     Args:

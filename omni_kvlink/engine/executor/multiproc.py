@@ -10,7 +10,7 @@ import tempfile
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.executor.distributed import DeathCallback, DistributedExecutor
 from omni_kvlink.engine.ipc.codec import pack_config
-from omni_kvlink.engine.ipc.process_handle import Child
+from omni_kvlink.engine.ipc.process_handle import ProcessHandle
 
 
 class MultiprocExecutor(DistributedExecutor):
@@ -33,7 +33,7 @@ class MultiprocExecutor(DistributedExecutor):
         for rank in range(parallel.world_size):
             first = {"config": pack_config(config), "rank": rank, "meeting": self._meeting}
             name = f"rank {rank} of the {config.stage} stage"
-            worker = Child("executor.worker_main", first, name=name, on_death=on_death)
+            worker = ProcessHandle("executor.worker_main", first, name=name, on_death=on_death)
             self.workers.append(worker)
 
     def shutdown(self) -> None:

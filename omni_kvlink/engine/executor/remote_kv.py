@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.executor.dp_router import Groups
+from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.kv.kv_receiver import Receiver
+from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.budget import Budget
 from omni_kvlink.errors import CapacityError, TransferTimeout
@@ -32,7 +32,7 @@ class Caller(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Remote:
+class RemoteKVProxy:
     """One request's KV, at the ranks of its group.
 
     Attributes:
@@ -75,7 +75,7 @@ class RemoteKVManager:
     def __init__(
         self,
         config: KVConfig,
-        groups: Groups,
+        groups: DPRouter,
         ranks_of: Callable[[int], Sequence[Caller]],
         everyone: Sequence[Caller],
     ):
@@ -83,10 +83,10 @@ class RemoteKVManager:
         self._ranks_of, self._everyone = ranks_of, everyone
         self._lock = threading.Lock()
         self._budget = Budget(config)
-        self._held: dict[str, Remote] = {}
+        self._held: dict[str, RemoteKVProxy] = {}
         self._listeners: list[Callable[[], None]] = []
         self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
-        self._receiver = Receiver(
+        self._receiver = KVReceiver(
             "remote-kv", next_deadline=self.next_deadline, on_deadline=self._on_deadline
         )
 
@@ -114,7 +114,7 @@ class RemoteKVManager:
             self._budget.take(request)
             ranks = list(self._ranks_of(self._groups.choose(key)))
             short = dataclasses.replace(request, prompt="", kv_timeout=limit)
-            self._held[key] = Remote(short, limit, ranks)
+            self._held[key] = RemoteKVProxy(short, limit, ranks)
 
     # Receiving.
 
@@ -182,7 +182,7 @@ class RemoteKVManager:
 
     # Inside.
 
-    def _begin(self, held: Remote) -> None:
+    def _begin(self, held: RemoteKVProxy) -> None:
         """In the receiver's thread: ask every rank, unless the request was ended meanwhile."""
         with self._lock:  # so that whoever frees it is heard by the ranks after this
             if held.state is not KVState.RECEIVING:
@@ -191,7 +191,7 @@ class RemoteKVManager:
         for answer in answers:
             answer.add_done_callback(partial(self._on_answer, held))
 
-    def _on_answer(self, held: Remote, answer: Future[int]) -> None:
+    def _on_answer(self, held: RemoteKVProxy, answer: Future[int]) -> None:
         """A rank has a request's KV, or will not get it."""
         error: Any = answer.exception()
         if error is None:
@@ -208,7 +208,7 @@ class RemoteKVManager:
         else:
             self._tell()
 
-    def _take(self, held: Remote) -> CapacityError | None:
+    def _take(self, held: RemoteKVProxy) -> CapacityError | None:
         """All ranks have it; the lock is held."""
         try:
             self._budget.correct(held.request.request_id, held.largest)
@@ -219,7 +219,7 @@ class RemoteKVManager:
         self._counts["nbytes"] += held.largest
         return None
 
-    def _fail(self, held: Remote, error: Exception) -> None:
+    def _fail(self, held: RemoteKVProxy, error: Exception) -> None:
         """It will not come, and the ranks that have it give it back."""
         with self._lock:
             if held.state is not KVState.RECEIVING:
@@ -238,7 +238,7 @@ class RemoteKVManager:
             text = f"the KV of {key!r} did not come within {waited:g} s, and no worker said so"
             self._fail(held, TransferTimeout(text, key=key, waited=waited, phase="asked for"))
 
-    def _tell_free(self, held: Remote) -> None:
+    def _tell_free(self, held: RemoteKVProxy) -> None:
         for rank in held.ranks:
             rank.call("free_kv", [held.request])
 

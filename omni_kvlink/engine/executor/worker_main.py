@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 
-from omni_kvlink.engine.ipc.channel import Channel
+from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack_config
 from omni_kvlink.engine.ipc.process_handle import serve_calls
 from omni_kvlink.engine.worker.service import WorkerService
@@ -19,7 +19,7 @@ _END = 5.0
 """Seconds to end when the executor is gone; other ranks may wait for one that is gone, too."""
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: RpcChannel) -> None:
     """Do what the executor calls, until it closes the channel or is gone."""
     first = channel.receive()
     service = WorkerService(unpack_config(first["config"]), first["rank"], first["rank"])
@@ -29,7 +29,7 @@ def serve(channel: Channel) -> None:
     _clean(first["meeting"])
 
 
-def _listen(channel: Channel, service: WorkerService, meeting: str) -> None:
+def _listen(channel: RpcChannel, service: WorkerService, meeting: str) -> None:
     try:
         serve_calls(channel, service.call)
     finally:
@@ -48,7 +48,7 @@ def _clean(meeting: str) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor says when to end
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = RpcChannel(socket.socket(fileno=int(sys.argv[1])))
     try:
         serve(channel)
     finally:

@@ -14,7 +14,7 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack, unpack
-from omni_kvlink.engine.ipc.shm_tensors import QUOTA, Inbox, Outbox, close_all
+from omni_kvlink.engine.ipc.shm_tensors import QUOTA, ShmTensorReader, ShmTensorWriter, close_all
 from omni_kvlink.errors import ClosedError, PeerLostError, SchemaError, WireError
 from omni_kvlink.memory.arena import Block
 from omni_kvlink.memory.region import Mapping
@@ -32,7 +32,7 @@ class _Frame(NamedTuple):
     arenas: list[Mapping]
 
 
-class Channel:
+class RpcChannel:
     """Whatever `codec.pack` takes, there and back, in order; many may send, one receives.
 
     Sending never waits for the other side, which may be frozen: a thread writes what was sent.
@@ -45,7 +45,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
         self._sock = sock
-        self._outbox, self._inbox = Outbox(quota), Inbox()
+        self._outbox, self._inbox = ShmTensorWriter(quota), ShmTensorReader()
         self._sending = threading.Lock()
         self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()
         self._broken: OSError | None = None

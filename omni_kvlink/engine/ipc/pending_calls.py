@@ -1,4 +1,4 @@
-"""`Asked`: calls of somebody elsewhere, until they are answered."""
+"""`PendingCalls`: calls of somebody elsewhere, until they are answered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.errors import ClosedError
 
 
-class Asked:
+class PendingCalls:
     """A future for each call, by number; thread-safe.
 
     Attributes:

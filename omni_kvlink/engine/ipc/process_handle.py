@@ -1,4 +1,4 @@
-"""`Child`: a process that this one started, and calls."""
+"""`ProcessHandle`: a process that this one started, and calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.ipc.channel import Channel
-from omni_kvlink.engine.ipc.pending_calls import Asked, failed
+from omni_kvlink.engine.ipc.channel import RpcChannel
+from omni_kvlink.engine.ipc.pending_calls import PendingCalls, failed
 from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, PeerLostError, SchemaError
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ END = 10.0
 """Seconds that a process has to end when it is told to, before it is killed."""
 
 
-class Child:
+class ProcessHandle:
     """A module of this package, running in a process of its own; thread-safe.
 
     The module answers each {"number", "method", "args", "kwargs"} with {"number", "value"} or
@@ -54,7 +54,7 @@ class Child:
     ):
         self.name = name
         self._on_death = on_death
-        self._asked = Asked()
+        self._asked = PendingCalls()
         self._told_to = ""
         here, there = socket.socketpair()
         with there:
@@ -62,7 +62,7 @@ class Child:
             self._process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], env={**os.environ, **(environment or {})}
             )
-        self.channel = Channel(here)
+        self.channel = RpcChannel(here)
         self.channel.send(first)
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._reader.start()
@@ -151,7 +151,7 @@ class Child:
             self._on_death(death)
 
 
-def serve_calls(channel: Channel, call: Call) -> None:
+def serve_calls(channel: RpcChannel, call: Call) -> None:
     """In the child: do what is called until the other side closes the channel, or is gone."""
     with contextlib.suppress(PeerLostError):
         while True:
@@ -160,7 +160,7 @@ def serve_calls(channel: Channel, call: Call) -> None:
             answer.add_done_callback(partial(_say, channel, message["number"]))
 
 
-def _say(channel: Channel, number: int, answer: Future[Any]) -> None:
+def _say(channel: RpcChannel, number: int, answer: Future[Any]) -> None:
     error = answer.exception()
     with contextlib.suppress(EngineDeadError):  # nobody waits for it; `receive` ends
         if error is None:

@@ -24,7 +24,7 @@ _PATIENCE = 10.0
 """Seconds to wait for the other side to take what was sent before."""
 
 
-class Outbox:
+class ShmTensorWriter:
     """Tensors on their way to another process; thread-safe.
 
     Args:
@@ -83,7 +83,7 @@ class Outbox:
         self._pool.close()
 
 
-class Inbox:
+class ShmTensorReader:
     """Tensors that come from another process; used by one thread."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_source import Arrival, KVSource, Wants
+from omni_kvlink.engine.kv.kv_source import KVNeeds, KVSource, ReceivedKV
 from omni_kvlink.errors import ClosedError, TransferTimeout
 from omni_kvlink.link import Payload, Verify
 
@@ -26,7 +26,7 @@ class KVState(enum.Enum):
     FAILED = "failed"
 
 
-class Holding:
+class KVEntry:
     """One request's KV; thread-safe: the receiver's thread works on it, and others may end it.
 
     Args:
@@ -46,8 +46,8 @@ class Holding:
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._source: KVSource | None = None
-        self._wants: Wants | None = None
-        self._arrival: Arrival | None = None
+        self._wants: KVNeeds | None = None
+        self._arrival: ReceivedKV | None = None
         self._started = 0.0
         self._answered = self._closed = False
 
@@ -97,7 +97,7 @@ class Holding:
 
     # In the receiver's thread.
 
-    def ask(self, timeout: float) -> Wants | None:
+    def ask(self, timeout: float) -> KVNeeds | None:
         """Ask the producer, without waiting for the answer; None if nobody wants it any more.
 
         Args:

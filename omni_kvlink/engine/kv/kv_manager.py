@@ -11,8 +11,8 @@ import torch
 
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_entry import Holding, KVState
-from omni_kvlink.engine.kv.kv_receiver import Receiver
+from omni_kvlink.engine.kv.kv_entry import KVEntry, KVState
+from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.kv.kv_source import KVSource
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.budget import Budget
@@ -79,9 +79,9 @@ class DiffusionKVManager:
         self._verify = self.config.verify
         self._changed = threading.Condition()
         self._budget = Budget(self.config)
-        self._held: dict[str, Holding] = {}
+        self._held: dict[str, KVEntry] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._receiver = Receiver(
+        self._receiver = KVReceiver(
             "kv-receiver", next_deadline=self.next_deadline, on_deadline=self._on_deadline
         )
         self._closed = False
@@ -109,7 +109,7 @@ class DiffusionKVManager:
                 raise EngineError(f"request {request.request_id!r} holds KV already: free it first")
             nbytes = self._budget.take(request)
             limit = self.config.timeout if request.kv_timeout is None else request.kv_timeout
-            self._held[request.request_id] = Holding(request.request_id, nbytes, limit)
+            self._held[request.request_id] = KVEntry(request.request_id, nbytes, limit)
 
     # Receiving.
 
@@ -235,7 +235,7 @@ class DiffusionKVManager:
         holding.begin(source)
         self._receiver.submit(self._ask, holding)
 
-    def _ask(self, holding: Holding) -> None:
+    def _ask(self, holding: KVEntry) -> None:
         """In the receiver: ask the producer. No thread waits for the answer."""
         try:
             wants = holding.ask(min(_RECONNECT, holding.limit))
@@ -245,7 +245,7 @@ class DiffusionKVManager:
         if wants is not None:
             wants.future.add_done_callback(partial(self._on_answer, holding))
 
-    def _on_answer(self, holding: Holding, _: object) -> None:
+    def _on_answer(self, holding: KVEntry, _: object) -> None:
         """In a thread of the connector, which must not wait."""
         self._receiver.submit(self._take, holding)
 
@@ -257,7 +257,7 @@ class DiffusionKVManager:
                 self._count("failed")
         self._tell()
 
-    def _take(self, holding: Holding) -> None:
+    def _take(self, holding: KVEntry) -> None:
         """In the receiver: the answer is there."""
         try:
             holding.take(self._verify, self._device, partial(self._admit, holding))
@@ -268,13 +268,13 @@ class DiffusionKVManager:
             self._count("received", holding.nbytes)
         self._tell()
 
-    def _admit(self, holding: Holding, nbytes: int) -> None:
+    def _admit(self, holding: KVEntry, nbytes: int) -> None:
         with self._changed:
             if self._held.get(holding.request_id) is holding:  # else it was given back meanwhile
                 self._budget.correct(holding.request_id, nbytes)
             holding.nbytes = nbytes
 
-    def _fail(self, holding: Holding, error: Exception) -> None:
+    def _fail(self, holding: KVEntry, error: Exception) -> None:
         if holding.fail(error):
             self._count("failed")
         self._tell()
@@ -299,7 +299,7 @@ class DiffusionKVManager:
         if error is not None:
             raise error
 
-    def _find(self, request_id: str) -> Holding:
+    def _find(self, request_id: str) -> KVEntry:
         self._check_open()
         if request_id not in self._held:
             raise EngineError(f"request {request_id!r} has no room: allocate it first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from omni_kvlink.engine.config import DiffusionParallelConfig
-from omni_kvlink.engine.parallel.rank_coords import Place
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.link import Payload
 from omni_kvlink.payload.branch import Shard
@@ -15,7 +15,7 @@ from omni_kvlink.topology import Part, Topology, shard_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class KVPart:
     """What is put, and got, as one payload.
 
     Attributes:
@@ -57,11 +57,11 @@ class Share:
         return request_id if self.of == 1 else f"{request_id}/cfg{self.guidance}of{self.of}"
 
 
-WHOLE = Share()
+WHOLE = KVPart()
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class KVPartition:
     """How a stage's KV goes to the ranks of the next one.
 
     Args:
@@ -88,13 +88,13 @@ class Division:
     @property
     def parts_each(self) -> int:
         """Payloads that a rank of the next stage gets, all with as many heads."""
-        return len(self.sent_to(Place(0, 0, 0)))
+        return len(self.sent_to(RankCoords(0, 0, 0)))
 
-    def sent_by(self, tensor: int) -> tuple[Share, ...]:
+    def sent_by(self, tensor: int) -> tuple[KVPart, ...]:
         """What a tensor rank of the stage sends."""
         return tuple(share for share in self._shares() if share.sender == tensor)
 
-    def sent_to(self, place: Place) -> tuple[Share, ...]:
+    def sent_to(self, place: RankCoords) -> tuple[KVPart, ...]:
         """What a rank of the next stage gets, in the order of the heads."""
         return tuple(
             share
@@ -103,12 +103,12 @@ class Division:
             and (share.part is None or place.tensor in share.part.receivers)
         )
 
-    def _shares(self) -> list[Share]:
+    def _shares(self) -> list[KVPart]:
         tensor, guidance = self.receivers.tensor_parallel_size, self.receivers.cfg_parallel_size
         parts: tuple[Part | None, ...] = (None,)
         if not self.senders == tensor == 1:
             parts = Topology(self.heads, self.senders, tensor).parts()
-        return [Share(rank, guidance, part) for rank in range(guidance) for part in parts]
+        return [KVPart(rank, guidance, part) for rank in range(guidance) for part in parts]
 
 
 def _some_branches(payload: Payload, key: str, rank: int, of: int) -> KVCacheBundle:

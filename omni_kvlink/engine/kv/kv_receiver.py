@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 
-class Receiver:
+class KVReceiver:
     """Jobs in their order, none of which raises; sleeps while there are none.
 
     Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from omni_kvlink.engine.config import KVConfig
-from omni_kvlink.engine.kv.kv_partition import Division
+from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.outputs import KVSent
 from omni_kvlink.link import KVLink, Payload
 from omni_kvlink.payload.bundle import KVCacheBundle
 
 
-class Handover:
+class KVSink:
     """A tensor rank's end of the link to the next stage, each of whose ranks gets its part.
 
     Args:
@@ -24,7 +24,7 @@ class Handover:
     """
 
     def __init__(self, config: KVConfig, *, heads: int = 1, tensor: int = 0):
-        division = Division(heads, len(config.sinks), config.receivers)
+        division = KVPartition(heads, len(config.sinks), config.receivers)
         self._config, self._shares = config, division.sent_by(tensor)
         self._parts_each = division.parts_each
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)

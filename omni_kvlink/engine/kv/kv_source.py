@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from omni_kvlink.connectors.base import Delivery, Want
+from omni_kvlink.connectors.base import Delivery, PendingGet
 from omni_kvlink.engine.config import KVConfig
-from omni_kvlink.engine.kv.kv_partition import WHOLE, Division, Share
-from omni_kvlink.engine.parallel.rank_coords import Place
+from omni_kvlink.engine.kv.kv_partition import WHOLE, KVPart, KVPartition
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.link import KVLink, Payload, Received, Verify
 from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
@@ -29,7 +29,7 @@ class KVSource:
         shard: the heads of this rank, which several parts make together.
     """
 
-    def __init__(self, asked: Sequence[tuple[KVLink, Share]], shard: Shard):
+    def __init__(self, asked: Sequence[tuple[KVLink, KVPart]], shard: Shard):
         self._asked, self._shard = list(asked), shard
 
     @classmethod
@@ -38,7 +38,7 @@ class KVSource:
         return cls([(link, WHOLE)], Shard(0, 1, (0, 1)))
 
     @classmethod
-    def connect(cls, config: KVConfig, division: Division, place: Place) -> KVSource:
+    def connect(cls, config: KVConfig, division: KVPartition, place: RankCoords) -> KVSource:
         """Connect to those senders that have a part for this rank.
 
         Raises:
@@ -69,13 +69,13 @@ class KVSource:
         """What is asked for."""
         return [share.key(request_id) for _, share in self._asked]
 
-    def begin_get(self, request_id: str, *, timeout: float) -> Wants:
+    def begin_get(self, request_id: str, *, timeout: float) -> KVNeeds:
         """Ask for every part, without waiting; `timeout` bounds a reconnection only.
 
         Raises:
             PeerLostError: a producer is gone and did not come back in time.
         """
-        wants: list[Want] = []
+        wants: list[PendingGet] = []
         try:
             for link, share in self._asked:
                 wants.append(link.begin_get(share.key(request_id), timeout=timeout))
@@ -83,12 +83,12 @@ class KVSource:
             for want in wants:
                 want.cancel()
             raise
-        return Wants(wants)
+        return KVNeeds(wants)
 
-    def open(self, wants: Wants, *, started: float, verify: Verify) -> Arrival:
+    def open(self, wants: KVNeeds, *, started: float, verify: Verify) -> ReceivedKV:
         """What came, checked; after an error nothing of it is held.
 
-        Several parts are checked while they are put together: `Arrival.placed_on`.
+        Several parts are checked while they are put together: `ReceivedKV.placed_on`.
 
         Args:
             started: when the waiting began, on `time.perf_counter`'s clock.
@@ -108,7 +108,7 @@ class KVSource:
             for delivery in deliveries[len(parts) + 1 :]:
                 delivery.give_back()
             raise
-        return Arrival(parts, self._shard)
+        return ReceivedKV(parts, self._shard)
 
     def abort(self, request_id: str, reason: str) -> None:
         """No producer shall keep a part of it for this rank.
@@ -132,14 +132,14 @@ class KVSource:
         return list({id(link): link for link, _ in self._asked}.values())
 
 
-class Wants:
+class KVNeeds:
     """Payloads that were asked for together.
 
     Attributes:
         future: ends when all have come, or one will not.
     """
 
-    def __init__(self, wants: list[Want]):
+    def __init__(self, wants: list[PendingGet]):
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only an answer ends it
         self._wants, self._missing = wants, len(wants)
@@ -182,14 +182,14 @@ class Wants:
             self.future.set_result(None)
 
 
-def _outcome(want: Want) -> int:
+def _outcome(want: PendingGet) -> int:
     """Failed ones sort first: one of them is the error that all end with."""
     if not want.future.done():
         return 2
     return 0 if want.future.exception() is not None else 1
 
 
-class Arrival:
+class ReceivedKV:
     """The parts of a request's KV that are all there."""
 
     def __init__(self, parts: list[Received], shard: Shard):

@@ -12,9 +12,9 @@ from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.models.bagel_requests import fill_params
-from omni_kvlink.engine.models.paged_naive_cache import BlockTable, PagedNaiveCache
+from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError
@@ -38,7 +38,9 @@ class BagelUtility(ModelUtility):
 
     branches = BRANCHES
 
-    def __init__(self, config: StageConfig, device: torch.device, mates: Mates | None = None):
+    def __init__(
+        self, config: StageConfig, device: torch.device, mates: ProcessGroup | None = None
+    ):
         super().__init__(config, device, mates)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
         rank, of = self.mates.place.tensor, self.mates.parallel.tensor_parallel_size
@@ -136,7 +138,7 @@ class BagelUtility(ModelUtility):
             do_sample=wishes.temperature > 0,
             temperature=wishes.temperature,
             caches={
-                name: PagedNaiveCache(BlockTable(pools, blocks))
+                name: PagedNaiveCache(SequenceBlocks(pools, blocks))
                 for name, blocks in block_ids.items()
             },
         )

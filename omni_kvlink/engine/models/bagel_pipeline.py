@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_kvlink.engine.models.bagel_requests import paint
+from omni_kvlink.engine.models.bagel_requests import generate
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.models.bagel.cache import BagelContexts
@@ -15,9 +15,9 @@ class OmniBagelPipeline(BagelPipeline):
     supports_request_batch = True
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """The images of a request, or of a batch in one pass; see `requests.paint`."""
+        """The images of a request, or of a batch in one pass; see `requests.generate`."""
         batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch([req])
-        outputs, self._last = paint(self, batch, self._read)
+        outputs, self._last = generate(self, batch, self._read)
         return outputs
 
     def _read(self, request: OmniDiffusionRequest) -> BagelContexts:

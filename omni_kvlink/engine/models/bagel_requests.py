@@ -66,7 +66,7 @@ def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
         raise SchemaError(str(error)) from error
 
 
-def paint(
+def generate(
     pipeline: BagelSteps,
     batch: DiffusionRequestBatch,
     read: Callable[[OmniDiffusionRequest], BagelContexts],

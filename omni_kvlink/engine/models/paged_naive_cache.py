@@ -15,7 +15,7 @@ from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
 
 
-class BlockTable:
+class SequenceBlocks:
     """One sequence in the pools: its blocks, and how many of their slots are claimed.
 
     Args:
@@ -65,7 +65,7 @@ class PagedNaiveCache(NaiveCache):
     the same table. One that does not end where the table does is continued in memory elsewhere.
     """
 
-    def __init__(self, table: BlockTable, tokens: int = 0, *, is_snapshot: bool = False):
+    def __init__(self, table: SequenceBlocks, tokens: int = 0, *, is_snapshot: bool = False):
         self.table, self.tokens = table, tokens
         self._is_snapshot = is_snapshot
         self._rows = range(0)
@@ -108,7 +108,7 @@ class PagedNaiveCache(NaiveCache):
 class _Layers(MutableMapping[int, torch.Tensor | None]):
     """K or V by layer, gathered when it is read; written by `merge` alone."""
 
-    def __init__(self, table: BlockTable, pools: list[torch.Tensor], tokens: int):
+    def __init__(self, table: SequenceBlocks, pools: list[torch.Tensor], tokens: int):
         self._table, self._pools, self._tokens = table, pools, tokens
 
     def __getitem__(self, layer: int) -> torch.Tensor | None:

@@ -11,14 +11,14 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.ipc.codec import pack_error, unpack_error
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.errors import KVLinkError
 
 _PATIENCE = 10.0
 """Seconds in which a rank that broke down is joined by the others, unless they are in a sum."""
 
 
-class MateFailed(RequestFailed):
+class RankFailed(RequestFailed):
     """Another rank could not go on; its own error follows."""
 
 
@@ -31,14 +31,14 @@ class _Meeting(enum.IntEnum):
     END = 3
 
 
-class Agreement:
+class BatchSync:
     """One batch after the other, on every rank of a group; alone, it agrees with itself.
 
     `abort` may be called from any thread, and reaches the ranks at different moments; what
     `is_cancelled` says changes on all of them at once.
     """
 
-    def __init__(self, mates: Mates):
+    def __init__(self, mates: ProcessGroup):
         self._mates = mates
         self._lock = threading.Lock()
         self._running: list[str] = []
@@ -80,18 +80,18 @@ class Agreement:
 
         Raises:
             error: what was given.
-            MateFailed: another rank failed.
+            RankFailed: another rank failed.
             EngineDeadError: another rank is gone.
         """
         cancelled = [request_id in self._heard for request_id in self._running]
         try:
             rows = self._meet(_Meeting.STEP, [error is not None, *cancelled], [error])
-        except (MateFailed, EngineDeadError) as others:
+        except (RankFailed, EngineDeadError) as others:
             raise error or others from None
         if error is not None:
             raise error
         if any(row[0] for row in rows):
-            raise MateFailed("another rank failed at this step")
+            raise RankFailed("another rank failed at this step")
         heard = zip(self._running, zip(*(row[1:] for row in rows), strict=True), strict=True)
         self._agreed.update(request_id for request_id, flags in heard if any(flags))
 
@@ -128,7 +128,7 @@ class Agreement:
     def _told(self, own: Exception | None, sender: int) -> Exception:
         """One rank's error, on all; whoever has one of its own keeps that."""
         letter = self._mates.tell(_written(own), sender)
-        if own is not None and not isinstance(own, MateFailed):
+        if own is not None and not isinstance(own, RankFailed):
             return own
         return unpack_error(msgspec.json.decode(letter))
 
@@ -141,14 +141,14 @@ class Agreement:
         while True:
             rows = self._mates.gather([where, *numbers], patience=patience)
             if any(row[0] > where for row in rows):
-                raise MateFailed("another rank failed")
+                raise RankFailed("another rank failed")
             if all(row[0] == where for row in rows):
                 return [row[1:] for row in rows]
 
 
 def _is_unforeseen(error: Exception | None) -> bool:
     """Whether it may be this rank's alone, amid what all compute."""
-    if error is None or isinstance(error, MateFailed):
+    if error is None or isinstance(error, RankFailed):
         return False
     return isinstance(error, RequestFailed) or not isinstance(error, KVLinkError)
 
@@ -157,7 +157,7 @@ def _flag(error: Exception | None) -> int:
     """2 for a rank's own error, 1 for what it heard of another."""
     if error is None:
         return 0
-    return 1 if isinstance(error, MateFailed) else 2
+    return 1 if isinstance(error, RankFailed) else 2
 
 
 def _written(error: Exception | None) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from omni_kvlink.engine.parallel.batch_sync import Agreement
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.batch_sync import BatchSync
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 
 class SharedBranches:
@@ -17,7 +17,7 @@ class SharedBranches:
         names: all branches of the model; they are dealt to the guidance ranks in this order.
     """
 
-    def __init__(self, names: Sequence[str], mates: Mates, agreement: Agreement):
+    def __init__(self, names: Sequence[str], mates: ProcessGroup, agreement: BatchSync):
         degree = mates.parallel.cfg_parallel_size
         self._owners = {name: at % degree for at, name in enumerate(names)}
         self._mates, self._agreement = mates, agreement
@@ -29,7 +29,7 @@ class SharedBranches:
 
         Raises:
             What `compute` raised here.
-            MateFailed: it raised something on another rank.
+            RankFailed: it raised something on another rank.
         """
         parallel, own = self._mates.parallel, dict[str, Tensor]()
         if parallel.tensor_parallel_size > 1:  # who has failed before would be missed in the sums

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from omni_kvlink.engine.config import DiffusionParallelConfig, StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
-from omni_kvlink.engine.parallel.rank_coords import Place, group_ranks
+from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
 from omni_kvlink.engine.parallel.rendezvous import join_meeting
 
 _LETTER = 8 << 10
 """Bytes of a message between ranks; all are of one size."""
 
 
-class Mates:
+class ProcessGroup:
     """A rank among those of its group; every verb is called by all whom it concerns, or it waits.
 
     Args:
@@ -38,7 +38,7 @@ class Mates:
 
     def __init__(
         self,
-        place: Place = Place(0, 0, 0),  # noqa: B008 - frozen
+        place: RankCoords = RankCoords(0, 0, 0),  # noqa: B008 - frozen
         parallel: DiffusionParallelConfig = DiffusionParallelConfig(),  # noqa: B008 - frozen
     ):
         self.place, self.parallel = place, parallel
@@ -50,7 +50,7 @@ class Mates:
         self._tensor: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, rank: int, config: StageConfig, device: torch.device) -> Mates:
+    def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
         """Meet all ranks of the stage (NCCL on GPUs, gloo on CPUs), then those of each group.
 
         Raises:
@@ -73,7 +73,7 @@ class Mates:
             timeout=timedelta(seconds=config.distributed_timeout),
             **how,
         )
-        mates = cls(Place.of(rank, parallel), parallel)
+        mates = cls(RankCoords.of(rank, parallel), parallel)
         mates._has_joined = True
         mates._form_groups(timedelta(seconds=config.distributed_timeout))
         return mates

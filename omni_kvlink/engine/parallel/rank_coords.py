@@ -8,7 +8,7 @@ from omni_kvlink.engine.config import DiffusionParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankCoords:
     """A rank's share of the work, by each way of dividing it.
 
     Attributes:
@@ -22,7 +22,7 @@ class Place:
     tensor: int
 
     @classmethod
-    def of(cls, rank: int, parallel: DiffusionParallelConfig) -> Place:
+    def of(cls, rank: int, parallel: DiffusionParallelConfig) -> RankCoords:
         """Ranks are counted through the tensor ranks first, then the guidance ranks, then groups.
 
         Raises:

@@ -1,4 +1,4 @@
-"""`RayChild`: an actor that this process started, and calls."""
+"""`ActorHandle`: an actor that this process started, and calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from omni_kvlink.engine.errors import EngineDeadError
-from omni_kvlink.engine.ipc.pending_calls import Asked, failed
-from omni_kvlink.engine.ray.actor_host import Host, Message, read, write
+from omni_kvlink.engine.ipc.pending_calls import PendingCalls, failed
+from omni_kvlink.engine.ray.actor_host import ActorHost, Message, read, write
 from omni_kvlink.engine.ray.cluster import Cluster, library
 from omni_kvlink.errors import ClosedError, KVLinkError
 
@@ -23,8 +23,8 @@ _CALLS = 1 << 20
 """Calls that may be under way at once: a request is one, from its beginning to its end."""
 
 
-class RayChild:
-    """A `Host` in an actor of its own, with the verbs of `Child`; thread-safe.
+class ActorHandle:
+    """A `ActorHost` in an actor of its own, with the verbs of `Child`; thread-safe.
 
     Args:
         host: the actor's class.
@@ -38,7 +38,7 @@ class RayChild:
 
     def __init__(
         self,
-        host: type[Host],
+        host: type[ActorHost],
         cluster: Cluster,
         options: Mapping[str, Any],
         *,
@@ -47,7 +47,7 @@ class RayChild:
         on_death: Callable[[EngineDeadError], None],
     ):
         self.name, self._cluster, self._on_death = name, cluster, on_death
-        self._asked = Asked()
+        self._asked = PendingCalls()
         self._sending = threading.Lock()
         self._told_to = ""
         self._ending: Future[Any] | None = None

@@ -1,4 +1,4 @@
-"""`Host`: what runs inside a Ray actor, and what crosses to it and back."""
+"""`ActorHost`: what runs inside a Ray actor, and what crosses to it and back."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Message: TypeAlias = tuple[bytes, list[Any]]
 """MessagePack, and the bytes of large tensors: Ray's object store takes these as they are."""
 
 
-class Host(ABC):
-    """The class of an actor: does what a `RayChild` calls, in the order in which it was called.
+class ActorHost(ABC):
+    """The class of an actor: does what a `ActorHandle` calls, in the order in which it was called.
 
     Ray promises no order; calls are numbered. One thread does them, and an answer may come later.
 

@@ -10,8 +10,8 @@ from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.executor.distributed import DeathCallback, DistributedExecutor
 from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.process_handle import Call
-from omni_kvlink.engine.ray.actor_handle import RayChild
-from omni_kvlink.engine.ray.actor_host import Host, at_node
+from omni_kvlink.engine.ray.actor_handle import ActorHandle
+from omni_kvlink.engine.ray.actor_host import ActorHost, at_node
 from omni_kvlink.engine.ray.cluster import Cluster, Placement, share_of
 from omni_kvlink.engine.worker.service import WorkerService
 
@@ -19,7 +19,7 @@ _END = 5.0
 """Seconds to end when the executor wants it; other ranks may wait for one that is gone, too."""
 
 
-class RankHost(Host):
+class RankHost(ActorHost):
     """One rank's worker, in an actor."""
 
     def make(self, config: StageConfig) -> Call:
@@ -61,7 +61,7 @@ class RayExecutor(DistributedExecutor):
         )
         for rank in range(ranks):
             self.workers.append(
-                RayChild(
+                ActorHandle(
                     RankHost,
                     self._cluster,
                     self._placement.options(rank),

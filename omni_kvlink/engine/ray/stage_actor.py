@@ -11,8 +11,8 @@ from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageCo
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.process_handle import Call
-from omni_kvlink.engine.ray.actor_handle import RayChild
-from omni_kvlink.engine.ray.actor_host import Host, at_node
+from omni_kvlink.engine.ray.actor_handle import ActorHandle
+from omni_kvlink.engine.ray.actor_host import ActorHost, at_node
 from omni_kvlink.engine.ray.cluster import Cluster, Placement, library, share_of
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_main import StageService
@@ -24,7 +24,7 @@ _AGAIN = 5.0
 """Seconds until a stage that starts again has its old node, or any."""
 
 
-class StageHost(Host):
+class StageHost(ActorHost):
     """A stage's engine, in an actor."""
 
     def make(self, config: StageConfig) -> Call:
@@ -50,7 +50,7 @@ class StageActor(RemoteStage):
         UnavailableError: Ray is not installed.
     """
 
-    _handle: RayChild
+    _handle: ActorHandle
     _placement: Placement | None = None
     pid = 0
     address = ""
@@ -67,11 +67,11 @@ class StageActor(RemoteStage):
         super().close()
         self._cluster.leave()
 
-    def _make(self, on_death: Callable[[EngineDeadError], None]) -> RayChild:
+    def _make(self, on_death: Callable[[EngineDeadError], None]) -> ActorHandle:
         config = self._placed()
         assert self._placement is not None
         name, options = f"the {config.stage} stage", self._placement.options(0)
-        child = RayChild(StageHost, self._cluster, options, name=name, on_death=on_death)
+        child = ActorHandle(StageHost, self._cluster, options, name=name, on_death=on_death)
         try:
             place = self._opened(child, config)
         except BaseException:
@@ -81,7 +81,7 @@ class StageActor(RemoteStage):
         self.pid, self.address = place["pid"], place["address"]
         return child
 
-    def _opened(self, child: RayChild, config: StageConfig) -> dict[str, Any]:
+    def _opened(self, child: ActorHandle, config: StageConfig) -> dict[str, Any]:
         """Let the actor make its service; where it is."""
         opened = child.call("open", [pack_config(config)])
         if not wait([opened], self._timeout).done:

@@ -13,7 +13,7 @@ from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.ipc.channel import Channel
+from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack_config
 from omni_kvlink.engine.ipc.futures import settle
 from omni_kvlink.engine.ipc.process_handle import serve_calls
@@ -53,7 +53,7 @@ class StageService:
 
 
 def main() -> None:
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = RpcChannel(socket.socket(fileno=int(sys.argv[1])))
     try:
         with contextlib.closing(StageService(unpack_config(channel.receive()))) as service:
             serve_calls(channel, service.call)

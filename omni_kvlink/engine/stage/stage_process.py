@@ -8,7 +8,7 @@ from typing import Any
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack_config
-from omni_kvlink.engine.ipc.process_handle import Child
+from omni_kvlink.engine.ipc.process_handle import ProcessHandle
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 
 
@@ -19,7 +19,7 @@ class StageProcess(RemoteStage):
         environment: variables of the child besides this process's own.
     """
 
-    _handle: Child
+    _handle: ProcessHandle
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class StageProcess(RemoteStage):
         """Of the child."""
         return self._handle.pid
 
-    def _make(self, on_death: Callable[[EngineDeadError], None]) -> Child:
+    def _make(self, on_death: Callable[[EngineDeadError], None]) -> ProcessHandle:
         config = self.config.served_at(self.sink_urls)
-        return Child(
+        return ProcessHandle(
             "stage.stage_main",
             pack_config(config),
             name=f"the {config.stage} stage",

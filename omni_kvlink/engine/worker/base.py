@@ -11,8 +11,8 @@ import torch
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_sink import Handover
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, drop_weights
 
@@ -24,7 +24,7 @@ class Runner(Protocol):
 
     utility: ModelUtility
     kv_manager: DiffusionKVManager | None
-    handover: Handover | None
+    handover: KVSink | None
 
     def abort(self, request_id: str) -> None: ...
     def close(self) -> None: ...
@@ -51,7 +51,7 @@ class WorkerBase(ABC, Generic[R]):
         self.model_runner: R | None = None
         self._parked: ParkedWeights | None = None
         self._level = 0
-        self.mates = Mates()
+        self.mates = ProcessGroup()
 
     @abstractmethod
     def _make_runner(self) -> R:
@@ -70,7 +70,7 @@ class WorkerBase(ABC, Generic[R]):
             torch.set_num_threads(self.config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.mates = Mates.join(self.rank, self.config, self.device)
+        self.mates = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
 
     def sleep(self, level: int = 1) -> bool:

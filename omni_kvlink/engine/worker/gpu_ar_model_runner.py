@@ -10,10 +10,10 @@ from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed, forget_frames
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
-from omni_kvlink.engine.parallel.batch_sync import Agreement
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.batch_sync import BatchSync
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
 from omni_kvlink.errors import KVLinkError
@@ -33,16 +33,18 @@ class GPUARModelRunner:
         handover: the producer's end of the link to the next stage.
     """
 
-    def __init__(self, config: OmniARConfig, device: torch.device, mates: Mates | None = None):
+    def __init__(
+        self, config: OmniARConfig, device: torch.device, mates: ProcessGroup | None = None
+    ):
         self.config, self.device = config, device
-        self.mates = Mates() if mates is None else mates
+        self.mates = ProcessGroup() if mates is None else mates
         self.kv_manager: DiffusionKVManager | None = None  # no KV comes from elsewhere
         self.utility: ModelUtility = model_utility(config)(config, device, self.mates)
-        self._sink = Handover(
+        self._sink = KVSink(
             config.kv, heads=self.utility.kv_heads(), tensor=self.mates.place.tensor
         )
-        self.handover: Handover | None = self._sink
-        self._agreement = Agreement(self.mates)
+        self.handover: KVSink | None = self._sink
+        self._agreement = BatchSync(self.mates)
         layers, row = self.utility.kv_row()
         self.pools = KVPools(
             num_layers=layers,

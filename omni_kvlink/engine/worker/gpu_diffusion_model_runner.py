@@ -11,13 +11,13 @@ import torch
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError, RequestFailed, forget_frames
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_partition import Division
-from omni_kvlink.engine.kv.kv_sink import Handover
+from omni_kvlink.engine.kv.kv_partition import KVPartition
+from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.kv_source import KVSource
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
-from omni_kvlink.engine.parallel.batch_sync import Agreement
+from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.guidance import SharedBranches
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
@@ -42,14 +42,14 @@ class GPUDiffusionModelRunner:
     """
 
     def __init__(
-        self, config: OmniDiffusionConfig, device: torch.device, mates: Mates | None = None
+        self, config: OmniDiffusionConfig, device: torch.device, mates: ProcessGroup | None = None
     ):
         self.config, self.device = config, device
-        self.mates = Mates() if mates is None else mates
+        self.mates = ProcessGroup() if mates is None else mates
         self.kv_manager: DiffusionKVManager | None = None
         self.connector: KVSource | None = None
-        self.handover: Handover | None = None
-        self._agreement = Agreement(self.mates)
+        self.handover: KVSink | None = None
+        self._agreement = BatchSync(self.mates)
         self._load_model()
         self._init_connector()
 
@@ -112,9 +112,9 @@ class GPUDiffusionModelRunner:
     def _init_connector(self) -> None:
         kv, heads = self.config.kv, self.utility.kv_heads()
         if kv.sinks:
-            self.handover = Handover(kv, heads=heads, tensor=self.mates.place.tensor)
+            self.handover = KVSink(kv, heads=heads, tensor=self.mates.place.tensor)
         if kv.sources:
-            division = Division(heads, len(kv.sources), self.config.parallel_config)
+            division = KVPartition(heads, len(kv.sources), self.config.parallel_config)
             self.connector = KVSource.connect(kv, division, self.mates.place)
             self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
 

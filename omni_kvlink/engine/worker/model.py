@@ -12,7 +12,7 @@ import torch
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.parallel.process_group import Mates
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.link import Payload
 
@@ -50,9 +50,11 @@ class ModelUtility(ABC):
     branches: ClassVar[tuple[str, ...]] = ()
     """Its guidance branches, as they are dealt to ranks; none if it runs on one rank alone."""
 
-    def __init__(self, config: StageConfig, device: torch.device, mates: Mates | None = None):
+    def __init__(
+        self, config: StageConfig, device: torch.device, mates: ProcessGroup | None = None
+    ):
         self.config, self.device = config, device
-        self.mates = Mates() if mates is None else mates
+        self.mates = ProcessGroup() if mates is None else mates
         if not self.mates.is_alone and not self.branches:
             raise ValueError(
                 f"{type(self).__name__} does not divide its work: use data_parallel_size alone"

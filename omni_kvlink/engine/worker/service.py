@@ -20,7 +20,7 @@ from omni_kvlink.engine.outputs import (
     DiffusionOutput,
     DiffusionSchedulerOutput,
 )
-from omni_kvlink.engine.parallel.rank_coords import Place
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
@@ -52,7 +52,7 @@ class WorkerService:
     """
 
     def __init__(self, config: StageConfig, local_rank: int, rank: int):
-        self._leads = Place.of(rank, config.parallel_config).is_leader
+        self._leads = RankCoords.of(rank, config.parallel_config).is_leader
         self.worker = make_worker(config, local_rank, rank)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

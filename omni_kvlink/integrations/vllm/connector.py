@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from omni_kvlink.errors import UnavailableError
 from omni_kvlink.integrations.vllm.scheduling import Scheduling
-from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats
 from omni_kvlink.integrations.vllm.step import Step
-from omni_kvlink.integrations.vllm.worker import Worker
+from omni_kvlink.integrations.vllm.worker import KVWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class WorkerCalls(KVConnectorBase_V1):
     """What vLLM calls in a worker's process."""
 
-    _settings: Settings
-    _worker: Worker | None = None
+    _settings: VllmSettings
+    _worker: KVWorker | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine has its pools: open the links.
@@ -42,7 +42,7 @@ class WorkerCalls(KVConnectorBase_V1):
             BusyError, UnavailableError: as `KVLink.serve`.
             SchemaError: pools that this connector does not know.
         """
-        self._worker = Worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker = KVWorker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -78,7 +78,7 @@ class WorkerCalls(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
 
-    def _opened(self) -> Worker:
+    def _opened(self) -> KVWorker:
         assert self._worker is not None, "register_kv_caches comes first"
         return self._worker
 
@@ -120,7 +120,7 @@ class OmniKVLinkConnector(WorkerCalls, SchedulerCalls):
     """A prompt's KV cache from one vLLM engine to others, over any link of omni_kvlink.
 
     Named by `kv_connector` and `kv_connector_module_path`; `kv_connector_extra_config` holds the
-    fields of `Settings`, a request's `kv_transfer_params` are those of `Scheduling`. The hybrid
+    fields of `VllmSettings`, a request's `kv_transfer_params` are those of `Scheduling`. The hybrid
     cache manager is not supported: vLLM turns it off for this connector.
 
     Raises:
@@ -138,7 +138,7 @@ class OmniKVLinkConnector(WorkerCalls, SchedulerCalls):
         _check_alone(vllm_config)
         transfer = vllm_config.kv_transfer_config
         produces, consumes = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._settings = Settings.read(
+        self._settings = VllmSettings.read(
             transfer.kv_connector_extra_config, produces=produces, consumes=consumes
         )
         self._scheduling = Scheduling(

@@ -10,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from omni_kvlink.connectors.base import Want
+from omni_kvlink.connectors.base import PendingGet
 from omni_kvlink.errors import IntegrityError, TransferFailed
 from omni_kvlink.integrations.vllm.payload import HEAD, LAST, Pools
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.stats import Meter
 from omni_kvlink.integrations.vllm.step import Drop, Load
 from omni_kvlink.link import KVLink, ReceivedStream
-from omni_kvlink.payload.paged import Pages
+from omni_kvlink.payload.paged import BlockTable
 from omni_kvlink.payload.views import write
 
 log = logging.getLogger(f"vllm.{__name__}")
@@ -54,7 +54,7 @@ class Loading:
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
         self._link: KVLink | None = None
-        self._want: Want | None = None
+        self._want: PendingGet | None = None
         self._is_taken = False
         self.stopped = ""
         self._layers = 0
@@ -160,7 +160,7 @@ class Loading:
                 self._changed.notify_all()
         stream.wait(timeout=self._left())  # committed: the producer finished it
 
-    def _targets(self) -> dict[str, tuple[Pages, int]]:
+    def _targets(self) -> dict[str, tuple[BlockTable, int]]:
         """By branch, the blocks to fill and how many leading ones are here already."""
         split, skip = self._pools.split(self.load), self.load.skip
         found = {}

@@ -13,7 +13,7 @@ from omni_kvlink.integrations.vllm.blocks import BlockFormat
 from omni_kvlink.integrations.vllm.step import Cache
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import Paged, Pages
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
 
 HEAD, LAST = "head", "last"
@@ -46,13 +46,13 @@ class Pools:
         parts = {HEAD: cache.blocks[:head], LAST: cache.blocks[head : head + 1]}
         return {name: blocks for name, blocks in parts.items() if blocks}
 
-    def pages(self, blocks: Sequence[int]) -> Pages:
+    def pages(self, blocks: Sequence[int]) -> BlockTable:
         """All rows of these blocks."""
         size = self.format.block_size
-        return Pages.of_blocks(blocks, block_size=size, tokens=len(blocks) * size)
+        return BlockTable.of_blocks(blocks, block_size=size, tokens=len(blocks) * size)
 
-    def place(self, layer: int, pages: Pages) -> Paged:
-        return Paged(self.layers[layer], pages, f"layer {self.format.layers[layer]}")
+    def place(self, layer: int, pages: BlockTable) -> PagedTensor:
+        return PagedTensor(self.layers[layer], pages, f"layer {self.format.layers[layer]}")
 
     def bundle(self, cache: Cache) -> KVCacheBundle:
         """A cache to be sent, where it lies. `kv_lens` counts the rows of whole blocks."""

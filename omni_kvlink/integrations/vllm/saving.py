@@ -11,11 +11,11 @@ from functools import partial
 from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
 from omni_kvlink.integrations.vllm.payload import Pools
-from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import Meter
 from omni_kvlink.integrations.vllm.step import Cache
 from omni_kvlink.link import KVLink, PutStream
-from omni_kvlink.payload.paged import Pages
+from omni_kvlink.payload.paged import BlockTable
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -28,7 +28,7 @@ class Saving:
         self.error: Exception | None = None
         self.receipt: Receipt | None = None
         self._stream: PutStream | None = None
-        self._pages: dict[str, Pages] = {}
+        self._pages: dict[str, BlockTable] = {}
         self._started = time.perf_counter()
 
     def open(self, link: KVLink, ttl: float) -> None:
@@ -63,7 +63,7 @@ class Saving:
 class Saver:
     """What a producer's worker has under way; called by the engine's thread alone."""
 
-    def __init__(self, link: KVLink, pools: Pools, settings: Settings, meter: Meter):
+    def __init__(self, link: KVLink, pools: Pools, settings: VllmSettings, meter: Meter):
         self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
         self._savings: list[Saving] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import Cache, Drop, Load, Step
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Scheduling:
         readers: how many consumers will read it; 1.
     """
 
-    def __init__(self, settings: Settings, *, block_size: int, produces: bool, consumes: bool):
+    def __init__(self, settings: VllmSettings, *, block_size: int, produces: bool, consumes: bool):
         self._settings, self._block_size = settings, block_size
         self._produces, self._consumes = produces, consumes
         self._step = Step()

@@ -10,7 +10,7 @@ from omni_kvlink.errors import SchemaError
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class VllmSettings:
     """How one engine takes part.
 
     Args:
@@ -42,7 +42,7 @@ class Settings:
     connect: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> Settings:
+    def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> VllmSettings:
         """Check what the engine was given."""
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(extra) - set(names))

@@ -14,7 +14,7 @@ from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.payload import Pools
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.saving import Saver
-from omni_kvlink.integrations.vllm.settings import Settings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import Meter
 from omni_kvlink.integrations.vllm.step import Step
 from omni_kvlink.link import KVLink
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 QUOTA = 4 << 30
 
 
-class Worker:
+class KVWorker:
     """One engine's end of its links; opened when the engine has its pools."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: VllmSettings,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
@@ -99,7 +99,7 @@ class Worker:
 
 
 def _pools(
-    settings: Settings,
+    settings: VllmSettings,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],

@@ -4,7 +4,7 @@ vLLM-Omni calls `register` by itself, from the entry point in `vllm_omni.general
 YAML then names `OmniKVLinkConnector`. A process that makes a manager by hand calls `register()`.
 """
 
-from omni_kvlink.integrations.vllm_omni.settings import Settings as Settings
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings as OmniSettings
 
 
 def register() -> None:

@@ -21,9 +21,9 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.integrations.vllm_omni.links import Links
 from omni_kvlink.integrations.vllm_omni.payloads import object_of, payload_of
-from omni_kvlink.integrations.vllm_omni.pending_gets import Asking
-from omni_kvlink.integrations.vllm_omni.settings import Settings
-from omni_kvlink.integrations.vllm_omni.stage_edges import Place
+from omni_kvlink.integrations.vllm_omni.pending_gets import PendingGets
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.link import Received
 
 try:
@@ -49,7 +49,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
     raised: its manager and its loops log it and give the request up, instead of waiting.
 
     Args:
-        config: what stands in `extra`; ours is `config["kvlink"]`, see `Settings`.
+        config: what stands in `extra`; ours is `config["kvlink"]`, see `OmniSettings`.
 
     Raises:
         ValueError: a setting is unknown, or cannot be.
@@ -61,9 +61,9 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
     """None until `__init__` is through: `__del__` closes half-built objects, too."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.settings = Settings.of(config)
+        self.settings = OmniSettings.of(config)
         backend(self.settings.transport)
-        self._links, self._asking = Links(self.settings), Asking()
+        self._links, self._asking = Links(self.settings), PendingGets()
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(
@@ -90,7 +90,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         """
         self._check_open()
         self.reap_consumed()
-        place = Place.of(from_stage, to_stage, put_key)
+        place = StageEdge.of(from_stage, to_stage, put_key)
         with self._counting():
             link = self._links.sender(place)
             try:
@@ -132,7 +132,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
             PeerLostError: the sender is gone.
             IntegrityError, WireError, ClosedError
         """
-        place = Place.of(from_stage, to_stage, get_key)
+        place = StageEdge.of(from_stage, to_stage, get_key)
         wait = self.settings.wait if place.is_cache else self.settings.poll
         return self._get(place, get_key, time.monotonic() + wait, find=max(wait, FIND))
 
@@ -146,7 +146,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         deadline: float,
     ) -> tuple[Any, int] | None:
         """As `get`, until `deadline` on `time.monotonic`'s clock."""
-        place = Place.of(from_stage, to_stage, get_key)
+        place = StageEdge.of(from_stage, to_stage, get_key)
         return self._get(place, get_key, deadline, find=max(0.0, deadline - time.monotonic()))
 
     def abandon_get(self, get_key: str) -> None:
@@ -164,7 +164,9 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
             found = [(spot, self._receipts.pop(spot)) for spot in spots]
         for spot, receipt in found:
             if not receipt.done:
-                self._links.sender(Place.of(*spot)).abort(request_id, "cleaned up by the engine")
+                self._links.sender(StageEdge.of(*spot)).abort(
+                    request_id, "cleaned up by the engine"
+                )
 
     def reap_consumed(self) -> None:
         """Forget what every reader has let go of; its memory is free already."""
@@ -195,7 +197,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         return self._end is None or not self._end.alive
 
     def _get(
-        self, place: Place, key: str, deadline: float, *, find: float
+        self, place: StageEdge, key: str, deadline: float, *, find: float
     ) -> tuple[Any, int] | None:
         """Find the sender within `find` seconds, and have the payload until the deadline."""
         self._check_open()
@@ -213,7 +215,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         self._count(gets=1, bytes_transferred=result[1])
         return result
 
-    def _receive(self, place: Place, key: str, deadline: float, find: float) -> Received:
+    def _receive(self, place: StageEdge, key: str, deadline: float, find: float) -> Received:
         link = self._links.receiver(place, timeout=find)
         left = max(0.0, deadline - time.monotonic())
         try:
@@ -244,7 +246,7 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
             raise ClosedError("the connector belongs to the process that made it")
 
 
-def _close(pid: int, asking: Asking, links: Links) -> None:
+def _close(pid: int, asking: PendingGets, links: Links) -> None:
     """Also when the process ends; in a forked child nothing: the links are its parent's."""
     if pid == os.getpid():
         asking.close()

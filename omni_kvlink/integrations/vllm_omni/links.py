@@ -8,22 +8,22 @@ import time
 from typing import Any
 
 from omni_kvlink.errors import ClosedError, TransferTimeout
-from omni_kvlink.integrations.vllm_omni.settings import Settings
-from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, Place, announced, find
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
 from omni_kvlink.link import KVLink
 
 
 class Links:
     """One end for each place that this process sends to or receives from; thread-safe."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: OmniSettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self._served: dict[Place, tuple[KVLink, Announcement | None]] = {}
-        self._seats: dict[Place, _Seat] = {}
+        self._served: dict[StageEdge, tuple[KVLink, Announcement | None]] = {}
+        self._seats: dict[StageEdge, _Seat] = {}
         self._closed = False
 
-    def sender(self, place: Place) -> KVLink:
+    def sender(self, place: StageEdge) -> KVLink:
         """The end that puts.
 
         Raises:
@@ -35,7 +35,7 @@ class Links:
                 self._served[place] = self._serve(place)
             return self._served[place][0]
 
-    def receiver(self, place: Place, *, timeout: float) -> KVLink:
+    def receiver(self, place: StageEdge, *, timeout: float) -> KVLink:
         """The end that gets.
 
         Raises:
@@ -67,7 +67,7 @@ class Links:
         finally:
             seat.lock.release()
 
-    def forget(self, place: Place, link: KVLink) -> None:
+    def forget(self, place: StageEdge, link: KVLink) -> None:
         """Its sender is gone, and the next one may be found elsewhere."""
         with self._lock:
             seat = self._seats.get(place)
@@ -97,7 +97,7 @@ class Links:
             reading = [seat.link for seat in self._seats.values()]
             return [*(link for link, _ in self._served.values()), *filter(None, reading)]
 
-    def _serve(self, place: Place) -> tuple[KVLink, Announcement | None]:
+    def _serve(self, place: StageEdge) -> tuple[KVLink, Announcement | None]:
         options = dataclasses.asdict(self._settings.of_sender)
         link = KVLink.serve(place.url(self._settings), **options)
         if not place.is_announced(self._settings):
@@ -108,7 +108,7 @@ class Links:
             link.close()
             raise
 
-    def _connect(self, place: Place, deadline: float) -> KVLink:
+    def _connect(self, place: StageEdge, deadline: float) -> KVLink:
         url = place.url(self._settings)
         if place.is_announced(self._settings):
             left = max(0.0, deadline - time.monotonic())
@@ -117,7 +117,7 @@ class Links:
         options = dataclasses.asdict(self._settings.of_receiver)
         return KVLink.connect(url, timeout=left, **options)
 
-    def _has_moved(self, place: Place, link: KVLink) -> bool:
+    def _has_moved(self, place: StageEdge, link: KVLink) -> bool:
         """Whether its sender has gone from the address that the system chose for it."""
         return place.is_announced(self._settings) and link.url != announced(
             place.file(self._settings, "url")

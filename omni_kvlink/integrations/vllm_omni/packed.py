@@ -20,7 +20,7 @@ _FIELDS = {"rid", "bids", "meta", "td", "nl"}
 _PARTS = {"key_cache": "K", "value_cache": "V"}
 
 
-class Entry(msgspec.Struct):
+class PackedEntry(msgspec.Struct):
     """One tensor: name, dtype, shape, first byte, bytes; or, with `x`, that there is none."""
 
     n: str
@@ -37,7 +37,7 @@ class Packed(msgspec.Struct):
     rid: str
     bids: list[Any]
     meta: dict[str, Any]
-    td: list[Entry]
+    td: list[PackedEntry]
     nl: Count
 
 
@@ -139,7 +139,7 @@ def _check_blocks(block_ids: Sequence[Any], tokens: int, block_size: Any) -> Non
         seen.add(block)
 
 
-def _shape_of(entry: Entry, nbytes: int, where: str) -> torch.Size:
+def _shape_of(entry: PackedEntry, nbytes: int, where: str) -> torch.Size:
     """Raises SchemaError if the entry's bytes are not all there."""
     dtype = getattr(torch, entry.d, None)
     if not isinstance(dtype, torch.dtype):

@@ -6,23 +6,23 @@ import concurrent.futures
 import threading
 import time
 
-from omni_kvlink.connectors.base import Want
+from omni_kvlink.connectors.base import PendingGet
 from omni_kvlink.errors import TransferTimeout
-from omni_kvlink.integrations.vllm_omni.stage_edges import Place
+from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.link import KVLink, Received
 
 KEPT = 5.0
 """Seconds after which what nobody asked for again is asked of the sender no more."""
 
 
-class Asking:
+class PendingGets:
     """Wants that outlive one call, so that a short `get` misses nothing; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wants: dict[tuple[Place, str], tuple[Want, KVLink, float]] = {}
+        self._wants: dict[tuple[StageEdge, str], tuple[PendingGet, KVLink, float]] = {}
 
-    def get(self, link: KVLink, place: Place, key: str, *, timeout: float) -> Received:
+    def get(self, link: KVLink, place: StageEdge, key: str, *, timeout: float) -> Received:
         """As `KVLink.get`, but a call that runs out of time leaves the question standing.
 
         Raises:
@@ -65,7 +65,7 @@ class Asking:
     def __len__(self) -> int:
         return len(self._wants)
 
-    def _cancel(self, spots: list[tuple[Place, str]]) -> None:
+    def _cancel(self, spots: list[tuple[StageEdge, str]]) -> None:
         for spot in spots:
             with self._lock:
                 found = self._wants.pop(spot, None)

@@ -15,7 +15,7 @@ SECTION = "kvlink"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class OmniSettings:
     """How stages are linked; the same on both sides.
 
     Args:
@@ -65,7 +65,7 @@ class Settings:
         self.of_sender, self.of_receiver  # noqa: B018  refused now, not at the first request
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Settings:
+    def of(cls, config: Mapping[str, Any]) -> OmniSettings:
         """From the one dict that vLLM-Omni gives a connector."""
         section = config.get(SECTION, {})
         if not isinstance(section, Mapping):

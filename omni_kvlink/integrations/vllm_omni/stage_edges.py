@@ -14,12 +14,12 @@ from typing import NamedTuple
 from omni_kvlink.connectors.runtime.user_dirs import check_private, locked
 from omni_kvlink.connectors.shm.rendezvous import default_directory, watching
 from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
-from omni_kvlink.integrations.vllm_omni.settings import Settings
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 
 _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 
 
-class Place(NamedTuple):
+class StageEdge(NamedTuple):
     """One link of an edge between two stages.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     channel: str
 
     @classmethod
-    def of(cls, from_stage: str, to_stage: str, key: str) -> Place:
+    def of(cls, from_stage: str, to_stage: str, key: str) -> StageEdge:
         """Where a key is put and got; its form is the manager's own."""
         if key.startswith(f"omni_{from_stage}_to_{to_stage}_kv_cache_"):
             return cls(from_stage, to_stage, "kv0")
@@ -43,14 +43,14 @@ class Place(NamedTuple):
     def is_cache(self) -> bool:
         return self.channel != "data"
 
-    def name(self, settings: Settings) -> str:
+    def name(self, settings: OmniSettings) -> str:
         return f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
 
-    def file(self, settings: Settings, suffix: str) -> str:
+    def file(self, settings: OmniSettings, suffix: str) -> str:
         directory = settings.of_sender.directory or default_directory()
         return os.path.join(directory, f"{self.name(settings)}.{suffix}")
 
-    def url(self, settings: Settings) -> str:
+    def url(self, settings: OmniSettings) -> str:
         """What the sender serves.
 
         Raises:
@@ -69,7 +69,7 @@ class Place(NamedTuple):
             )
         return f"{settings.transport}://{settings.addresses[self.channel]}"
 
-    def is_announced(self, settings: Settings) -> bool:
+    def is_announced(self, settings: OmniSettings) -> bool:
         """Whether its address is the system's choice, to be found by the name."""
         return settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
 

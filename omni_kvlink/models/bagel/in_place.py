@@ -60,9 +60,9 @@ class InPlaceCache(NaiveCache):
 
     def _lies_in_room(self, tokens: int) -> bool:
         """Whether the dicts, which anybody may write to, still hold the room's rows."""
-        for layer, room in enumerate(self._room.layers):
+        for layer, capacity in enumerate(self._room.layers):
             found = self.key_cache[layer], self.value_cache[layer]
-            for tensor, place in zip(found, room, strict=True):
+            for tensor, place in zip(found, capacity, strict=True):
                 if tensor is None:
                     if tokens:
                         return False
@@ -95,8 +95,8 @@ class _Room:
         return range(start, stop)
 
     def write(self, layer: int, rows: range, k: Tensor, v: Tensor) -> Layer:
-        for new, room in zip((k, v), self.layers[layer], strict=True):
-            place = room[rows.start : rows.stop]
+        for new, capacity in zip((k, v), self.layers[layer], strict=True):
+            place = capacity[rows.start : rows.stop]
             if _form(new) != _form(place):  # a copy would widen, round or repeat it in silence
                 raise SchemaError(f"layer {layer}: new rows are {_form(new)}, not {_form(place)}")
             place.copy_(new)

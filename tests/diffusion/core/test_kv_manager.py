@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine_bed import WAIT, bundle, link, request
+from engine_fixtures import WAIT, bundle, link, request
 
 from omni_kvlink import (
     CapacityError,
@@ -153,11 +153,11 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(timeout=WAIT))
-        room = producer.allocate(bundle("r"))
-        for target, source in zip(room.data.tensors(), bundle("r").tensors(), strict=True):
+        capacity = producer.allocate(bundle("r"))
+        for target, source in zip(capacity.data.tensors(), bundle("r").tensors(), strict=True):
             target.copy_(source)
-        spoiled = room.data["gen"].layer_blocks["value_cache"][1]
-        receipt = producer.put(room.data)
+        spoiled = capacity.data["gen"].layer_blocks["value_cache"][1]
+        receipt = producer.put(capacity.data)
         spoiled.view(-1)[3] += 1  # behind the digests' back
         with pytest.raises(IntegrityError, match="layer 1, V"):
             manager.receive_from_connector(consumer, request("r"))
@@ -165,7 +165,7 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
             receipt.wait(timeout=WAIT)
         assert manager.stats()["charged"] == 0
         manager.close()
-        del target, source, spoiled, room
+        del target, source, spoiled, capacity
 
 
 def test_the_budget_is_kept(sockets: str) -> None:

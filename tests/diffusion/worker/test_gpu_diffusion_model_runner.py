@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bed import WAIT, alone, bundle, config, link, request, url
+from engine_fixtures import WAIT, alone, bundle, config, link, request, url
 
 from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
 from omni_kvlink.engine import (

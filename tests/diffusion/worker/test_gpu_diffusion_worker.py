@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bed import alone, checkpoint, config, request
+from engine_fixtures import alone, checkpoint, config, request
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,

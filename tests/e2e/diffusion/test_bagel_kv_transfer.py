@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bed import WAIT, alone, bundle, checkpoint, pipeline
+from engine_fixtures import WAIT, alone, bundle, checkpoint, pipeline
 
 from omni_kvlink import KVLink
 from omni_kvlink.engine import (

@@ -19,7 +19,7 @@ Seeded = Callable[[int], torch.Generator]
 CAPACITY = 400
 
 
-def room(pipeline: BagelPipeline, capacity: int = CAPACITY) -> InPlaceCache:
+def capacity(pipeline: BagelPipeline, capacity: int = CAPACITY) -> InPlaceCache:
     """Its memory is full of NaNs: a row read before it was written would be seen."""
     shape = (capacity, pipeline.config.llm.num_key_value_heads, pipeline.config.llm.head_dim)
     keys, values = (
@@ -55,7 +55,7 @@ def test_a_prefill_in_place_has_the_same_bytes(
     }
     how: dict[str, Any] = {"think": True, "max_think_tokens": 6} if kind == "think" else {}
     wanted = pipeline.prefill(inputs[kind], image_shape=SHAPE, generator=seeded(1), **how)
-    gen, cfg_img = room(pipeline), room(pipeline)
+    gen, cfg_img = capacity(pipeline), capacity(pipeline)
     got = pipeline.prefill(
         inputs[kind],
         image_shape=SHAPE,
@@ -74,7 +74,7 @@ def test_a_prefill_in_place_has_the_same_bytes(
 
 
 def test_only_new_rows_are_written(exact: BagelPipeline) -> None:
-    cache = room(exact)
+    cache = capacity(exact)
     one = exact.append_text(start(cache), [1, 2, 3])
     for keys, values in cache._room.layers:
         keys[3:], values[3:] = 7, 7
@@ -90,7 +90,7 @@ def test_only_new_rows_are_written(exact: BagelPipeline) -> None:
 
 def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
     """Two texts after the same context, and a third after an older one."""
-    cache, plain = room(exact), exact.empty_context()
+    cache, plain = capacity(exact), exact.empty_context()
     trunk = exact.append_text(start(cache), [1, 2, 3])
     first = exact.append_text(trunk, [4, 5])
     before = raw(first)
@@ -107,7 +107,7 @@ def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
 
 
 def test_a_snapshot_is_continued_elsewhere_and_left_alone(exact: BagelPipeline) -> None:
-    cache = room(exact)
+    cache = capacity(exact)
     context = exact.append_text(start(cache), [1, 2, 3])
     copy, before = context.snapshot(), raw(context)
     branch = exact.append_text(copy, [9, 9])
@@ -124,7 +124,7 @@ def branch_of(pipeline: BagelPipeline, ids: list[int]) -> BagelContext:
 
 
 def test_denoising_claims_nothing(exact: BagelPipeline) -> None:
-    cache = room(exact)
+    cache = capacity(exact)
     context = exact.append_text(start(cache), [1, 2, 3])
     before = raw(context)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_denoising_claims_nothing(exact: BagelPipeline) -> None:
 
 def test_a_layer_that_was_replaced_is_respected(exact: BagelPipeline) -> None:
     """The dicts are anybody's to write to, as `snapshot` and the adapter do."""
-    contexts = [exact.append_text(start(made), [1, 2]) for made in (room(exact), NaiveCache(3))]
+    contexts = [exact.append_text(start(made), [1, 2]) for made in (capacity(exact), NaiveCache(3))]
     for context in contexts:
         values = context.past_key_values.value_cache
         values[1] = -values[1]  # type: ignore[index, operator]
@@ -144,7 +144,7 @@ def test_a_layer_that_was_replaced_is_respected(exact: BagelPipeline) -> None:
 
 
 def test_over_capacity_is_refused_before_a_row_is_written(exact: BagelPipeline) -> None:
-    cache = room(exact, capacity=5)
+    cache = capacity(exact, capacity=5)
     context = exact.append_text(start(cache), [1, 2, 3])
     whole = [t.clone() for pair in cache._room.layers for t in pair]
     with pytest.raises(SchemaError, match="capacity of 5 tokens, wanted 6"):
@@ -159,7 +159,7 @@ def test_over_capacity_is_refused_before_a_row_is_written(exact: BagelPipeline) 
 def test_an_extension_that_failed_half_way_is_done_again_elsewhere(
     exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = room(exact)
+    cache = capacity(exact)
     context = exact.append_text(start(cache), [1, 2])
     before = raw(context)
     last = exact.model.language_model.model.layers[2]
@@ -191,13 +191,13 @@ def test_tensors_that_make_no_cache(keys: list[Tensor], values: list[Tensor], wo
 
 def test_rows_of_another_dtype_are_refused(exact: BagelPipeline, short: BagelPipeline) -> None:
     with pytest.raises(SchemaError, match=r"layer 0: new rows are torch.float32 \[2, 2, 16\]"):
-        exact.append_text(start(room(short)), [1, 2])
+        exact.append_text(start(capacity(short)), [1, 2])
 
 
 def test_given_caches_must_be_empty_and_known(exact: BagelPipeline) -> None:
-    used = exact.append_text(start(room(exact)), [1, 2]).past_key_values
+    used = exact.append_text(start(capacity(exact)), [1, 2]).past_key_values
     assert isinstance(used, InPlaceCache)
     with pytest.raises(SchemaError, match="gen: K of layer 0 has shape"):
         exact.prefill("a fox", caches={"gen": used})
     with pytest.raises(SchemaError, match="not for cfg_text"):
-        exact.prefill("a fox", caches={"cfg_text": room(exact)})
+        exact.prefill("a fox", caches={"cfg_text": capacity(exact)})

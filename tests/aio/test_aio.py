@@ -1,0 +1,180 @@
+"""`AsyncKVLink`: nothing waits in a thread, and a cancelled get takes nothing with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from aio_fixtures import Test, waiting
+
+from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.testing.caches import Recipe, fingerprint
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def test_round_trip(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        data = Recipe("k", bundle=True).make()
+        receipt = await producer.put(data)
+        with await consumer.get("k", timeout=5, verify="full") as found:
+            assert fingerprint(found) == fingerprint(data)
+        del found
+        await producer.wait(receipt, timeout=5)
+        assert receipt.state == "released"
+
+    run(test)
+
+
+def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        gets = [asyncio.ensure_future(consumer.get(f"k{n}", timeout=20)) for n in range(100)]
+        await waiting(producer, 100)
+        assert threading.active_count() < 20
+        for n in reversed(range(100)):
+            await producer.put(Recipe(f"k{n}", seed=n).make())
+        for n, get in enumerate(gets):
+            with await get as found:
+                assert fingerprint(found) == fingerprint(Recipe(f"k{n}", seed=n).make())
+            del found
+
+    run(test)
+
+
+def test_the_event_loop_goes_on(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        get = asyncio.ensure_future(consumer.get("k", timeout=1))
+        longest, last = 0.0, time.monotonic()
+        while not get.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert longest < 0.5
+        with pytest.raises(TransferTimeout):
+            await get
+
+    run(test)
+
+
+def test_timeout(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout, match="never announced"):
+            await consumer.get("k", timeout=0.2)
+        assert 0.19 < time.monotonic() - started < 0.45
+        await waiting(producer, 0)
+
+    run(test)
+
+
+def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        get = asyncio.ensure_future(consumer.get("k", timeout=20))
+        await waiting(producer, 1)
+        get.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await get
+        await waiting(producer, 0)
+        receipt = await producer.put(Recipe("k").make())
+        assert receipt.state == "committed"
+        (await consumer.get("k", timeout=5)).release()
+        await producer.wait(receipt, timeout=5)
+
+    run(test)
+
+
+def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> None:
+    """Whatever the cancellation meets (the asking, the waiting, the answer), nothing is kept."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        for turn in range(60):
+            key = f"k{turn}"
+            get = asyncio.ensure_future(consumer.get(key, timeout=20))
+            for _ in range(turn % 6):
+                await asyncio.sleep(0)
+            if turn % 3 == 0:
+                await asyncio.sleep(0.0002 * (turn % 10))
+            put = asyncio.ensure_future(producer.put(Recipe(key).make()))
+            for _ in range(turn % 7):
+                await asyncio.sleep(0.0002)
+            get.cancel()
+            receipt = await put
+            try:
+                (await get).release()
+            except asyncio.CancelledError:
+                (await consumer.get(key, timeout=5)).release()
+            await producer.wait(receipt, timeout=5)
+        await waiting(producer, 0)
+        assert producer.stats()["memory"]["used"] == 0
+
+    run(test)
+
+
+def test_wait_for_gives_up_cleanly(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(consumer.get("k", timeout=20), 0.1)
+        await waiting(producer, 0)
+
+    run(test)
+
+
+def test_failures_arrive(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        first = asyncio.ensure_future(consumer.get("a", timeout=20))
+        second = asyncio.ensure_future(consumer.get("b", timeout=20))
+        third = asyncio.ensure_future(consumer.get("c", timeout=20))
+        await waiting(producer, 3)
+        producer.fail("a", "out of luck")
+        with pytest.raises(TransferFailed, match="out of luck"):
+            await first
+        consumer.abort("b", "no need")
+        with pytest.raises(TransferFailed, match="no need"):
+            await second
+        await producer.close()
+        with pytest.raises(PeerLostError):
+            await third
+
+    run(test)
+
+
+def test_close_wakes_a_get(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        get = asyncio.ensure_future(consumer.get("k", timeout=20))
+        await waiting(producer, 1)
+        await consumer.close()
+        with pytest.raises(ClosedError):
+            await get
+
+    run(test)
+
+
+def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> None:
+    """More gets than the pool has threads: each one's deadline holds all the same."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        await producer.close()
+        while consumer.stats()["connected"]:
+            await asyncio.sleep(0.002)
+        started = time.monotonic()
+        gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(60)]
+        for found in await asyncio.gather(*gets, return_exceptions=True):
+            assert isinstance(found, (PeerLostError, TransferTimeout)), found
+        assert time.monotonic() - started < 0.4 + 0.25
+
+    run(test)
+
+
+def test_many_readers_of_one_key(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        gets = [asyncio.ensure_future(consumer.get("k", timeout=20)) for _ in range(30)]
+        await waiting(producer, 30)
+        receipt = await producer.put(Recipe("k").make(), readers=30)
+        for get in gets:
+            (await get).release()
+        await producer.wait(receipt, timeout=5)
+
+    run(test)

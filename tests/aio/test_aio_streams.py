@@ -1,0 +1,245 @@
+"""`AsyncKVLink`'s streams: layers are awaited without a thread; a cancelled wait takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from aio_fixtures import THREE, Gate, Test, entered, freed, waiting
+
+from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.aio import AsyncKVLink, AsyncPutStream
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+async def write(out: AsyncPutStream, *layers: int) -> None:
+    places = layers_of(THREE.make())
+    for layer in layers:
+        await out.write_layer(layer, *places["kv", layer])
+
+
+def test_stream_round_trip(run: Callable[[Test], None]) -> None:
+    """Each layer is there before the next one is written."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        data = Recipe("s", bundle=True, layers=3).make()
+        async with producer.stream_put(data) as out:
+            stream = await consumer.stream_get("s", timeout=5)
+            layers = layers_of(data)
+            assert len(stream) == len(layers)
+            seen = stream.__aiter__()
+            for (branch, layer), places in layers.items():
+                coming = asyncio.ensure_future(seen.__anext__())
+                await asyncio.sleep(0)
+                assert not coming.done()
+                await out.write_layer(layer, *places, branch=branch)
+                found = await coming
+                assert (found.branch, found.index) == (branch, layer)
+                assert hash_tensors(found.tensors) == hash_tensors(places)
+                del found, coming
+        assert fingerprint(await stream.wait()) == fingerprint(data)
+        stream.release()
+        await producer.wait(await out.commit(), timeout=5)
+
+    run(test)
+
+
+def test_stream_of_a_plain_put(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        asking = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+        await waiting(producer, 1)
+        receipt = await producer.put(THREE.make())
+        with await asking as stream:
+            assert [layer.index async for layer in stream] == [0, 1, 2]
+            assert fingerprint(await stream.wait(timeout=0)) == fingerprint(THREE.make())
+        await producer.wait(receipt, timeout=5)
+
+    run(test)
+
+
+def test_waiting_for_layers_holds_no_threads(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        async with producer.stream_put(THREE.make()) as out:
+            with await consumer.stream_get("s", timeout=20) as stream:
+                waits = [asyncio.ensure_future(stream.wait_for_layer(n % 3)) for n in range(90)]
+                waits.append(asyncio.ensure_future(stream.wait()))  # type: ignore[arg-type]
+                await asyncio.sleep(0)
+                before = threading.active_count()
+                assert before < 20
+                await write(out, 2, 1, 0)
+                await out.commit()
+                for wait in waits:
+                    await wait
+                del waits, wait
+
+    run(test)
+
+
+def test_cancelled_wait_takes_nothing(run: Callable[[Test], None]) -> None:
+    """The stream goes on, and nothing of the wait is left."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        async with producer.stream_put(THREE.make()) as out:
+            with await consumer.stream_get("s", timeout=20) as stream:
+                for call in (stream.wait_for_layer(0), stream.wait()):
+                    wait = asyncio.ensure_future(call)  # type: ignore[arg-type]
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+                    wait.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await wait
+                assert stream.stream.delivery.progress is not None
+                assert not stream.stream.delivery.progress._waiting
+                await write(out, 0, 1, 2)
+                assert [layer.index async for layer in stream] == [0, 1, 2]
+        await producer.wait(await out.commit(), timeout=5)
+
+    run(test)
+
+
+def test_layer_timeout(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        async with producer.stream_put(THREE.make()) as out:
+            with await consumer.stream_get("s", timeout=0.2) as stream:
+                for timeout in (None, 0.1, 0.0):
+                    started = time.monotonic()
+                    with pytest.raises(TransferTimeout, match="layer 1 of branch 'kv'"):
+                        await stream.wait_for_layer(1, timeout=timeout)
+                    wanted = 0.2 if timeout is None else timeout
+                    assert wanted - 0.01 < time.monotonic() - started < wanted + 0.25
+                with pytest.raises(TransferTimeout, match="commit"):
+                    await stream.wait(timeout=0.0)
+                await write(out, 1)
+                assert (await stream.wait_for_layer(1, timeout=5)).index == 1
+                await write(out, 0, 2)
+
+    run(test)
+
+
+def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
+    """Also when the offer has just come: another reader has the stream, and all of it."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        for turn in range(20):
+            asking = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+            if turn % 2:
+                await waiting(producer, 1)
+            async with producer.stream_put(THREE.make()) as out:
+                await write(out, 0)
+                for _ in range(turn % 5):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                try:
+                    stream = await asking
+                except asyncio.CancelledError:
+                    stream = await consumer.stream_get("s", timeout=5)
+                with stream:
+                    await stream.wait_for_layer(0, timeout=5)
+                await write(out, 1, 2)
+            await producer.wait(await out.commit(), timeout=5)
+        await waiting(producer, 0)
+
+    run(test)
+
+
+def test_a_failing_writer(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        out = await producer.stream_put(THREE.make()).__aenter__()
+        stream = await consumer.stream_get("s", timeout=20)
+        await write(out, 0)
+        layer = asyncio.ensure_future(stream.wait_for_layer(1))
+        whole = asyncio.ensure_future(stream.wait())
+        assert not await out.__aexit__(ZeroDivisionError, ZeroDivisionError("by"), None)
+        for future in (layer, whole):
+            with pytest.raises(TransferFailed, match=r"layer 1 of branch 'kv'.*ZeroDivision"):
+                await future
+        stream.release()
+
+    run(test)
+
+
+def test_close_ends_a_stream(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        out = await producer.stream_put(THREE.make()).__aenter__()
+        stream = await consumer.stream_get("s", timeout=20)
+        layer = asyncio.ensure_future(stream.wait_for_layer(1))
+        await asyncio.sleep(0)
+        await producer.close()
+        with pytest.raises(PeerLostError, match="layer 1"):
+            await layer
+        stream.release()
+        with pytest.raises(ClosedError):
+            await write(out, 0)
+        await out.__aexit__(ClosedError, ClosedError("closed"), None)
+
+
+def test_release_wakes_who_waits(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        async with producer.stream_put(THREE.make()) as out:
+            stream = await consumer.stream_get("s", timeout=20)
+            layer = asyncio.ensure_future(stream.wait_for_layer(1))
+            await asyncio.sleep(0)
+            stream.release()
+            with pytest.raises(ClosedError, match="layer 1"):
+                await layer
+            with pytest.raises(ClosedError):
+                await stream.wait()
+            await write(out, 0, 1, 2)
+        await producer.wait(await out.commit(), timeout=5)
+
+    run(test)
+
+
+def test_a_cancelled_writer_leaves_no_copy_behind(run: Callable[[Test], None]) -> None:
+    """Its memory is not given back while a thread still copies to it."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        gate = producer.link._copier = Gate()
+
+        async def send() -> None:
+            async with producer.stream_put(THREE.make()) as out:
+                await write(out, 0)
+
+        sending = asyncio.ensure_future(send())
+        await entered(gate)
+        sending.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert producer.stats()["memory"]["used"] > 0
+        gate.open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await freed(producer)
+        with pytest.raises(TransferFailed, match="Cancelled"):
+            await consumer.get("s", timeout=5)
+
+    run(test)
+
+
+def test_a_writer_cancelled_before_it_began(run: Callable[[Test], None]) -> None:
+    """It waits for room; when it gets it, nobody wants it any more."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        big = Recipe("big", layers=1, tokens=3 << 10, heads=1, dim=512)
+        await producer.put(big.make())
+        held = await consumer.get("big", timeout=5)
+        plan = Recipe("s", layers=1, tokens=3 << 10, heads=1, dim=512).make()
+        out = producer.stream_put(plan, timeout=20)
+        entering = asyncio.ensure_future(out.__aenter__())
+        while producer.stats()["transfers"]["live"] != 2:
+            await asyncio.sleep(0.002)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        held.release()
+        del held
+        await freed(producer)
+        with pytest.raises(TransferFailed, match="cancelled"):
+            await consumer.get("s", timeout=5)
+
+    run(test)

@@ -1,0 +1,94 @@
+"""`AsyncKVLink.get(verify="full")`: hashing stops neither the event loop nor a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from aio_fixtures import THREE, Gate, Test, entered, freed
+
+from omni_kvlink import IntegrityError, TransferFailed
+from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.aio.link import _Verifying
+from omni_kvlink.testing.caches import fingerprint
+from omni_kvlink.testing.scatter_checks import FlippingCopier
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        gate = consumer.link._copier = Gate()
+        receipt = await producer.put(THREE.make())
+        getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
+        await entered(gate)
+        gate.open.set()
+        with await getting as found:
+            assert fingerprint(found) == fingerprint(THREE.make())
+        del found, getting
+        await producer.wait(receipt, timeout=5)
+
+    run(test)
+
+
+def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
+    """The payload goes to another reader, when the hashing is over."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        gate = consumer.link._copier = Gate()
+        receipt = await producer.put(THREE.make())
+        getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
+        await entered(gate)
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        assert receipt.state == "leased"
+        gate.open.set()
+        (await consumer.get("s", timeout=5)).release()
+        await producer.wait(receipt, timeout=5)
+        assert producer.stats()["transfers"]["redelivered"] == 1
+
+    run(test)
+
+
+def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        spoiler = producer.link._copier = FlippingCopier()
+        spoiler.flip = "kv.2.value"
+        receipt = await producer.put(THREE.make())
+        with pytest.raises(IntegrityError, match="layer 2, V"):
+            await consumer.get("s", timeout=5, verify="full")
+        with pytest.raises(TransferFailed, match="rejected"):
+            await producer.wait(receipt, timeout=5)
+        await freed(producer)
+
+    run(test)
+
+
+def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None:
+    """All threads are busy: the payload goes back at once, and is not hashed afterwards."""
+
+    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+        receipt = await producer.put(THREE.make())
+        received = await consumer.get("s", timeout=5)
+        busy = threading.Event()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait, 10))
+        verifying = asyncio.ensure_future(_Verifying(received).done())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        verifying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await verifying
+        while producer.stats()["transfers"]["redelivered"] != 1:
+            await asyncio.sleep(0.002)
+        busy.set()
+        assert await blocked
+        (await consumer.get("s", timeout=5)).release()
+        await producer.wait(receipt, timeout=5)
+        assert "verify" not in received.ledger.seconds
+
+    run(test)

@@ -1,0 +1,190 @@
+"""The parts of a payload that is sent from its caller's memory, and the exchange that offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transfer_table_fixtures import HERE, Bench
+
+from omni_kvlink import TransferFailed, WireError
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer
+from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
+from omni_kvlink.memory.region import Mapping
+
+HEADER, FIRST, SECOND = 512, 700, 300
+START = 512 + 768
+"""Of the second tensor, behind 68 bytes of padding."""
+NBYTES = START + SECOND
+
+
+@pytest.fixture
+def direct() -> DirectSource:
+    memory = Mapping.anonymous(1 << 16).region
+    memory.view()[: 2 * HEADER] = b"h" * HEADER + b"d" * HEADER
+    memory.view()[4096 : 4096 + FIRST] = b"1" * FIRST
+    memory.view()[8192 : 8192 + SECOND] = b"2" * SECOND
+    tensors = [(HEADER, memory.slice(4096, FIRST)), (START, memory.slice(8192, SECOND))]
+    return DirectSource(memory.slice(0, 2 * HEADER), HEADER, tensors, NBYTES)
+
+
+def test_every_byte_is_found(direct: DirectSource) -> None:
+    found = b""
+    while len(found) < NBYTES + HEADER:
+        found += bytes(direct.find(len(found), len(found) + 4).view())
+    padding = bytes(START - HEADER - FIRST)
+    assert found == b"h" * HEADER + b"1" * FIRST + padding + b"2" * SECOND + b"d" * HEADER
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        (HEADER - 1, HEADER + 1),
+        (HEADER, START),
+        (START - 1, START + 1),
+        (NBYTES - 1, NBYTES + 1),
+        (NBYTES, NBYTES + HEADER + 1),
+        (NBYTES + HEADER + 1, NBYTES + HEADER + 2),
+        (-1, 1),
+        (9, 8),
+    ],
+)
+def test_none_that_lies_in_two_places_or_nowhere(
+    direct: DirectSource, span: tuple[int, int]
+) -> None:
+    with pytest.raises(WireError):
+        direct.find(*span)
+
+
+def test_tensors_that_were_given_back_are_not_found(direct: DirectSource) -> None:
+    direct.give_back()
+    for start in (HEADER, START):
+        with pytest.raises(WireError):
+            direct.find(start, start + 1)
+    assert bytes(direct.find(NBYTES, NBYTES + 1).view()) == b"d"
+    assert bytes(direct.find(0, 1).view()) == b"h"
+
+
+def test_who_has_all_has_every_byte_of_the_tensors(direct: DirectSource) -> None:
+    for span in ((0, HEADER), (HEADER, HEADER + 9), (HEADER, HEADER + 9), (START, NBYTES)):
+        direct.took("a", *span)
+        assert not direct.has_all("a")
+    direct.took("b", HEADER, HEADER + FIRST)
+    direct.took("a", HEADER + 9, HEADER + FIRST)
+    assert (direct.has_all("a"), direct.has_all("b")) == (True, False)
+
+
+class DirectBench(Bench):
+    """An exchange with one direct payload."""
+
+    def __init__(self, direct: DirectSource):
+        super().__init__()
+        self._direct = direct
+
+    def begin(self, readers: int = 1) -> Transfer:
+        transfer = self.exchange.reserve("k")
+        self.exchange.begin(transfer, HERE, HEADER, readers, self._direct)
+        self.exchange.announce(transfer, 0, (b"", b""))
+        return transfer
+
+    def follow(self, peer: str, number: int = 1) -> None:
+        self.exchange.want(peer, number, "k", 0.0, streamed=True)
+
+    def take(self, transfer: Transfer, peer: str, number: int = 1) -> None:
+        self.exchange.took(transfer, (peer, number), HEADER, HEADER + FIRST)
+        self.exchange.took(transfer, (peer, number), START, NBYTES)
+
+    def commit(self, transfer: Transfer) -> None:
+        self.exchange.commit(transfer, HERE, 99, 100.0)
+
+
+@pytest.fixture
+def bench(direct: DirectSource) -> DirectBench:
+    return DirectBench(direct)
+
+
+def test_it_is_taken_when_all_readers_were_sent_all_of_it(bench: DirectBench) -> None:
+    transfer = bench.begin(readers=2)
+    bench.follow("a")
+    bench.take(transfer, "a")
+    assert not transfer.taken.is_set()
+    bench.follow("b")
+    assert bench.offers() == [
+        (peer, Offer(1, transfer.epoch, HERE, HEADER, True)) for peer in ("a", "b")
+    ]
+    assert not transfer.taken.is_set()
+    bench.take(transfer, "b")
+    assert transfer.taken.is_set()
+    bench.commit(transfer)
+    assert [said for _, said in bench.heard()] == [Committed(1), Committed(1)]
+    bench.release("a", 1, transfer)
+    bench.release("b", 1, transfer)
+    assert (transfer.state, bench.freed) == (TransferState.RELEASED, [transfer])
+
+
+def test_a_reader_that_comes_late_hears_of_every_layer(bench: DirectBench) -> None:
+    bench.begin()
+    bench.follow("a")
+    assert Layer(1, 0, (b"", b"")) in [said for _, said in bench.heard()]
+
+
+def test_lost_before_the_commit_it_goes_to_another(bench: DirectBench) -> None:
+    transfer = bench.begin()
+    bench.follow("a")
+    bench.take(transfer, "a")
+    bench.exchange.lost("a")
+    assert not transfer.is_taken
+    bench.follow("b")
+    assert len(bench.offers()) == 2
+    bench.take(transfer, "b")
+    bench.commit(transfer)
+    bench.release("b", 1, transfer)
+    assert transfer.state is TransferState.RELEASED
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda bench, transfer: bench.exchange.lost("a"),
+        lambda bench, transfer: bench.exchange.unwant("a", 1),
+        lambda bench, transfer: bench.release("a", 1, transfer, "unread"),
+    ],
+)
+def test_lost_after_the_commit_it_has_failed(
+    bench: DirectBench, leave: Callable[[DirectBench, Transfer], None]
+) -> None:
+    transfer = bench.begin()
+    bench.follow("a")
+    bench.take(transfer, "a")
+    bench.commit(transfer)
+    bench.heard()
+    leave(bench, transfer)
+    assert (transfer.state, bench.freed) == (TransferState.FAILED, [transfer])
+    bench.follow("b", 2)
+    ((peer, said),) = bench.heard()
+    assert isinstance(said, Failed)
+    assert (peer, said.want) == ("b", 2)
+    assert "the caller's again" in said.reason
+
+
+def test_a_reader_that_wants_no_more_of_it_needs_none(bench: DirectBench) -> None:
+    """It closed its stream; as with every stream, that counts as read."""
+    transfer = bench.begin()
+    bench.follow("a")
+    assert not transfer.taken.is_set()
+    bench.release("a", 1, transfer)
+    assert transfer.taken.is_set()
+    bench.commit(transfer)
+    assert transfer.state is TransferState.RELEASED
+
+
+def test_what_has_ended_is_waited_for_no_more(bench: DirectBench) -> None:
+    transfer = bench.begin()
+    bench.follow("a")
+    bench.exchange.fail("k", "enough", "failed", 1.0)
+    assert transfer.taken.is_set()
+    with pytest.raises(TransferFailed, match="enough"):
+        bench.commit(transfer)
+    with pytest.raises(WireError):
+        bench._direct.find(HEADER, HEADER + 1)

@@ -1,0 +1,100 @@
+"""Bytes of a large payload leave while it is being copied, where they must travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import KVLink, TransferFailed
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.copier import Copier, TorchCopier
+from omni_kvlink.link import put_operation as sending
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import TensorView
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote, ThreadPeer, expect, until, until_asked
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+RECIPE = Recipe("k", layers=9, tokens=100)
+
+
+class Halting(TorchCopier):
+    """Fails, or waits until the reader has something, before the third tensors."""
+
+    def __init__(self, producer: KVLink, error: Exception | None):
+        self._producer, self._error, self._calls = producer, error, 0
+
+    def gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str]:
+        self._calls += 1
+        if self._calls == 3:
+            until(lambda: self._producer.stats()["transfers"]["leased"] == 1, "it was begun")
+            if self._error is not None:
+                raise self._error
+        return super().gather(sources, manifest, region)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def producer(
+    request: pytest.FixtureRequest, sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KVLink]:
+    monkeypatch.setattr(sending, "STEP", 1024)
+    with KVLink.serve(fresh_url(request.param, sockets), copier="torch") as link:
+        yield link
+
+
+@pytest.fixture
+def reader(producer: KVLink) -> Iterator[Remote]:
+    threads = ThreadPeer()
+    threads.do("connect", link="r", url=producer.url, timeout=5)
+    yield Remote(threads, "r")
+    threads.end()
+
+
+def halt(producer: KVLink, error: Exception | None = None) -> None:
+    copier: Copier = Halting(producer, error)
+    producer._copier = copier
+
+
+def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
+    producer: KVLink, reader: Remote
+) -> None:
+    halt(producer)
+    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    until_asked(producer, 1)
+    receipt = producer.put(RECIPE.make())
+    assert get.result(PATIENCE) == fingerprint(RECIPE.make())
+    receipt.wait(timeout=5)
+
+
+def test_a_put_that_breaks_off_is_heard_of(producer: KVLink, reader: Remote) -> None:
+    """In milliseconds, and the key can be put again."""
+    halt(producer, MemoryError("no more"))
+    get = reader.ask("get", key="k", timeout=PATIENCE)
+    until_asked(producer, 1)
+    with pytest.raises(MemoryError):
+        producer.put(RECIPE.make())
+    expect(TransferFailed, lambda: get.result(PATIENCE), within=SLACK, words=("gave it up",))
+    receipt = producer.put(RECIPE.make())
+    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
+    receipt.wait(timeout=5)
+
+
+def test_nobody_waits_so_nothing_is_announced(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: Remote
+) -> None:
+    begun = list[object]()
+    monkeypatch.setattr(TransferTable, "begin", lambda *arguments: begun.append(arguments))
+    producer.put(RECIPE.make())
+    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
+    assert not begun
+
+
+def test_steps_cover_every_tensor_once() -> None:
+    plan = RECIPE.make().plan(digests=True)
+    steps = list(sending.steps(plan))
+    assert [number for step in steps for number in step] == list(range(len(plan.tensors)))

@@ -1,0 +1,169 @@
+"""The loop sleeps until something is due: a call, a descriptor, a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop, readable_pidfd
+from omni_kvlink.testing.rig import SLACK
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_call_runs_in_the_loop() -> None:
+    loop, done, where = EventLoop("t"), threading.Event(), list[bool]()
+    loop.call(lambda: (where.append(loop.is_here), done.set()))  # type: ignore[func-returns-value]
+    assert done.wait(5)
+    assert where == [True]
+    assert not loop.is_here
+    loop.stop()
+
+
+def test_calls_run_in_order_and_before_the_stop() -> None:
+    loop, seen = EventLoop("t"), list[int]()
+    for number in range(1000):
+        loop.call(lambda number=number: seen.append(number))  # type: ignore[misc]
+    loop.stop()
+    assert seen == list(range(1000))
+
+
+def test_stop_from_inside_and_twice() -> None:
+    loop, done = EventLoop("t"), threading.Event()
+    loop.call(lambda: (loop.stop(), done.set()))  # type: ignore[func-returns-value]
+    assert done.wait(5)
+    loop.stop()
+    loop.stop()
+    loop.call(done.clear)  # too late, and harmless
+    assert done.is_set()
+
+
+def test_watch_and_unwatch(pipe: tuple[int, int]) -> None:
+    loop, seen = EventLoop("t"), threading.Event()
+
+    def readable(events: int) -> None:
+        os.read(pipe[0], 1)
+        seen.set()
+
+    loop.call(lambda: loop.watch(pipe[0], READ, readable))
+    os.write(pipe[1], b"x")
+    assert seen.wait(5)
+    seen.clear()
+    quiet = threading.Event()
+    loop.call(lambda: (loop.unwatch(pipe[0]), loop.unwatch(pipe[0]), quiet.set()))  # type: ignore[func-returns-value]
+    assert quiet.wait(5)
+    os.write(pipe[1], b"x")
+    assert not seen.wait(0.05)
+    loop.stop()
+
+
+def test_tick_runs_when_it_is_due() -> None:
+    due = [float("inf")]
+    ran: list[float] = []
+    done = threading.Event()
+
+    def tick(now: float) -> float:
+        if now >= due[0]:
+            ran.append(now)
+            due[0] = float("inf")
+            done.set()
+        return due[0]
+
+    loop = EventLoop("t", tick)
+    when = due[0] = time.monotonic() + 0.1
+    loop.remind(when)
+    assert done.wait(5)
+    assert when <= ran[0] < when + SLACK
+    loop.stop()
+
+
+def test_tick_is_not_called_in_vain() -> None:
+    ticks: list[float] = []
+
+    def tick(now: float) -> float:
+        ticks.append(now)
+        return now + 3600
+
+    loop = EventLoop("t", tick)
+    loop.remind(time.monotonic() + 7200)
+    time.sleep(0.1)
+    assert len(ticks) <= 2
+    loop.stop()
+
+
+@pytest.mark.parametrize("far", [1e7, 1e10, 1e300, float("inf")])
+def test_far_deadlines_do_not_break_it(far: float) -> None:
+    crashes: list[BaseException] = []
+    loop, done = EventLoop("t", lambda now: now + far, crashes.append), threading.Event()
+    loop.call(lambda: None)
+    time.sleep(0.02)
+    loop.call(done.set)
+    assert done.wait(5), crashes
+    loop.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_crash_is_told() -> None:
+    told: list[BaseException] = []
+    done = threading.Event()
+    loop = EventLoop("t", crashed=lambda error: (told.append(error), done.set()))  # type: ignore[func-returns-value, arg-type]
+    loop.call(lambda: [][1])
+    assert done.wait(5)
+    assert isinstance(told[0], IndexError)
+    loop.stop()
+
+
+def test_call_from_many_threads() -> None:
+    loop, seen = EventLoop("t"), list[int]()
+    threads = [
+        threading.Thread(target=lambda: [loop.call(lambda: seen.append(1)) for _ in range(500)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loop.stop()
+    assert len(seen) == 4000
+
+
+def test_pidfd() -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.1)
+        os._exit(0)
+    fd = readable_pidfd(child)
+    loop, done = EventLoop("t"), threading.Event()
+    loop.call(lambda: loop.watch(fd, READ, lambda events: (loop.unwatch(fd), done.set())))  # type: ignore[func-returns-value, arg-type, return-value]
+    assert done.wait(5)
+    os.waitpid(child, 0)
+    assert readable_pidfd(child) == -1
+    loop.stop()
+    os.close(fd)
+
+
+def test_what_was_called_runs_before_the_process_ends() -> None:
+    """A daemon thread would be stopped wherever it is: a view's last word would be lost."""
+    program = (
+        "import time\n"
+        "from omni_kvlink.connectors.runtime.event_loop import Loop\n"
+        "loop = Loop('t')\n"
+        "loop.call(lambda: time.sleep(0.2))\n"
+        "loop.call(lambda: print('said', flush=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("said\n", 0), done.stderr

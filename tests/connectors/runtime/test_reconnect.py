@@ -1,0 +1,182 @@
+"""A connection breaks, but its producer lives: who waits is asked for again, and gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from zmq_fixtures import free_port
+
+from omni_kvlink import KVLink, PeerLostError
+from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote, ThreadPeer, expect, until
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+
+class Cable:
+    """Carries bytes between two ports of this machine until it is cut; then it carries anew."""
+
+    def __init__(self, port: int):
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ends = list[socket.socket]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                near.close()
+                continue
+            self._ends += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def producer(port: int) -> Iterator[KVLink]:
+    with KVLink.serve(f"zmq+tcp://127.0.0.1:{port}") as link:
+        yield link
+
+
+@pytest.fixture
+def cable(port: int) -> Iterator[Cable]:
+    cable = Cable(port)
+    yield cable
+    cable.close()
+
+
+@pytest.fixture
+def reader(producer: KVLink, cable: Cable) -> Iterator[Remote]:
+    threads = ThreadPeer()
+    threads.do("connect", link="r", url=f"zmq+tcp://127.0.0.1:{cable.port}", timeout=5)
+    yield Remote(threads, "r")
+    threads.end()
+
+
+def waiting(producer: KVLink) -> bool:
+    return bool(producer.stats()["transfers"]["waiting"] == 1)
+
+
+def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: Remote) -> None:
+    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    for session in range(1, 4):
+        until(lambda: waiting(producer), "the want arrived")
+        assert reader.do("stats")["sessions"] == session
+        cable.cut()
+        until(lambda: not waiting(producer), "the cut was seen")
+    until(lambda: waiting(producer), "it asked again")
+    receipt = producer.put(Recipe("k").make())
+    assert get.result(PATIENCE) == fingerprint(Recipe("k").make())
+    receipt.wait(timeout=5)
+
+
+def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Remote) -> None:
+    recipe = sized("k", 200 << 20)
+    data = recipe.make()
+    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    until(lambda: waiting(producer), "the want arrived")
+    receipt = producer.put(data)
+    until(lambda: producer.stats()["transfers"]["leased"] == 1, "its bytes are coming")
+    cable.cut()
+    assert get.result(PATIENCE) == fingerprint(data)
+    assert producer.stats()["transfers"]["redelivered"] == 1
+    receipt.wait(timeout=5)
+
+
+def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: Remote) -> None:
+    stream = reader.ask("stream_get", key="k", timeout=PATIENCE)
+    until(lambda: waiting(producer), "the want arrived")
+    cable.cut()
+    until(lambda: not waiting(producer), "the cut was seen")
+    receipt = producer.put(Recipe("k").make())
+    stream.result(PATIENCE)
+    assert reader.handle.do("whole", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    reader.handle.do("drop", key="k")
+    receipt.wait(timeout=5)
+
+
+def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
+    async def get() -> object:
+        url = f"zmq+tcp://127.0.0.1:{cable.port}"
+        async with await AsyncKVLink.connect(url, timeout=5) as link:
+            task = asyncio.create_task(link.get("k", timeout=PATIENCE))
+            await asyncio.to_thread(until, lambda: waiting(producer), "the want arrived")
+            cable.cut()
+            await asyncio.to_thread(until, lambda: not waiting(producer), "the cut was seen")
+            producer.put(Recipe("k").make())
+            with await task as data:
+                return fingerprint(data)
+
+    assert asyncio.run(get()) == fingerprint(Recipe("k").make())
+
+
+def test_another_life_of_the_producer_is_not_asked(
+    port: int, producer: KVLink, cable: Cable, reader: Remote
+) -> None:
+    """What it was asked for died with it: that is said, not waited out."""
+    get = reader.ask("get", key="k", timeout=PATIENCE)
+    until(lambda: waiting(producer), "the want arrived")
+    cable.cut()
+    producer.close()
+    with KVLink.serve(f"zmq+tcp://127.0.0.1:{port}") as successor:
+        started = time.monotonic()
+        expect(PeerLostError, lambda: get.result(PATIENCE))
+        assert time.monotonic() - started < 0.5 + SLACK
+        assert successor.stats()["transfers"]["waiting"] == 0
+
+
+def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
+    with (
+        KVLink.serve("shm://b", directory=sockets) as producer,
+        KVLink.connect("shm://b", timeout=5, directory=sockets) as reader,
+    ):
+        want = threading.Thread(target=lambda: reader.get("k", timeout=PATIENCE).release())
+        want.start()
+        until(lambda: waiting(producer), "the want arrived")
+        end = producer._end
+        (peer,) = end.doors[0]._readers  # type: ignore[attr-defined]
+        end.loop.call(lambda: end.doors[0]._drop(peer))  # type: ignore[attr-defined]
+        until(lambda: reader.stats()["sessions"] == 2, "it came back")
+        producer.put(Recipe("k").make()).wait(timeout=5)
+        want.join(5)

@@ -1,0 +1,336 @@
+"""Links over sockets between real processes, killed and frozen: a payload, or a typed error."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fault_harness import Field, Start, kill, timed
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.memory.region import Region
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+BIG = sized("k", 3 << 20)
+"""Too large to travel with its offer: it comes in chunks."""
+
+
+UCX = pytest.param(
+    "ucx",
+    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
+)
+
+
+@pytest.fixture(params=["tcp", UCX])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def field(way: str, battlefield: str) -> Iterator[Field]:
+    field = Field(battlefield, url=fresh_url(way, battlefield))
+    yield field
+    field.close()
+
+
+@pytest.fixture
+def noticed(way: str) -> float:
+    """Seconds from a kill to every survivor's answer."""
+    return 1.0 if way == "ucx" else 0.5
+
+
+EACH = pytest.mark.parametrize("way", ["tcp", "ipc", UCX])
+
+
+# The producer dies
+
+
+@EACH
+@pytest.mark.parametrize("point", ["put.copied", "publish.after", "send.chunk"])
+def test_producer_killed(field: Field, start: Start, point: str, noticed: float) -> None:
+    """The payload arrives whole, or the reader learns at once that it will not."""
+    victim = start({point: "kill"})
+    producer, reader = field.serve_at(victim), field.connect()
+    waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    ended = timed(waiting)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    dying = producer.ask("put", recipe=BIG.to_dict())
+    victim.process.wait(PATIENCE)
+    moment = time.monotonic()
+    if point == "publish.after" and waiting.exception(PATIENCE) is None:
+        assert waiting.result() == fingerprint(BIG.make())
+    else:
+        expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
+    assert ended.result(PATIENCE) - moment < noticed
+    with contextlib.suppress(PeerGone):  # it may have answered the moment before
+        dying.result(PATIENCE)
+    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
+    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
+
+
+def test_what_was_received_outlives_its_producer(
+    field: Field, start: Start, noticed: float
+) -> None:
+    victim = start()
+    producer, reader = field.serve_at(victim), field.connect()
+    producer.do("put", recipe=BIG.to_dict())
+    assert reader.do("hold", key="k", timeout=5) == fingerprint(BIG.make())
+    before = field.here.do("look", key="k")
+    waiting = reader.ask("get", key="other", timeout=PATIENCE)
+    ended = timed(waiting)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    moment = kill(victim)
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'other'",))
+    assert ended.result(PATIENCE) - moment < noticed
+    assert field.here.do("look", key="k") == before
+    assert reader.do("stats")["memory"]["used"] > 0
+    field.here.do("drop", key="k")
+    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
+
+
+@EACH
+def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
+    """Killed and started again: the reader that waits gets the next payload in under 2 s."""
+    victim, heir = start(), start()
+    producer, reader = field.serve_at(victim), field.connect()
+    producer.do("put", recipe=BIG.to_dict())
+    reader.do("get", key="k", timeout=5)
+    producer.do("put", recipe=Recipe("lost").to_dict())
+    heir.do("usage")  # its imports are done
+    kill(victim)
+    until(lambda: not reader.do("stats")["connected"], "the reader noticed")
+    waiting = reader.ask("get", key="new", timeout=PATIENCE)
+    moment = time.monotonic()
+    again = field.serve_at(heir)
+    again.do("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
+    assert waiting.result(PATIENCE) == fingerprint(sized("new", 1 << 20, seed=9).make())
+    assert time.monotonic() - moment < 2
+    expect(TransferTimeout, lambda: reader.do("get", key="lost", timeout=0.1), words=("never",))
+    assert reader.do("stats")["sessions"] == 2
+
+
+def test_writer_killed_between_layers(field: Field, start: Start, noticed: float) -> None:
+    """What came of a stream stays; who waits for more learns that it will not come."""
+    recipe = Recipe("s", layers=3, tokens=700, heads=4, dim=64)
+    layers = {
+        layer: hash_tensors(places) for (_, layer), places in layers_of(recipe.make()).items()
+    }
+    victim = start()
+    producer, reader = field.serve_at(victim), field.connect()
+    producer.do("stream_put", recipe=recipe.to_dict())
+    reader.do("stream_get", key="s", timeout=5)
+    victim.do("write", key="s", layer=1)
+    assert reader.handle.do("layer", key="s", layer=1, timeout=5) == layers[1]
+    waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
+    ended = timed(waiting)
+    moment = kill(victim)
+    expect(PeerLostError, lambda: waiting.result(PATIENCE))
+    assert ended.result(PATIENCE) - moment < noticed
+    reader.handle.do("drop", key="s")
+    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
+
+
+# A reader dies
+
+
+def test_reader_killed_while_waiting(field: Field, start: Start, noticed: float) -> None:
+    victim = start()
+    producer = field.serve()
+    dying = field.connect_at(victim)
+    dying.ask("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    kill(victim)
+    until(lambda: producer.stats()["readers"] == 0, "the producer noticed", noticed)
+    assert producer.stats()["transfers"]["waiting"] == 0
+
+
+@EACH
+@pytest.mark.parametrize("how", ["hold", "get.offered", "fetch.chunk", "get.mapped"])
+def test_reader_killed_while_leased(field: Field, start: Start, how: str, noticed: float) -> None:
+    """What a dead reader had, or was fetching, is there for the next one."""
+    victim = start({how: "kill"} if "." in how else None)
+    producer = field.serve()
+    dying, reader = field.connect_at(victim), field.connect()
+    receipt = producer.put(BIG.make())
+    taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
+    if "." in how:
+        victim.process.wait(PATIENCE)
+        moment = time.monotonic()
+    else:
+        taken.result(PATIENCE)
+        assert receipt.state == "leased"
+        moment = kill(victim)
+    waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    assert waiting.result(PATIENCE) == fingerprint(BIG.make())
+    assert time.monotonic() - moment < noticed
+    receipt.wait(timeout=5)
+    assert producer.stats()["transfers"]["redelivered"] == 1
+    until_freed(producer)
+
+
+def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed: float) -> None:
+    victim = start()
+    producer = field.serve()
+    dying = field.connect_at(victim)
+    receipt = producer.put(BIG.make(), ttl=0.3)
+    dying.do("hold", key="k", timeout=5)
+    kill(victim)
+    expect(
+        TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, words=("expired",)
+    )
+    until_freed(producer)
+
+
+# Sent from the caller's own tensors
+
+
+@EACH
+def test_reader_killed_amid_a_direct_put(field: Field, start: Start) -> None:
+    """The put waits for another, who gets every byte."""
+    victim = start({"fetch.chunk": "kill"})
+    producer, reader = field.serve(), field.connect()
+    field.connect_at(victim).ask("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(producer.put, BIG.make(), direct=True)
+        victim.process.wait(PATIENCE)
+        assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+        putting.result(PATIENCE).wait(timeout=5)
+    until_freed(producer)
+
+
+@EACH
+def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: float) -> None:
+    """It had the only copy: the receipt says so, and so does the next get."""
+    victim = start()
+    producer, reader = field.serve(), field.connect()
+    holding = field.connect_at(victim).ask("hold", key="k", timeout=PATIENCE)
+    receipt = producer.put(BIG.make(), direct=True)
+    assert holding.result(PATIENCE) == fingerprint(BIG.make())
+    kill(victim)
+    again = ("the caller's again",)
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, words=again)
+    expect(TransferFailed, lambda: reader.do("get", key="k", timeout=5), within=SLACK, words=again)
+    until_freed(producer)
+
+
+@EACH
+def test_a_direct_put_is_aborted_amid_a_fetch(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors go just as they are to be sent: no reader is to blame."""
+    piece, aborted = PooledProducer.piece, list[str]()
+
+    def abort_first(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
+        if transfer.direct is not None and stop - start > 64 << 10 and not aborted:
+            aborted.append(transfer.key)
+            self.fail(transfer.key, "no more", aborted=True)
+        return piece(self, transfer, start, stop)
+
+    monkeypatch.setattr(PooledProducer, "piece", abort_first)
+    producer, reader = field.serve(), field.connect()
+    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    with pytest.raises(TransferFailed, match="no more"):
+        producer.put(BIG.make(), direct=True)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), words=("no more",))
+    assert (aborted, producer.stats()["refused"]) == (["k"], {})
+    receipt = producer.put(BIG.make())
+    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+    receipt.wait(timeout=5)
+
+
+# Frozen
+
+
+def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
+    """No call outlives its deadline; at last it is given up, and found again when it thaws."""
+    victim = start()
+    producer, reader = field.serve_at(victim), field.connect()
+    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    with pytest.raises(TransferTimeout, match="does not answer"):
+        KVLink.connect(field.url, timeout=0.2)
+    expect(PeerLostError, lambda: waiting.result(3), words=("'k'",))
+    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    again = reader.ask("get", key="k", timeout=PATIENCE)
+    os.kill(victim.process.pid, signal.SIGCONT)
+    producer.do("put", recipe=BIG.to_dict())
+    assert again.result(PATIENCE) == fingerprint(BIG.make())
+
+
+def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
+    """What it has is given to another, and stays what it is where it was."""
+    victim = start()
+    producer = field.serve()
+    frozen, reader = field.connect_at(victim), field.connect()
+    receipt = producer.put(BIG.make())
+    frozen.do("hold", key="k", timeout=5)
+    before = victim.do("look", key="k")
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    assert reader.do("get", key="k", timeout=5) == fingerprint(BIG.make())
+    receipt.wait(timeout=5)
+    until_freed(producer)
+    os.kill(victim.process.pid, signal.SIGCONT)
+    assert victim.do("look", key="k") == before
+    victim.do("drop", key="k")
+    data = Recipe("again").make()
+    waiting = frozen.ask("get", key="again", timeout=5)
+    last = producer.put(data)
+    with contextlib.suppress(PeerLostError):  # asked before it knew
+        assert waiting.result(PATIENCE) == fingerprint(data)
+        last.wait(timeout=5)
+    assert producer.stats()["transfers"]["redelivered"] == 1
+
+
+# Forked
+
+
+@EACH
+def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
+    """The child may use nothing, and does not hide its parent's death."""
+    victim = start()
+    producer, reader = field.serve_at(victim), field.connect()
+    answers = producer.do("fork", linger=1.5)
+    del answers["pid"]
+    assert answers.pop("close") == ""
+    assert answers.pop("get") == "KVLinkError"  # a producer's end has no such verb anywhere
+    assert set(answers.values()) == {"ClosedError"}, answers
+    waiting = reader.ask("get", key="w", timeout=PATIENCE)
+    ended = timed(waiting)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    moment = kill(victim)
+    expect(PeerLostError, lambda: waiting.result(PATIENCE))
+    assert ended.result(PATIENCE) - moment < noticed, "the child hid its parent's death"
+    again = field.serve()  # the address is free, though the child is still there
+    receipt = again.put(BIG.make())
+    assert reader.do("get", key="k", timeout=2) == fingerprint(BIG.make())
+    receipt.wait(timeout=5)
+
+
+def test_fork_of_a_reader(field: Field, start: Start, noticed: float) -> None:
+    victim = start()
+    producer, reader = field.serve(), field.connect_at(victim)
+    other = field.connect()
+    receipt = producer.put(BIG.make())
+    reader.do("hold", key="k", timeout=5)
+    reader.do("fork", linger=1.5)
+    assert receipt.state == "leased", "the child's copy let go of it"
+    kill(victim)
+    started = time.monotonic()
+    assert other.do("get", key="k", timeout=5) == fingerprint(BIG.make())
+    assert time.monotonic() - started < noticed, "the child hid its parent's death"
+    receipt.wait(timeout=5)

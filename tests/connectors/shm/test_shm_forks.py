@@ -1,0 +1,108 @@
+"""Forked processes: a child's copies of a link neither keep it alive nor end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from fault_harness import NOTICED, Field, Start, forked_twice, kill, timed
+
+from omni_kvlink import PeerLostError, TransferTimeout
+from omni_kvlink.connectors.protocol.messages import encode, own_hello
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import PATIENCE, expect, until
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
+    """The child may use nothing, its parent is unharmed, and it does not hide a parent's death."""
+    victim = start()
+    producer, reader = pooled.serve_at(victim), pooled.connect()
+    producer.do("put", recipe=Recipe("k").to_dict())
+    answers = producer.do("fork", linger=2 * PATIENCE)
+    child = int(answers.pop("pid"))
+    assert answers.pop("close") == ""
+    assert answers.pop("get") == "KVLinkError"  # a producer's end has no such verb anywhere
+    assert set(answers.values()) == {"ClosedError"}, answers
+    assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    waiting = reader.ask("get", key="w", timeout=PATIENCE)
+    ended = timed(waiting)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    moment = kill(victim)
+    expect(PeerLostError, lambda: waiting.result(PATIENCE))
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
+    again = pooled.serve()  # the name is free, though the child is still there
+    receipt = again.put(Recipe("w").make())
+    assert reader.do("get", key="w", timeout=5) == fingerprint(Recipe("w").make())
+    receipt.wait(timeout=5)
+    os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
+
+
+def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
+    victim = start()
+    producer, reader = pooled.serve(), pooled.connect_at(victim)
+    other = pooled.connect()
+    receipt = producer.put(Recipe("k").make())
+    reader.do("hold", key="k", timeout=5)
+    answers = reader.do("fork", linger=2 * PATIENCE)
+    child = int(answers.pop("pid"))
+    assert answers.pop("close") == ""
+    assert answers.pop("put") == answers.pop("fail") == "KVLinkError"
+    assert set(answers.values()) == {"ClosedError"}, answers
+    # Time for a release by the child's copy to arrive.
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("leased",))
+    moment = kill(victim)
+    waiting = other.ask("get", key="k", timeout=PATIENCE)
+    ended = timed(waiting)
+    assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
+    receipt.wait(timeout=5)
+    os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
+
+
+def test_death_is_seen_behind_a_copied_socket(pooled: Field) -> None:
+    """A process that some other way of forking left behind holds the connection open."""
+    producer = pooled.serve()
+    path = producer.stats()["socket"]
+
+    def connect() -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(path)
+        sock.send(encode(own_hello()))
+        sock.recv(65536)
+        return sock
+
+    with forked_twice(connect) as kill_child:
+        until(lambda: producer.stats()["readers"] == 1, "it connected")
+        kill_child()
+        until(lambda: producer.stats()["readers"] == 0, "its death was seen", NOTICED)
+
+
+def test_death_is_seen_behind_a_copied_listener(pooled: Field) -> None:
+    path = os.path.join(pooled.options["directory"], "field.sock")
+
+    def serve() -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"{path}.draft")
+        listener.listen()
+        os.rename(f"{path}.draft", path)  # nobody may find it before it listens
+        sock, _ = listener.accept()
+        sock.recv(65536)
+        sock.send(encode(own_hello()))
+        listener.close()
+        return sock
+
+    with forked_twice(serve) as kill_child:
+        until(lambda: os.path.exists(path), "it listens")
+        reader = pooled.connect()
+        waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        ended = timed(waiting)
+        until(lambda: reader.do("stats")["waiting"] == 1, "the get waits")
+        kill_child()
+        moment = time.monotonic()
+        expect(PeerLostError, lambda: waiting.result(PATIENCE))
+        assert ended.result(PATIENCE) - moment < NOTICED

@@ -1,0 +1,139 @@
+"""What a hostile producer can do to a reader: nothing but fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from unauthorized import Raw
+
+from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
+from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
+from omni_kvlink.connectors.shm.rendezvous import listen, unlink
+from omni_kvlink.memory.region import seal
+from omni_kvlink.testing.rig import expect
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.fixture
+def path(sockets: str) -> str:
+    return os.path.join(sockets, "name.sock")
+
+
+# What a hostile producer can do to a reader: nothing but fail
+
+
+class Hostile:
+    """A producer that greets well and then answers the first want with what it is told."""
+
+    def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
+        self._listener = listen(path)
+        self._listener.settimeout(5)
+        self._path, self._answer = path, answer
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sock, _ = self._listener.accept()
+        with sock:
+            peer = Raw(sock)
+            peer.hear()
+            peer.say(own_hello())
+            want, _ = peer.hear()
+            assert isinstance(want, Get)
+            with contextlib.suppress(BrokenPipeError):
+                self._answer(peer, want)
+            peer.is_dropped()
+
+    def __enter__(self) -> Hostile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        unlink(self._path, self._listener)
+
+
+def arena(nbytes: int, *, sealed: bool = True, head: bytes = b"") -> int:
+    fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, head, 0)
+    if sealed:
+        seal(fd)
+    return fd
+
+
+def pass_arena(fd: int, *, claimed: int = 8192, location: Location | None = None, epoch: int = 3):  # type: ignore[no-untyped-def]
+    def answer(peer: Raw, want: Get) -> None:
+        peer.say(Memory(0, claimed), fd)
+        os.close(fd)
+        peer.say(Offer(want.want, epoch, location or Location(0, 0, 1000)))
+
+    return answer
+
+
+def _slot(epoch: int, nbytes: int, commit: int) -> bytes:
+    return struct.pack("<8sQQQ", b"kvlslot1", epoch, nbytes, commit)
+
+
+HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exception]]] = {
+    "unsealed": (lambda: pass_arena(arena(8192, sealed=False)), WireError),
+    "short": (lambda: pass_arena(arena(4096)), WireError),
+    "long": (lambda: pass_arena(arena(16384)), WireError),
+    "empty": (lambda: pass_arena(arena(0), claimed=0), WireError),
+    "not a memfd": (lambda: pass_arena(os.open("/dev/zero", os.O_RDONLY)), WireError),
+    "a directory": (lambda: pass_arena(os.open("/", os.O_RDONLY)), WireError),
+    "no arena": (
+        lambda: lambda peer, want: peer.say(Offer(want.want, 1, Location(5, 0, 100))),
+        WireError,
+    ),
+    "no descriptor": (lambda: lambda peer, want: peer.say(Memory(0, 4096)), WireError),
+    "beyond": (lambda: pass_arena(arena(8192), location=Location(0, 4096, 8192)), WireError),
+    "far beyond": (lambda: pass_arena(arena(8192), location=Location(0, 2**52, 100)), WireError),
+    "huge": (lambda: pass_arena(arena(8192), location=Location(0, 0, 2**53)), WireError),
+    "crooked": (lambda: pass_arena(arena(8192), location=Location(0, 8, 100)), WireError),
+    "no slot": (lambda: pass_arena(arena(8192)), IntegrityError),
+    "not committed": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 0))), IntegrityError),
+    "another epoch": (lambda: pass_arena(arena(8192, head=_slot(2, 1000, 2))), IntegrityError),
+    "another size": (lambda: pass_arena(arena(8192, head=_slot(3, 999, 3))), IntegrityError),
+    "no payload": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 3))), WireError),
+    "garbage": (lambda: lambda peer, want: peer.say(b"\xff" * 100), WireError),
+    "too long": (lambda: lambda peer, want: peer.say(b"\xff" * 66_000), WireError),
+    "a want": (lambda: lambda peer, want: peer.say(Get(1, "k")), WireError),
+    "nothing": (lambda: lambda peer, want: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_producer(sockets: str, path: str, what: str) -> None:
+    make, error = HOSTILE[what]
+    with (
+        Hostile(path, make()),
+        KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
+    ):
+        expect(error, lambda: reader.get("k", timeout=5), within=1.0)
+
+
+def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None:
+    listener = listen(path)
+    listener.settimeout(5)
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            Raw(sock).hear()
+            Raw(sock).say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+            Raw(sock).is_dropped()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(VersionError, match=r"7 to 9.*1 to 1"):
+        KVLink.connect("shm://name", timeout=5, directory=sockets)
+    thread.join()
+    unlink(path, listener)

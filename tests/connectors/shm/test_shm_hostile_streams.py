@@ -1,0 +1,222 @@
+"""What a hostile producer can do to a reader of its layers: nothing but fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_shm_hostile import Hostile
+from unauthorized import Raw
+
+from omni_kvlink import KVLink, KVLinkError, PeerLostError, TransferFailed, WireError
+from omni_kvlink.connectors.protocol.messages import (
+    Committed,
+    Failed,
+    Get,
+    Layer,
+    Location,
+    Memory,
+    Message,
+    Offer,
+    Release,
+)
+from omni_kvlink.memory.region import seal
+from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.testing.rig import SLACK, expect
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PLAN = Recipe("k", layers=2).make().plan()
+HEADER = PLAN.encode()
+GOOD = (b"1234", b"5678")
+ARENA = -(-(256 + PLAN.nbytes + len(HEADER)) // 4096) * 4096
+
+
+HANG_UP = "hang up"
+Step = Callable[[int], Message] | threading.Event | str
+"""A message for a want; something to wait for; or the end."""
+
+
+class Answer:
+    """Offer a draft, say what else there is to say, and keep what the reader answers."""
+
+    def __init__(self, *said: Step, draft: int = len(HEADER), **other: Any):
+        self._said, self._draft = said, draft
+        self._header = other.get("header", HEADER)
+        self._arena = other.get("arena", ARENA)
+        self._epochs = other.get("epochs", (3, 3))
+        self.heard: list[Message] = []
+
+    def __call__(self, peer: Raw, want: Get) -> None:
+        fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, self._arena)
+        epoch, written = self._epochs
+        os.pwrite(fd, struct.pack("<8sQQQ", b"kvlslot1", written, PLAN.nbytes, 0), 0)
+        os.pwrite(fd, self._header, 256 + PLAN.nbytes)
+        seal(fd)
+        peer.say(Memory(0, self._arena), fd)
+        os.close(fd)
+        peer.say(Offer(want.want, epoch, Location(0, 0, PLAN.nbytes), self._draft))
+        with contextlib.suppress(ConnectionError):
+            self._say(peer, want.want)
+        for _ in range(2):  # what it did not read comes as a reset, before its last words
+            with contextlib.suppress(OSError):
+                while True:
+                    self.heard.append(peer.hear()[0])
+
+    def _say(self, peer: Raw, want: int) -> None:
+        for step in self._said:
+            if isinstance(step, threading.Event):
+                step.wait(5)
+            elif isinstance(step, str):
+                peer.sock.shutdown(socket.SHUT_RDWR)
+            else:
+                peer.say(step(want))
+
+    @property
+    def rejections(self) -> list[str]:
+        return [m.reason for m in self.heard if isinstance(m, Release) and m.outcome == "rejected"]
+
+
+def layer(first: int, *digests: bytes) -> Callable[[int], Message]:
+    return lambda want: Layer(want, first, digests)
+
+
+@pytest.fixture
+def path(sockets: str) -> str:
+    return os.path.join(sockets, "name.sock")
+
+
+@contextlib.contextmanager
+def connected(path: str, sockets: str, answer: Answer) -> Any:
+    with (
+        Hostile(path, answer),
+        KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
+    ):
+        yield reader
+
+
+def test_an_honest_one_is_read(sockets: str, path: str) -> None:
+    """Else the tests below prove nothing."""
+    answer = Answer(layer(0, *GOOD), layer(2, *GOOD), Committed)
+    with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:
+        assert [found.index for found in stream] == [0, 1]
+        stream.wait().close()
+    assert answer.rejections == []
+
+
+BAD_OFFERS = {
+    "a draft beyond the arena": Answer(draft=ARENA),
+    "a draft far beyond": Answer(draft=2**53),
+    "a draft larger than any header": Answer(draft=2 << 20, arena=4 << 20),
+    "a draft cut short": Answer(draft=len(HEADER) - 256),
+    "a draft of one byte": Answer(draft=1),
+    "no draft": Answer(header=bytes(len(HEADER))),
+    "another's draft": Answer(header=Recipe("other", layers=2).make().plan().encode()),
+    "a draft of a larger payload": Answer(header=Recipe("k", layers=3).make().plan().encode()),
+    "another epoch": Answer(epochs=(3, 2)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_OFFERS)
+def test_bad_offers(sockets: str, path: str, what: str) -> None:
+    answer = BAD_OFFERS[what]
+    with connected(path, sockets, answer) as reader, pytest.raises(WireError):
+        reader.stream_get("k", timeout=5)
+    assert len(answer.rejections) == 1, answer.heard
+
+
+BAD_LAYERS = {
+    "a short digest": [layer(0, b"123", b"5678")],
+    "a long digest": [layer(0, b"1234", b"5678" * 9)],
+    "no digest": [layer(0, b"", b"")],
+    "committed without layers": [],
+    "committed without V": [layer(0, b"1234")],
+    "committed without K": [layer(1, b"1234")],
+}
+
+
+@pytest.mark.parametrize("what", BAD_LAYERS)
+@pytest.mark.parametrize("how", ["layer", "whole"])
+def test_bad_layers(sockets: str, path: str, what: str, how: str) -> None:
+    """Refused at once, and the producer is told."""
+    answer = Answer(*BAD_LAYERS[what], layer(2, *GOOD), Committed)
+    with connected(path, sockets, answer) as reader:
+        stream = reader.stream_get("k", timeout=5)
+        wait = stream.wait if how == "whole" else lambda: stream.wait_for_layer(0)
+        expect(WireError, wait, within=1.0)
+        with pytest.raises(KVLinkError):
+            wait()
+        stream.release()
+    assert len(answer.rejections) == 1, answer.heard
+
+
+FATAL = {
+    "out of range": [layer(4096, *GOOD)],
+    "far out of range": [layer(2**53, *GOOD)],
+    "twice": [layer(0, *GOOD)],
+    "too many bytes": [layer(number, b"x" * 60_000) for number in range(2, 22)],
+    "what readers say": [lambda want: Get(want, "k")],
+}
+
+
+@pytest.mark.parametrize("what", FATAL)
+def test_what_no_producer_says_ends_the_connection(sockets: str, path: str, what: str) -> None:
+    begun = threading.Event()
+    answer = Answer(begun, layer(0, *GOOD), *FATAL[what])
+    with connected(path, sockets, answer) as reader:
+        stream = reader.stream_get("k", timeout=5)
+        begun.set()
+        expect(WireError, lambda: stream.wait(timeout=5), within=2.0, words=("commit",))
+        stream.release()
+
+
+def test_numbers_in_range_that_the_payload_has_not(sockets: str, path: str) -> None:
+    """Nobody looks at them, and they are few."""
+    noise = [layer(first, b"x") for first in range(4, 4096)]
+    answer = Answer(*noise, layer(0, *GOOD), layer(2, *GOOD), Committed)
+    with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:
+        assert [found.index for found in stream] == [0, 1]
+        stream.wait().close()
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (lambda want: Failed(want, "no more", "failed"), TransferFailed),
+        (lambda want: Failed(want, "no more", "closed"), PeerLostError),
+    ],
+)
+def test_words_for_other_streams_change_nothing(
+    sockets: str, path: str, last: Callable[[int], Message], error: type[KVLinkError]
+) -> None:
+    answer = Answer(
+        lambda want: Committed(want + 7),
+        lambda want: Layer(want + 7, 0, GOOD),
+        lambda want: Failed(want + 7, "not yours", "failed"),
+        layer(0, *GOOD),
+        last,
+        Committed,
+        layer(2, *GOOD),
+    )
+    with connected(path, sockets, answer) as reader:
+        stream = reader.stream_get("k", timeout=5)
+        expect(error, lambda: stream.wait_for_layer(1, timeout=5), within=1.0, words=("layer 1",))
+        expect(error, stream.wait, within=SLACK)
+        stream.release()
+
+
+def test_a_producer_that_hangs_up(sockets: str, path: str) -> None:
+    read = threading.Event()
+    with connected(path, sockets, Answer(layer(0, *GOOD), read, HANG_UP)) as reader:
+        stream = reader.stream_get("k", timeout=5)
+        stream.wait_for_layer(0)
+        read.set()
+        expect(PeerLostError, lambda: stream.wait_for_layer(1, timeout=5), within=1.0)
+        stream.release()

@@ -1,0 +1,48 @@
+"""What a reader said before it closed counts, though it had not read all that it was sent."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from unauthorized import greeted
+
+from omni_kvlink import KVLink
+from omni_kvlink.connectors.protocol.messages import Get, Offer, Release
+from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.testing.rig import until, until_freed
+from omni_kvlink.testing.stream_checks import begin, write
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.mark.parametrize("outcome", ["read", "rejected"])
+def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -> None:
+    """The system reports them as a reset of the connection, and before its last words."""
+    with KVLink.serve("shm://words", directory=sockets) as producer:
+        out, layers = begin(producer, Recipe("s", layers=8))
+        with greeted(producer.stats()["socket"]) as peer:
+            peer.say(Get(1, "s", True))
+            until(lambda: producer.stats()["transfers"]["leased"] == 1, "it was offered")
+            _, fds = peer.hear()
+            offer, _ = peer.hear()
+            assert isinstance(offer, Offer)
+            write(out, layers)
+            gate = threading.Event()  # both come at once, as they do on a busy machine
+            producer._end.loop.call(lambda: gate.wait(5) or None)  # type: ignore[union-attr]
+            peer.say(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
+            peer.sock.close()
+            gate.set()
+        _close(fds)
+        until(lambda: producer.stats()["transfers"]["leased"] == 0, "its end was seen")
+        found = producer.stats()["transfers"]
+        assert (found["leased"], found["redelivered"], found["pinned"]) == (0, 0, 0)
+        assert found["failed"] == (outcome == "rejected")
+        out.fail("enough") if outcome == "rejected" else out.commit().wait(timeout=5)
+        until_freed(producer)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

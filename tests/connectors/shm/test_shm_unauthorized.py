@@ -1,0 +1,206 @@
+"""Strangers at the producer's door, and what they can do to its memory: look, if at all."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from unauthorized import dialled, greeted
+
+from omni_kvlink import KVLink, TransferFailed
+from omni_kvlink.connectors.protocol.messages import (
+    Get,
+    Location,
+    Memory,
+    Message,
+    Offer,
+    Release,
+    encode,
+    own_hello,
+)
+from omni_kvlink.memory.region import F_GET_SEALS, SEALS
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import expect, until, until_freed
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+NOBODY = 65534
+
+
+@pytest.fixture
+def path(sockets: str) -> str:
+    return os.path.join(sockets, "name.sock")
+
+
+@pytest.fixture(params=["pooled", "sealed"])
+def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVLink]:
+    with KVLink.serve("shm://name", directory=sockets, mode=request.param, quota=4 << 20) as link:
+        yield link
+
+
+# Strangers at the producer's door
+
+GARBAGE = [
+    b"\x00",
+    b"x" * 1000,
+    b"\x93\x01\x02\x03",
+    b"\xc1" * 60_000,
+    b"\x91" * 5000,
+    encode(Get(1, "k")),
+    encode(Offer(1, 1, Location(0, 0, 1))),
+    encode(own_hello())[:-3],
+    encode(own_hello()) + b"x",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_before_the_greeting(producer: KVLink, path: str, garbage: bytes) -> None:
+    with dialled(path) as peer:
+        peer.say(garbage)
+        assert peer.is_dropped()
+    assert producer.stats()["refused"] == {"bad message": 1}
+    assert producer.stats()["readers"] == 0
+
+
+FORBIDDEN: list[Message | bytes] = [
+    b"\xff",
+    b"y" * 65_000,
+    own_hello(),
+    Memory(0, 4096),
+    Offer(1, 1, Location(0, 0, 1)),
+    Get(1, "k" * 5000),
+    msgspec.msgpack.encode(["Want", -1, "k"]),
+    msgspec.msgpack.encode(["Want", 2**63, "k"]),
+    msgspec.msgpack.encode(["Release", 1, 1, "eaten", ""]),
+]
+
+
+@pytest.mark.parametrize("message", FORBIDDEN, ids=range(len(FORBIDDEN)))
+def test_forbidden_after_the_greeting(
+    producer: KVLink, sockets: str, path: str, message: Message | bytes
+) -> None:
+    """The stranger is dropped and counted; the readers beside it notice nothing."""
+    with (
+        KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
+        greeted(path) as peer,
+    ):
+        peer.say(message)
+        assert peer.is_dropped()
+        assert producer.stats()["refused"] == {"bad message": 1}
+        receipt = producer.put(Recipe("k").make())
+        with reader.get("k", timeout=5) as data:
+            assert fingerprint(data) == fingerprint(Recipe("k").make())
+        del data
+        receipt.wait(timeout=5)
+
+
+def test_descriptors_are_not_taken_from_readers(producer: KVLink, path: str) -> None:
+    for number in (1, 4, 20):
+        with greeted(path) as peer, open("/dev/null") as null:
+            peer.say(Get(1, "k"), *[null.fileno()] * number)
+            assert peer.is_dropped()
+    assert producer.stats()["refused"] == {"bad message": 3}
+
+
+def test_releases_of_what_was_never_offered(producer: KVLink, path: str) -> None:
+    receipt = producer.put(Recipe("k").make())
+    with greeted(path) as peer:
+        for epoch in range(5):
+            for outcome in ("read", "unread", "rejected"):
+                peer.say(Release(1, epoch, outcome))  # type: ignore[arg-type]
+        until(lambda: producer.stats()["transfers"]["stale"] == 15, "they were heard")
+    assert receipt.state == "committed"
+
+
+def test_other_version_is_refused_by_the_producer(producer: KVLink, path: str) -> None:
+    with dialled(path) as peer:
+        peer.say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+        refused, _ = peer.hear()
+        assert type(refused).__name__ == "Refused"
+        assert peer.is_dropped()
+    assert producer.stats()["refused"] == {"other version": 1}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> None:
+    """Even where file permissions would let it in."""
+    os.chmod(sockets, 0o711)
+    os.chmod(path, 0o777)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with dialled(path) as peer:
+                peer.say(own_hello())
+                refused, fds = peer.hear()
+                said = getattr(refused, "reason", "")
+                code = 0 if f"uid {NOBODY} may not read" in said and not fds else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    until(lambda: producer.stats()["refused"] == {"refused": 1}, "it was counted")
+    until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+
+
+# What a reader can do to the producer's memory: look
+
+
+def test_reader_cannot_change_the_memory(producer: KVLink, path: str) -> None:
+    receipt = producer.put(Recipe("k").make())
+    with greeted(path) as peer:
+        peer.say(Get(1, "k"))
+        memory, (fd,) = peer.hear()
+        offer, _ = peer.hear()
+        assert isinstance(memory, Memory)
+        assert isinstance(offer, Offer)
+        assert fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
+        attempts: list[Callable[[], object]] = [
+            lambda: os.ftruncate(fd, 0),
+            lambda: os.ftruncate(fd, memory.nbytes + 1),
+            lambda: os.pwrite(fd, b"x", 0),
+            lambda: mmap.mmap(fd, memory.nbytes),
+            lambda: fcntl.fcntl(fd, 1033, 0),
+            lambda: os.posix_fallocate(fd, 0, memory.nbytes * 2),
+        ]
+        for attempt in attempts:
+            with pytest.raises(PermissionError):
+                attempt()
+        with mmap.mmap(fd, memory.nbytes, prot=mmap.PROT_READ) as pages:
+            assert bytes(pages[offer.location.offset :][:8]) == b"kvlslot1"
+        os.close(fd)
+        peer.say(Release(1, offer.epoch, "read"))
+        receipt.wait(timeout=5)
+
+
+def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
+    with KVLink.serve("shm://name", directory=sockets, mode="sealed") as producer:
+        producer.put(Recipe("secret", seed=1).make())
+        producer.put(Recipe("k", seed=2).make())
+        with greeted(path) as peer:
+            peer.say(Get(1, "k"))
+            memory, (fd,) = peer.hear()
+            assert isinstance(memory, Memory)
+            seen = os.pread(fd, memory.nbytes, 0)
+            assert b'\\"request_id\\":\\"k\\"' in seen
+            assert b"secret" not in seen
+            os.close(fd)
+
+
+def test_rejected_payload_is_reported(producer: KVLink, path: str) -> None:
+    receipt = producer.put(Recipe("k").make())
+    with greeted(path) as peer:
+        peer.say(Get(1, "k"))
+        _, (fd,) = peer.hear()
+        os.close(fd)
+        offer, _ = peer.hear()
+        assert isinstance(offer, Offer)
+        peer.say(Release(1, offer.epoch, "rejected", "the bytes are bad"))
+        error = expect(TransferFailed, lambda: receipt.wait(timeout=5))
+        assert "the bytes are bad" in error.reason
+    until_freed(producer)

@@ -1,0 +1,85 @@
+"""Tensors that UCX sends from where they lie: memory of this process plays that of a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from omni_kvlink import KVLink, SchemaError
+from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.ucx.settings import UcxSettings
+from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.connectors.ucx.worker import UcxWorker
+from omni_kvlink.link import direct_put as direct
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.testing.caches import fingerprint
+from omni_kvlink.testing.memory_checks import sized
+
+if importlib.util.find_spec("ucxx") is None:
+    pytest.skip(str(ucx.unavailable()), allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+BIG = sized("k", 3 << 20)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor says that it lies on a GPU; UCX looks for itself where memory lies."""
+    monkeypatch.setattr(direct, "device_of", lambda place: "cuda:0")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_device_tensors_leave_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = set[tuple[str, int]]()
+    send = UcxTransport.send
+
+    def sent(self: Any, endpoint: Any, memory: Any, tag: int, done: Any) -> Any:
+        taken.add((memory.device, memory.address))
+        return send(self, endpoint, memory, tag, done)
+
+    monkeypatch.setattr(UcxTransport, "send", sent)
+    data = BIG.make()
+    lies_at = {place.data_ptr() for place in data.tensors()}
+    with (
+        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
+        KVLink.connect(producer.url, timeout=5) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        putting = pool.submit(producer.put, data, direct=True, digests=False)
+        with reader.get("k", timeout=5) as found:
+            assert fingerprint(found) == fingerprint(data)
+        del found
+        receipt = putting.result(5)
+        receipt.wait(timeout=5)
+    assert receipt.ledger.copies == 0
+    assert {address for device, address in taken if device == "cuda:0"} == lies_at
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("url", "how", "words"),
+    [
+        ("ucx://127.0.0.1:0", {"digests": False}, "ucx_tls='tcp,cuda_copy'"),
+        ("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy", {}, "digests=False"),
+        ("zmq+tcp://127.0.0.1:0", {"digests": False}, "host memory"),
+    ],
+)
+def test_what_is_missing_for_device_tensors_is_said(
+    url: str, how: dict[str, bool], words: str
+) -> None:
+    with KVLink.serve(url) as producer:
+        with pytest.raises(SchemaError, match=words):
+            producer.put(BIG.make(), direct=True, **how)  # type: ignore[arg-type]
+        assert producer.stats()["transfers"]["live"] == 0
+
+
+def test_memory_of_a_device_is_shown_to_ucx_as_such() -> None:
+    memory = Mapping.anonymous(1 << 20).region
+    there = Region(memory.address, memory.nbytes, memory.owner, device="cuda:0")
+    worker = UcxWorker(UcxSettings())
+    for region, is_there in ((memory, False), (there, True)):
+        array = worker.array(region)
+        assert (array.cuda, array.ptr, array.nbytes) == (is_there, memory.address, 1 << 20)

@@ -1,0 +1,282 @@
+"""`ucx://`: who may come in, what is open to whom, and peers that say what they should not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from key_fixtures import Safe
+from zmq_fixtures import free_port
+from zmq_unauthorized import Raw, dialled
+
+from omni_kvlink import (
+    ClosedError,
+    ConnectorError,
+    KVLink,
+    PeerLostError,
+    TransferTimeout,
+    UnavailableError,
+    WireError,
+)
+from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.protocol.messages import (
+    FetchRange,
+    Get,
+    Meet,
+    Message,
+    Refused,
+    encode,
+    own_hello,
+)
+from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.testing.caches import fingerprint
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import until, until_freed
+
+if importlib.util.find_spec("ucxx") is None:
+    pytest.skip(str(ucx.unavailable()), allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+BIG = sized("k", 3 << 20)
+QUOTA = 16 << 20
+
+
+@pytest.fixture
+def producer() -> Iterator[KVLink]:
+    with KVLink.serve(f"ucx://127.0.0.1:{free_port()}", quota=QUOTA) as link:
+        yield link
+
+
+def connect(url: str, **options: Any) -> KVLink:
+    return KVLink.connect(url, timeout=5, quota=QUOTA, **options)
+
+
+def deliver(producer: KVLink, reader: KVLink) -> None:
+    receipt = producer.put(BIG.make())
+    with reader.get("k", timeout=5, verify="full") as found:
+        assert fingerprint(found) == fingerprint(BIG.make())
+    del found
+    receipt.wait(timeout=5)
+
+
+# What there must be
+
+
+@pytest.mark.parametrize("verb", ["serve", "connect"])
+def test_without_ucxx_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "ucxx"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    how = {"timeout": 0.1} if verb == "connect" else {}
+    with pytest.raises(UnavailableError, match=r"pip install 'omni-kvlink\[ucx\]'"):
+        getattr(KVLink, verb)("ucx://127.0.0.1:1", **how)
+
+
+@pytest.mark.parametrize("url", ["ucx://nobody", "ucx://h:x", "ucx://:1"])
+def test_no_address(url: str) -> None:
+    with pytest.raises(ValueError, match="as in ucx://127"):
+        KVLink.serve(url)
+
+
+def test_health_says_what_ucx_is(producer: KVLink) -> None:
+    with connect(producer.url) as reader:
+        deliver(producer, reader)
+        for link in (producer, reader):
+            found = link.stats()["ucx"]
+            assert found["transports"] == "tcp"
+            assert found["devices"] == ["tcp/lo"]
+            assert found["ucx"].count(".") == 2
+            assert found["finished"] > 0, "it went another way"
+            assert (found["quarantined"], found["stale"]) == (0, 0)
+
+
+# What is open to whom
+
+
+def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
+    for end in (KVLink.serve, connect):
+        with pytest.raises(ConnectorError, match="for this machine alone"):
+            end("ucx://127.0.0.1:7009?ucx_devices=eth0")
+    with KVLink.serve("ucx://127.0.0.1:0?ucx_devices=lo&ucx_tls=tcp"):
+        pass
+
+
+def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
+    url = f"ucx://{os.uname().nodename}.invalid:1"
+    keys = Safe(tmp_path)
+    for end, how in ((KVLink.serve, keys.serving), (connect, keys.reading())):
+        with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
+            end(f"{url}?ucx_devices=lo")
+        with pytest.raises(ConnectorError, match=r"ucx_devices=eth0.*must be trusted"):
+            end(url, **how)
+        with (
+            pytest.warns(RuntimeWarning, match="INSECURE"),
+            pytest.raises(ConnectorError, match="ucx_devices=eth0"),
+        ):
+            end(url, insecure=True)
+
+
+def test_transports_that_ucx_has_not() -> None:
+    with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
+        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
+
+
+def test_keys(tmp_path: Path) -> None:
+    safe = Safe(tmp_path)
+    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **safe.serving) as producer:
+        with connect(producer.url, **safe.reading()) as reader:
+            deliver(producer, reader)
+        with pytest.raises(ConnectorError, match="peers= directory"):
+            connect(producer.url, **safe.reading("stranger"))
+        assert producer.stats()["ucx"]["endpoints"] <= 1, "a stranger reached UCX"
+
+
+# What nobody should say
+
+
+def test_the_two_protocols_do_not_mix(producer: KVLink) -> None:
+    with (
+        connect(producer.url.replace("ucx:", "zmq+tcp:")) as reader,
+        pytest.raises(PeerLostError, match="this link is ucx://"),
+    ):
+        reader.get("k", timeout=5)
+    with (
+        KVLink.serve("zmq+tcp://127.0.0.1:0", quota=QUOTA) as other,
+        pytest.raises(PeerLostError, match="no message of this protocol"),
+    ):
+        connect(other.url.replace("zmq+tcp:", "ucx:"))
+
+
+SECRET = bytes(16)
+BAD: list[list[Message]] = [
+    [Get(1, "k")],
+    [FetchRange(1, 1, 0, 10)],
+    [Meet(b"", SECRET)],
+    [Meet(b"kvu1" + bytes(60), SECRET)],
+    [Meet(bytes(9000), SECRET)],
+    [Meet(b"", bytes(65))],
+]
+
+
+@pytest.mark.parametrize("said", BAD, ids=range(len(BAD)))
+def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message]) -> None:
+    with greeted(producer) as peer:
+        peer.say(*map(encode, said))
+        assert isinstance(peer.hear()[0], Refused)
+        until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+    assert producer.stats()["refused"] == {"bad message": 1}
+    with connect(producer.url) as reader:
+        deliver(producer, reader)
+
+
+@contextlib.contextmanager
+def greeted(producer: KVLink) -> Iterator[Raw]:
+    """A peer that shook hands, and says next what it likes."""
+    with dialled(producer.url.replace("ucx:", "tcp:")) as peer:
+        peer.say(own_hello())
+        peer.hear()
+        yield peer
+
+
+def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
+    plane = UcxTransport()
+    with greeted(producer) as peer:
+        peer.say(Meet(plane.address, SECRET))
+        assert isinstance(peer.hear()[0], Meet)
+        peer.say(Meet(plane.address, SECRET))
+        assert isinstance(peer.hear()[0], Refused)
+    plane.close()
+    assert producer.stats()["refused"] == {"bad message": 1}
+
+
+def test_a_producer_that_sends_too_little(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_off = UcxListener._take_off
+
+    def cut(
+        self: UcxListener, reader: Any, fetch: FetchRange, transfer: Any, start: int, stop: int
+    ) -> Any:
+        return take_off(self, reader, fetch, transfer, start, stop - 1)
+
+    monkeypatch.setattr(UcxListener, "_take_off", cut)
+    with connect(producer.url) as reader:
+        producer.put(BIG.make())
+        with pytest.raises(WireError, match="a message of"):
+            reader.get("k", timeout=5)
+        until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
+
+
+@pytest.mark.parametrize("whose", ["producer", "reader"])
+def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
+    """Nobody waits for a deadline in vain."""
+    with connect(producer.url) as reader:
+        deliver(producer, reader)
+        broken: Any = producer._end.doors[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
+        broken._plane.close()
+        producer.put(BIG.make())
+        with pytest.raises(PeerLostError):
+            reader.get("k", timeout=10)
+        until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
+        producer.abort("k", "over")
+    until_freed(producer)
+
+
+def test_a_message_that_never_comes_keeps_no_memory(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UcxListener, "_answer", lambda *arguments: None)
+    with connect(producer.url) as reader:
+        producer.put(BIG.make())
+        with pytest.raises(TransferTimeout, match="0 of"):
+            reader.get("k", timeout=0.3)
+        until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free", 2)
+        assert reader.stats()["ucx"]["waiting"] == 0
+
+
+def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
+    end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
+    with connect(producer.url) as reader:
+        deliver(producer, reader)
+        want = reader.begin_get("never", timeout=5)
+        [one] = end._met
+        end._sent(one, PeerLostError("it was cut"))
+        with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
+            want.wait(timeout=5)
+        deliver(producer, reader)
+
+
+def test_a_producer_whose_ucx_is_closed_says_so(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(*arguments: Any) -> None:
+        raise ClosedError("it is closed")
+
+    with connect(producer.url) as reader:
+        end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
+        monkeypatch.setattr(end._plane, "send", send)
+        producer.put(BIG.make())
+        with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
+            reader.get("k", timeout=5)
+
+
+def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(endpoint: Any, memory: Any, tag: int, done: Any) -> Any:
+        done(PeerLostError("it was cut"))
+
+    with connect(producer.url) as reader:
+        end: Any = reader._end
+        monkeypatch.setattr(end._plane, "receive", receive)
+        monkeypatch.setattr(end._plane, "abandon", lambda request: None)
+        producer.put(BIG.make())
+        with pytest.raises(PeerLostError, match="it was cut"):
+            reader.get("k", timeout=5)

@@ -1,0 +1,232 @@
+"""How requests and planes end: killed and frozen peers, closing, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from omni_kvlink import ClosedError, PeerLostError, UnavailableError, WireError
+from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.ucx.settings import UcxSettings
+from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.testing.rig import until
+
+if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
+    pytest.skip(str(ucx.unavailable()), allow_module_level=True)
+
+from ucx_fixtures import BIG, CLOSED, NOTICED, Marked, Outcome, Pair
+from ucx_fixtures import bystander as bystander
+from ucx_fixtures import doomed as doomed
+from ucx_fixtures import pair as pair
+from ucx_killed_process import PATIENCE, Victim, pattern
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+# Ends
+
+
+def test_the_sender_is_killed(doomed: Pair) -> None:
+    memory = bytearray(100_000_000)
+    outcome, _ = doomed.fetch(memory, 20, then=signal.SIGKILL)
+    doomed.victim.process.wait(PATIENCE)
+    assert isinstance(outcome.wait(NOTICED), PeerLostError)
+    late = Outcome()
+    doomed.plane.send(doomed.peer, b"x", 21, late)
+    assert isinstance(late.wait(), PeerLostError)
+    assert not doomed.peer.alive
+    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+
+
+def test_the_sender_is_killed_while_bytes_come(doomed: Pair) -> None:
+    memory = bytearray(BIG)
+    outcome, _ = doomed.fetch(memory, 20, seed=5)
+    until(lambda: memory[0] != 0 or memory[1] != 0, "the first bytes came")
+    doomed.victim.signal(signal.SIGKILL)
+    doomed.victim.process.wait(PATIENCE)
+    error = outcome.wait(NOTICED)
+    assert isinstance(error, PeerLostError) or memory == pattern(len(memory), 5)
+    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+
+
+def test_the_receiver_is_killed(doomed: Pair) -> None:
+    memory = pattern(100_000_000, 1)
+    idle, waiting = Outcome(), Outcome()
+    doomed.plane.receive(doomed.peer, bytearray(10), 22, waiting)
+    doomed.victim.signal(signal.SIGSTOP)
+    doomed.plane.send(doomed.peer, memory, 23, idle)
+    until(lambda: doomed.stat("active") == 1, "the send is on its way")
+    doomed.victim.signal(signal.SIGKILL)
+    for outcome in (idle, waiting):
+        assert isinstance(outcome.wait(NOTICED), PeerLostError)
+    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+
+
+def test_a_frozen_sender(doomed: Pair) -> None:
+    """What it sends when it goes on lands where it was meant to, which nobody uses meanwhile."""
+    memory = bytearray(BIG)
+    kept = Marked(memory)
+    request, outcome, number = doomed.freeze_amid(kept.memory)
+    doomed.plane.abandon(request)
+    assert isinstance(outcome.wait(), TimeoutError)
+    assert doomed.stat("quarantined") == 1
+    assert doomed.stat("quarantined_nbytes") == len(memory)
+    assert not kept.is_free()
+    doomed.victim.signal(signal.SIGCONT)
+    assert doomed.victim.answer(number) is None
+    until(kept.is_free, "UCX let go")
+    assert doomed.stat("quarantined") == 0
+    assert memory == pattern(len(memory), 1)
+    assert len(outcome.calls) == 1
+    doomed.warm()
+
+
+def test_a_frozen_sender_is_disconnected(doomed: Pair) -> None:
+    """Its memory is not free before it has gone on: UCX would write there."""
+    memory = bytearray(BIG)
+    kept = Marked(memory)
+    _, outcome, number = doomed.freeze_amid(kept.memory)
+    doomed.plane.disconnect(doomed.peer)
+    assert isinstance(outcome.wait(NOTICED), PeerLostError)
+    for _ in range(3):  # each a turn of the plane, in which it could let go too early
+        late = Outcome()
+        doomed.plane.send(doomed.peer, b"x", 61, late)
+        assert isinstance(late.wait(), PeerLostError)
+    assert (doomed.stat("quarantined"), kept.is_free()) == (1, False)
+    doomed.victim.signal(signal.SIGCONT)
+    doomed.victim.answer(number)
+    until(kept.is_free, "UCX let go")
+
+
+def test_close_with_requests_on_their_way(doomed: Pair) -> None:
+    memory, outcomes = bytearray(BIG), [Outcome(), Outcome()]
+    kept = Marked(memory)
+    _, matched, _ = doomed.freeze_amid(kept.memory)
+    doomed.plane.receive(doomed.peer, bytearray(10), 30, outcomes[0])
+    doomed.plane.send(doomed.peer, bytearray(10), 31, outcomes[1])
+    started = time.monotonic()
+    doomed.plane.close()
+    assert time.monotonic() - started < CLOSED
+    for outcome in (outcomes[0], matched):
+        assert isinstance(outcome.wait(0), ClosedError)
+    outcomes[1].wait(0)  # small enough to have left
+    assert kept.is_free()
+    before = bytes(memory)
+    doomed.victim.signal(signal.SIGCONT)
+    doomed.victim.do("stats")
+    assert memory == before
+    with pytest.raises(ClosedError):
+        doomed.plane.send(doomed.peer, b"x", 34, Outcome())
+    doomed.plane.close()
+
+
+def test_an_address_where_nobody_is(bystander: Victim) -> None:
+    gone = UcxTransport()
+    gone.close()
+    plane, outcome, answer = UcxTransport(), Outcome(), Outcome()
+    peer = plane.connect(gone.address)
+    plane.receive(peer, bytearray(10), 2, answer)
+    plane.send(peer, bytearray(100_000), 1, outcome)
+    assert isinstance(outcome.wait(), PeerLostError)
+    assert isinstance(answer.wait(), PeerLostError)
+    plane.close()
+
+
+@pytest.mark.parametrize("what", ["empty", "noise", "cut", "flipped"])
+def test_an_address_that_is_none(pair: Pair, what: str) -> None:
+    address = bytearray(pair.plane.address)
+    if what == "flipped":
+        address[20] ^= 1
+    bad = {"empty": b"", "noise": os.urandom(60), "cut": address[:-1], "flipped": address}[what]
+    with pytest.raises(WireError):
+        pair.plane.connect(bytes(bad))
+
+
+# Rest
+
+
+def test_an_idle_pair_sleeps(pair: Pair) -> None:
+    pair.warm()
+    seconds = 2.0
+    mine, its = time.process_time(), pair.victim.do("cpu")
+    time.sleep(seconds)
+    assert time.process_time() - mine < 0.01 * seconds
+    assert pair.victim.do("cpu") - its < 0.01 * seconds
+
+
+def test_it_listens_on_loopback_alone(pair: Pair) -> None:
+    stats = pair.plane.stats()
+    assert stats["devices"] == ["tcp/lo"]
+    listening = {
+        line.split()[1].split(":")[0]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in _links()
+    }
+    assert listening == {"0100007F"}  # 127.0.0.1
+
+
+def _links() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UnavailableError, match="nosuch"):
+        UcxTransport(UcxSettings(devices="nosuch"))
+
+
+def test_planes_leave_nothing_behind() -> None:
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(_links())
+
+    def live() -> None:
+        one, other, outcome = UcxTransport(), UcxTransport(), Outcome()
+        memory = bytearray(99_999)
+        other.receive(other.connect(one.address), memory, 1, outcome)
+        one.send(one.connect(other.address), pattern(99_999, 1), 1, lambda error: None)
+        assert outcome.wait() is None
+        assert memory == pattern(99_999, 1)
+        one.close(), other.close()
+
+    UcxTransport().close()
+    before = left()
+    for _ in range(5):
+        live()
+    until(
+        lambda: all(now <= then for now, then in zip(left(), before, strict=True)),
+        "threads and descriptors are gone",
+    )
+
+
+def test_a_process_that_forgets_to_close_ends_well() -> None:
+    script = (
+        "from omni_kvlink.connectors.ucx.transport import Plane\n"
+        "one, two = Plane(), Plane()\n"
+        "one.send(one.connect(two.address), bytearray(1000000), 1, lambda error: None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_missing_ucxx_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "ucxx"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    reason = ucx.unavailable()
+    assert reason is not None
+    assert "pip install 'omni-kvlink[ucx]'" in reason

@@ -1,0 +1,140 @@
+"""A UCX plane in a process of its own that does as it is told, and can be frozen and killed.
+
+It reads one JSON command a line, and writes one JSON answer a line when the command is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
+
+PATIENCE = 20.0
+_PERIOD = 65_521  # a prime: a piece in the wrong place shows
+
+
+def pattern(nbytes: int, seed: int) -> bytearray:
+    block = random.Random(seed).randbytes(_PERIOD)
+    return bytearray(block * (nbytes // _PERIOD + 1))[:nbytes]
+
+
+class Victim:
+    """The process, seen from the test."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._asked = 0
+        self._answers: dict[int, Any] = {}
+        self._rest = b""
+
+    def ask(self, verb: str, **arguments: Any) -> int:
+        self._asked += 1
+        line = json.dumps({"id": self._asked, "verb": verb, **arguments})
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        return self._asked
+
+    def answer(self, number: int, timeout: float = PATIENCE) -> Any:
+        deadline = time.monotonic() + timeout
+        assert self.process.stdout is not None
+        while number not in self._answers:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, left))
+            assert ready, f"no answer to {number}"
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert data, "the victim has died"
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                answer = json.loads(line)
+                self._answers[answer["id"]] = answer["answer"]
+        return self._answers.pop(number)
+
+    def do(self, verb: str, **arguments: Any) -> Any:
+        return self.answer(self.ask(verb, **arguments))
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Puppet:
+    """The process, seen from inside."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, UcxEndpoint] = {}
+        self._lock = threading.Lock()
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # UCX writes what it has to say to the standard output
+        self._plane = UcxTransport()
+
+    def run(self) -> None:
+        for line in sys.stdin:
+            command = json.loads(line)
+            number, verb = command.pop("id"), command.pop("verb")
+            getattr(self, verb)(number, **command)
+        self._plane.close()
+
+    def _say(self, number: int, answer: Any) -> None:
+        with self._lock:
+            print(json.dumps({"id": number, "answer": answer}), file=self._out, flush=True)
+
+    def connect(self, number: int, address: str) -> None:
+        self._endpoints[address] = self._plane.connect(bytes.fromhex(address))
+        self._say(number, self._plane.address.hex())
+
+    def send(
+        self, number: int, to: str, nbytes: int, tag: int, seed: int = 1, then: int = 0
+    ) -> None:
+        """`then`: a signal to itself between the first word to the peer and everything else."""
+        plane, data = self._plane, pattern(nbytes, seed)
+
+        def post() -> None:
+            # In the plane's thread: nothing comes between what these two put in its queue.
+            plane.send(self._endpoints[to], data, tag, lambda e: self._say(number, _name(e)))
+            if then:
+                plane._call(lambda: os.kill(os.getpid(), then))
+
+        plane._call(post)
+
+    def receive(self, number: int, to: str, nbytes: int, tag: int, seed: int = 1) -> None:
+        """Answers twice: with `number` when it waits, with `-number` when it is over."""
+        plane, data = self._plane, bytearray(nbytes)
+
+        def done(error: BaseException | None) -> None:
+            wrong = error is None and data != pattern(nbytes, seed)
+            self._say(-number, "wrong bytes" if wrong else _name(error))
+
+        plane.receive(self._endpoints[to], data, tag, done)
+        plane._call(lambda: self._say(number, "waiting"))
+
+    def stats(self, number: int) -> None:
+        self._say(number, self._plane.stats())
+
+    def cpu(self, number: int) -> None:
+        self._say(number, time.process_time())
+
+
+def _name(error: BaseException | None) -> str | None:
+    return None if error is None else type(error).__name__
+
+
+if __name__ == "__main__":
+    Puppet().run()

@@ -1,0 +1,41 @@
+"""Every behaviour of the conformance kit, over TCP and over Unix sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from zmq_fixtures import fresh_url
+
+from omni_kvlink.connectors.zmq import listener as zmq_door
+from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing.conformance import Check, run_check
+from omni_kvlink.testing.rig import ProcessPeer, Rig
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPeer]:
+    peer = ProcessPeer()
+    yield peer
+    peer.end()
+
+
+@pytest.fixture(params=["tcp", "ipc", "tcp-bits"])
+def rig(
+    request: pytest.FixtureRequest,
+    process: ProcessPeer,
+    sockets: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Rig:
+    transport, _, in_bits = request.param.partition("-")
+    if in_bits:  # so that the small payloads of the checks come in many pieces, too
+        monkeypatch.setattr(zmq_door, "EAGER", 0)
+        monkeypatch.setattr(zmq_door, "CHUNK", 1000)
+    return Rig(lambda: fresh_url(transport, sockets), {}, process)
+
+
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+def test_connector(check: Check, rig: Rig) -> None:
+    run_check(check, rig)

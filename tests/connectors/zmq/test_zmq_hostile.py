@@ -1,0 +1,304 @@
+"""What a producer that lies can do to a reader: make its `get` fail, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import zmq
+from zmq_fixtures import free_port
+
+from omni_kvlink import ConnectorError, KVLink, KVLinkError, PeerLostError, VersionError, WireError
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.protocol.messages import (
+    Chunk,
+    Committed,
+    Failed,
+    FetchRange,
+    Get,
+    Layer,
+    Location,
+    Memory,
+    Message,
+    Offer,
+    Refused,
+    Release,
+    decode,
+    encode,
+    own_hello,
+)
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import until
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+NBYTES = 2 * CHUNK
+
+
+class Liar:
+    """A ROUTER that greets one reader and then says what the test wants."""
+
+    def __init__(self, hello: Message):
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self.url = f"zmq+tcp://127.0.0.1:{free_port()}"
+        self._socket.bind(self.url.removeprefix("zmq+"))
+        self._hello, self._peer = hello, b""
+
+    def greet(self) -> None:
+        self.hear()
+        self.say(self._hello)
+
+    def hear(self) -> Message:
+        assert self._socket.poll(5000), "the reader says nothing"
+        self._peer, first = self._socket.recv_multipart()
+        return decode(first)
+
+    def hear_until(self, kind: type[Message]) -> Message:
+        while not isinstance(message := self.hear(), kind):
+            pass
+        return message
+
+    def say(self, *parts: Message | bytes) -> None:
+        data = [part if isinstance(part, bytes) else encode(part) for part in parts]
+        self._socket.send_multipart([self._peer, *data])
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    liar = Liar(own_hello())
+    yield liar
+    liar.close()
+
+
+@pytest.fixture
+def reader(liar: Liar) -> Iterator[KVLink]:
+    thread = threading.Thread(target=liar.greet)
+    thread.start()
+    with KVLink.connect(liar.url, timeout=5, quota=16 << 20) as link:
+        thread.join()
+        yield link
+
+
+def get(reader: KVLink, *, streamed: bool = False) -> Future[None]:
+    """A `get` in a thread; its end."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if streamed:
+                reader.stream_get("k", timeout=5).release()
+            else:
+                reader.get("k", timeout=5).release()
+            ended.set_result(None)
+        except KVLinkError as error:
+            error.__traceback__ = None
+            ended.set_exception(error)
+
+    threading.Thread(target=run).start()
+    return ended
+
+
+LIES: dict[str, list[list[Message | bytes]]] = {
+    "not asked for": [[Chunk(1, 7, NBYTES - 5), bytes(10)]],
+    "beyond": [[Chunk(1, 7, NBYTES), bytes(10)]],
+    "twice": [[Chunk(1, 7, 0), bytes(10)], [Chunk(1, 7, 0), bytes(10)]],
+    "overlapping": [[Chunk(1, 7, 0), bytes(10)], [Chunk(1, 7, 5), bytes(10)]],
+    "empty": [[Chunk(1, 7, 0), b""]],
+    "another epoch": [[Chunk(1, 8, 0), bytes(10)]],
+    "nothing beside": [[Chunk(1, 7, 0)]],
+    "more beside": [[Chunk(1, 7, 0), b"x", b"y"]],
+    "garbage": [[b"\xff"]],
+    "a reader's word": [[Get(1, "k")]],
+    "a descriptor": [[Memory(0, 4096)]],
+    "beside a word": [[Failed(1, "x", "failed"), b"more"]],
+    "refused": [[Refused("why not", (1, 1))]],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_about_bytes_end_the_connection(liar: Liar, reader: KVLink, lie: str) -> None:
+    ended = get(reader)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, NBYTES)))
+    asked = liar.hear_until(FetchRange)
+    assert asked == FetchRange(1, 7, 0, CHUNK)
+    for words in LIES[lie]:
+        liar.say(*words)
+    assert isinstance(ended.exception(5), (WireError, ConnectorError))
+    until(lambda: not reader.stats()["connected"], "the session is over")
+    until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
+
+
+def test_late_bytes_never_land_in_memory_that_is_reused(liar: Liar, reader: KVLink) -> None:
+    want = reader.begin_get("k", timeout=5)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, NBYTES)))
+    liar.hear_until(FetchRange)
+    want.cancel()
+    assert liar.hear_until(Release) == Release(1, 7, "unread")
+    liar.say(Chunk(1, 7, 0), b"late" * 100)
+    other = reader.begin_get("other", timeout=5)
+    liar.hear_until(Get)
+    liar.say(Offer(2, 8, Location(0, 0, 4)))
+    assert liar.hear_until(FetchRange) == FetchRange(2, 8, 0, 4)
+    liar.say(Chunk(1, 7, 0), b"late" * 100)
+    liar.say(Chunk(2, 8, 0), b"good")
+    region = other.wait(timeout=5).region
+    assert region is not None
+    assert bytes(region.view()) == b"good"
+    del region
+    assert liar.hear_until(Release) == Release(2, 8, "read")
+
+
+@pytest.mark.parametrize("draft", [0, 512])
+@pytest.mark.parametrize("beside", [b"short", bytes(NBYTES + 1)])
+def test_gifts_that_are_not_what_was_offered(
+    liar: Liar, reader: KVLink, beside: bytes, draft: int
+) -> None:
+    ended = get(reader)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
+    assert isinstance(ended.exception(5), (WireError, ConnectorError))
+
+
+def test_an_offer_said_twice_is_one(liar: Liar, reader: KVLink) -> None:
+    data = Recipe("k").make()
+    payload = _payload(data)
+    want = reader.begin_get("k", timeout=5)
+    liar.hear_until(Get)
+    for _ in range(3):
+        liar.say(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    delivery = want.wait(timeout=5)
+    liar.say(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
+    with reader.open_delivery(delivery, started=0.0, verify="full") as found:
+        assert fingerprint(found) == fingerprint(data)
+    del found, delivery
+    assert liar.hear_until(Release) == Release(1, 7, "read")
+
+
+def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
+    """Whole, and well-made: but not what was asked for."""
+    payload = _payload(Recipe("other").make(), "other")
+    ended = get(reader)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    error = ended.exception(5)
+    assert type(error) is WireError
+    assert "asked for 'k', the payload says it is 'other'" in str(error)
+    released = liar.hear_until(Release)
+    assert isinstance(released, Release)
+    assert released.outcome == "rejected"
+    until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("draft", [0, 512])
+def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int, beside: bool) -> None:
+    """The stream is rejected, its memory comes back, the connection goes on."""
+    ended = get(reader, streamed=True)
+    liar.hear_until(Get)
+    offer, nonsense = Offer(1, 7, Location(0, 0, 1000), draft), b"\x09" * (draft or 1000)
+    if beside:
+        liar.say(offer, nonsense)
+    else:
+        liar.say(offer)
+        assert liar.hear_until(FetchRange) == FetchRange(1, 7, *offer.first)
+        liar.say(Chunk(1, 7, offer.first[0]), nonsense)
+    assert type(ended.exception(5)) is WireError
+    released = liar.hear_until(Release)
+    assert isinstance(released, Release)
+    assert released.outcome == "rejected"
+    assert reader.stats()["connected"]
+    until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
+
+
+def test_layers_before_the_header(liar: Liar, reader: KVLink) -> None:
+    get(reader, streamed=True)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, 1000), 512))
+    for _ in range(5000):
+        liar.say(Layer(1, 0, (b"",)))
+    until(lambda: not reader.stats()["connected"], "the session is over")
+
+
+def test_words_about_nothing_change_nothing(liar: Liar, reader: KVLink) -> None:
+    for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
+        liar.say(message)
+    liar.say(Chunk(9, 9, 0), b"bytes")
+    want = reader.begin_get("k", timeout=5)
+    liar.hear_until(Get)
+    assert reader.stats()["connected"]
+    want.cancel()
+
+
+def test_offers_of_what_fits_nowhere(liar: Liar, reader: KVLink) -> None:
+    ended = get(reader)
+    liar.hear_until(Get)
+    liar.say(Offer(1, 7, Location(0, 0, 2**53)))
+    assert "quota" in str(ended.exception(5))
+    assert reader.stats()["connected"]
+
+
+def test_being_turned_out_says_why(liar: Liar, reader: KVLink) -> None:
+    ended = get(reader)
+    liar.hear_until(Get)
+    liar.say(Refused("too slow", (1, 1)))
+    error = ended.exception(5)
+    assert isinstance(error, PeerLostError)
+    assert "too slow" in str(error)
+
+
+def test_a_connection_with_itself_is_none() -> None:
+    """A reader that knocks at a port of the kernel's choice can meet its own knocking."""
+    liar = Liar(own_hello())
+
+    def echo_then_greet() -> None:
+        liar.say(liar.hear())
+        liar.greet()
+
+    thread = threading.Thread(target=echo_then_greet)
+    thread.start()
+    try:
+        KVLink.connect(liar.url, timeout=5).close()
+    finally:
+        thread.join()
+        liar.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind"),
+    [
+        (Refused("no room", (1, 1)), ConnectorError),
+        (Refused("no common version", (8, 9)), VersionError),
+        (Get(1, "k"), WireError),
+    ],
+)
+def test_greetings(hello: Message, kind: type[Exception]) -> None:
+    liar = Liar(hello)
+    thread = threading.Thread(target=liar.greet)
+    thread.start()
+    try:
+        with pytest.raises(kind):
+            KVLink.connect(liar.url, timeout=5)
+    finally:
+        thread.join()
+        liar.close()
+
+
+def _payload(data: Any, key: str = "k") -> bytes:
+    """The bytes that a producer would send."""
+    with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
+        producer.put(data)
+        with KVLink.connect(producer.url, timeout=1) as reader:
+            want = reader.begin_get(key, timeout=1)
+            region = want.wait(timeout=1).region
+            assert region is not None
+            return bytes(region.view())

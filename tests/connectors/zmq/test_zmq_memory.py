@@ -1,0 +1,213 @@
+"""A reader's own memory: how much, when it is waited for, reused, and given back."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import CapacityError, KVLink, TransferTimeout
+from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.runtime import remote_consumer as remote
+from omni_kvlink.memory import arena
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import SLACK, Remote, ThreadPeer, expect, until, until_freed
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def producer(sockets: str) -> Iterator[KVLink]:
+    with KVLink.serve(fresh_url("tcp", sockets), quota=64 * MIB) as link:
+        yield link
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPeer]:
+    peer = ThreadPeer()
+    yield peer
+    peer.end()
+
+
+def connect(threads: ThreadPeer, producer: KVLink, quota: int) -> Remote:
+    threads.do("connect", link="r", url=producer.url, timeout=5, quota=quota)
+    return Remote(threads, "r")
+
+
+def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) -> None:
+    """At once, with what is missing; and another reader can still have it."""
+    reader = connect(threads, producer, MIB)
+    receipt = producer.put(sized("k", 2 * MIB).make())
+    error = expect(CapacityError, lambda: reader.do("get", key="k", timeout=5), within=SLACK)
+    assert error.asked > 2 * MIB
+    with KVLink.connect(producer.url, timeout=5) as other, other.get("k", timeout=5):
+        pass
+    receipt.wait(timeout=5)
+
+
+def test_waiting_for_room(producer: KVLink, threads: ThreadPeer) -> None:
+    """The deadline holds and says why; room that comes back is used; small ones pass meanwhile."""
+    reader = connect(threads, producer, 4 * MIB)
+    for key in ("one", "two"):
+        producer.put(sized(key, 3 * MIB).make())
+    reader.do("hold", key="one", timeout=5)
+    error = expect(
+        TransferTimeout,
+        lambda: reader.do("get", key="two", timeout=0.2),
+        within=0.2 + SLACK,
+        words=("waits for room",),
+    )
+    assert "quota" in error.phase
+    waiting = reader.ask("get", key="two", timeout=10)
+    until(lambda: producer.stats()["transfers"]["leased"] == 2, "it was offered again")
+    producer.put(Recipe("small").make())
+    assert reader.do("get", key="small", timeout=2) == fingerprint(Recipe("small").make())
+    assert not waiting.done()
+    threads.do("drop", key="one")
+    assert waiting.result(5) == fingerprint(sized("two", 3 * MIB).make())
+    until(lambda: reader.do("stats")["memory"]["used"] == 0, "all is back")
+    until_freed(producer)
+
+
+def test_room_that_must_be_made(
+    producer: KVLink, threads: ThreadPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes back is too small, but leaves room for more memory."""
+    monkeypatch.setattr(arena, "MIN_ARENA", MIB)
+    reader = connect(threads, producer, 4 * MIB)
+    for key, size in (("one", MIB), ("two", 3 * MIB + MIB // 2)):
+        producer.put(sized(key, size).make())
+    reader.do("hold", key="one", timeout=5)
+    waiting = reader.ask("get", key="two", timeout=10)
+    expect(TimeoutError, lambda: waiting.result(0.1))
+    threads.do("drop", key="one")
+    assert waiting.result(5) == fingerprint(sized("two", 3 * MIB + MIB // 2).make())
+
+
+def test_who_gives_up_waiting_for_room_leaves_nothing(
+    producer: KVLink, threads: ThreadPeer
+) -> None:
+    reader = connect(threads, producer, 4 * MIB)
+    for key in ("one", "two", "three"):
+        producer.put(sized(key, 3 * MIB).make())
+    reader.do("hold", key="one", timeout=5)
+    for key in ("two", "three"):
+        expect(TransferTimeout, lambda key=key: reader.do("get", key=key, timeout=0.05))  # type: ignore[misc]
+    until(lambda: producer.stats()["transfers"]["leased"] == 1, "they went back")
+    threads.do("drop", key="one")
+    for key in ("three", "two"):
+        assert reader.do("get", key=key, timeout=5) == fingerprint(sized(key, 3 * MIB).make())
+    until(lambda: reader.do("stats")["memory"]["used"] == 0, "all is back")
+
+
+FAULTS = """
+import resource, sys
+from omni_kvlink import KVLink
+with KVLink.connect(sys.argv[1], timeout=5) as reader:
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        reader.get("k", timeout=5).release()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_no_page_faults_when_warm(producer: KVLink) -> None:
+    """Payloads land in memory that is there, and so does what ZMQ receives them in."""
+    producer.put(sized("k", 48 * MIB).make(), readers=8)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, producer.url], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    faults = [int(line) for line in done.stdout.split()]
+    pages = 48 * MIB // 4096
+    assert faults[0] > pages // 8, "its memory is new"
+    assert sum(faults[2:]) < pages // 8, faults
+
+
+def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many payloads come at once, no more bytes than the window are asked for."""
+    window = 2 * CHUNK
+    monkeypatch.setattr(remote, "WINDOW", window)
+    most = []
+    fetch = remote.RemoteSession._fetch
+
+    def watched(session: remote.RemoteSession, arrival: remote.Arrival) -> None:
+        fetch(session, arrival)
+        most.append(sum(one.fetch.unanswered for one in session._arrivals.values()))
+
+    monkeypatch.setattr(remote.RemoteSession, "_fetch", watched)
+    with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
+        recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
+        wants = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
+        for recipe in recipes:
+            producer.put(recipe.make())
+        for recipe, want in zip(recipes, wants, strict=True):
+            started = time.perf_counter()
+            delivery = want.wait(timeout=5)
+            with reader.open_delivery(delivery, started=started, verify="full") as found:
+                assert fingerprint(found) == fingerprint(recipe.make())
+            del found, delivery
+    assert max(most) == window
+
+
+def test_a_small_payload_overtakes_a_large_one(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A payload of a few chunks that was asked for later does not wait for the large one's end."""
+    ended = []
+    monkeypatch.setattr(remote, "WINDOW", CHUNK)
+    with KVLink.connect(producer.url, timeout=5, quota=64 * MIB, prefault=64 * MIB) as reader:
+        for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
+            producer.put(sized(key, size).make())
+        wants = [reader.begin_get(key, timeout=5) for key in ("large", "small")]
+        for want, key in zip(wants, ("large", "small"), strict=True):
+            want.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
+        for want in wants:
+            want.wait(timeout=5).drop()
+    assert ended == ["small", "large"]
+
+
+def test_asyncio(producer: KVLink) -> None:
+    """The future ends when the bytes are here; a cancelled get gives them back."""
+    data = sized("k", 5 * MIB).make()
+
+    async def run() -> None:
+        async with await AsyncKVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
+            getting = asyncio.create_task(reader.get("k", timeout=5))
+            await asyncio.sleep(0.05)
+            receipt = producer.put(data)
+            with await getting as found:
+                assert fingerprint(found) == fingerprint(data)
+            del found, getting
+            receipt.wait(timeout=5)
+            again = producer.put(data)
+            getting = asyncio.create_task(reader.get("k", timeout=5))
+            await asyncio.sleep(0)
+            getting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await getting
+            with await reader.get("k", timeout=5) as found:
+                assert fingerprint(found) == fingerprint(data)
+            del found
+            again.wait(timeout=5)
+
+    asyncio.run(run())
+    until_freed(producer)
+
+
+def test_an_idle_pair_sleeps(producer: KVLink) -> None:
+    with KVLink.connect(producer.url, timeout=5) as reader:
+        want = reader.begin_get("never", timeout=5)
+        before = time.process_time()
+        time.sleep(1.5)
+        used = time.process_time() - before
+        want.cancel()
+    assert used < 0.015 * 2, "two ends, one percent of a core each"

@@ -1,0 +1,299 @@
+"""What strangers and bad readers send to a producer: a counter changes, and nothing else."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from zmq_fixtures import fresh_url
+from zmq_unauthorized import Raw, dialled, greeted
+
+from omni_kvlink import KVLink
+from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    Chunk,
+    Failed,
+    FetchRange,
+    Get,
+    Hello,
+    Location,
+    Message,
+    Offer,
+    Refused,
+    Release,
+    encode,
+    own_hello,
+)
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.rig import until, until_freed
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+BIG = sized("big", 3 * WINDOW)
+
+
+@pytest.fixture
+def producer(sockets: str) -> Iterator[KVLink]:
+    with KVLink.serve(fresh_url("tcp", sockets), quota=64 << 20) as link:
+        yield link
+
+
+@pytest.fixture
+def unharmed(producer: KVLink) -> Iterator[None]:
+    """Whatever a test did, an honest reader is served."""
+    yield
+    with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
+        receipt = producer.put(Recipe("honest").make())
+        with reader.get("honest", timeout=5) as found:
+            assert fingerprint(found) == fingerprint(Recipe("honest").make())
+        del found
+        receipt.wait(timeout=5)
+    until(lambda: producer.stats()["readers"] == 0, "everybody left")
+    until_freed(producer)
+
+
+def refused(link: KVLink, what: str) -> int:
+    found: int = link.stats()["refused"].get(what, 0)
+    return found
+
+
+GARBAGE: list[list[bytes]] = [
+    [b""],
+    [b"\x00"],
+    [b"x" * 1000],
+    [b"\xc1" * 60_000],
+    [b"\x91" * 5000],
+    [b"a", b"b", b"c"],
+    [encode(own_hello()), b"more"],
+    [encode(Get(1, "k"))],
+    [encode(FetchRange(1, 1, 0, 100))],
+    [encode(Offer(1, 1, Location(0, 0, 1)))],
+    [encode(own_hello())[:-3]],
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_before_the_greeting(
+    producer: KVLink, unharmed: None, garbage: list[bytes]
+) -> None:
+    with dialled(producer.url) as peer:
+        peer.say(*garbage)
+        until(lambda: refused(producer, "bad message") == 1, "it was counted")
+        assert producer.stats()["readers"] == 0
+        assert producer.stats()["transfers"]["waiting"] == 0
+
+
+@pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
+def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
+    with greeted(producer.url, RECONNECT_IVL=-1) as peer, greeted(producer.url) as other:
+        peer.say(b"x" * nbytes)
+        until(lambda: producer.stats()["readers"] == 1, "it was dropped")
+        assert refused(producer, "too long") == 1
+        other.say(Get(1, "k"))
+    until(lambda: producer.stats()["readers"] == 0, "the other left")
+    assert refused(producer, "too long") == 1, "the other was counted"
+
+
+NO_ZMQ = {
+    "http": b"GET / HTTP/1.1\r\n\r\n" * 10,
+    "mechanism": b"\xff" + bytes(8) + b"\x7f\3\0" + b"NONSENSE".ljust(20, b"\0") + bytes(32),
+}
+
+
+@pytest.mark.parametrize("what", NO_ZMQ)
+def test_what_does_not_even_speak_zmq(producer: KVLink, unharmed: None, what: str) -> None:
+    host, port = producer.url.removeprefix("zmq+tcp://").split(":")
+    with socket.create_connection((host, int(port)), 5) as sock:
+        sock.sendall(NO_ZMQ[what])
+        if what == "mechanism":  # the other could be ZMQ of long ago, so far
+            until(lambda: refused(producer, "no greeting") == 1, "it was counted")
+
+
+def test_other_versions(producer: KVLink, unharmed: None) -> None:
+    with dialled(producer.url) as peer:
+        peer.say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+        answer, _ = peer.hear()
+        assert isinstance(answer, Refused)
+        assert answer.versions == (1, 1)
+    assert refused(producer, "other version") == 1
+
+
+FORBIDDEN: list[list[Message | bytes]] = [
+    [b"\xff"],
+    [own_hello()],
+    [Offer(1, 1, Location(0, 0, 1))],
+    [Chunk(1, 1, 0), b"bytes"],
+    [Get(1, "k"), b"more"],
+    [Get(1, "k" * 5000)],
+    [msgspec.msgpack.encode(["Fetch", 1, 1, -1, 5])],
+    [FetchRange(1, 1, 5, 5)],
+    [FetchRange(1, 1, 5, 4)],
+    [FetchRange(1, 1, 0, 2**53)],
+    [FetchRange(1, 1, 0, 3 * WINDOW)],
+]
+
+
+@pytest.mark.parametrize("words", FORBIDDEN, ids=range(len(FORBIDDEN)))
+def test_what_no_reader_says_turns_it_out(
+    producer: KVLink, unharmed: None, words: list[Message | bytes]
+) -> None:
+    with greeted(producer.url) as peer:
+        peer.say(*words)
+        answer, _ = peer.hear()
+        assert isinstance(answer, Refused)
+        assert producer.stats()["readers"] == 0
+        assert refused(producer, "bad message") == 1
+
+
+def leased(producer: KVLink, peer: Raw) -> Offer:
+    producer.put(BIG.make())
+    peer.say(Get(1, "big"))
+    offer, beside = peer.hear()
+    assert isinstance(offer, Offer)
+    assert beside == b""
+    return offer
+
+
+def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None:
+    """Another's, an older one's, and what was let go of: nothing comes."""
+    with greeted(producer.url) as peer, greeted(producer.url) as other:
+        offer = leased(producer, peer)
+        other.say(FetchRange(1, offer.epoch, 0, 100))
+        peer.say(FetchRange(2, offer.epoch, 0, 100))
+        peer.say(FetchRange(1, offer.epoch + 1, 0, 100))
+        peer.say(FetchRange(1, offer.epoch, 10, 30))
+        chunk, payload = peer.hear()
+        assert chunk == Chunk(1, offer.epoch, 10)
+        assert len(payload) == 20
+        peer.say(Release(1, offer.epoch, "read"))
+        peer.say(FetchRange(1, offer.epoch, 0, 100))
+        until(lambda: producer.stats()["transfers"]["stale"] == 4, "all were refused")
+        for one in (peer, other):
+            assert not one.socket.poll(0)
+
+
+def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None) -> None:
+    """Whatever became of it meanwhile."""
+    with greeted(producer.url) as peer:
+        offer = leased(producer, peer)
+        producer.fail("big", "changed my mind")
+        peer.say(FetchRange(1, offer.epoch, 5, 30))
+        chunk, payload = peer.hear()
+        assert chunk == Chunk(1, offer.epoch, 5)
+        assert len(payload) == 25
+
+
+def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: None) -> None:
+    with greeted(producer.url) as peer:
+        writer = producer.stream_put(Recipe("s").make())
+        peer.say(Get(1, "s", True))
+        offer, draft = peer.hear()
+        assert isinstance(offer, Offer)
+        peer.say(FetchRange(1, offer.epoch, *offer.first))
+        chunk, header = peer.hear()
+        assert isinstance(chunk, Chunk)
+        assert header == draft, "it came with the offer"
+        assert Manifest.decode(draft, offer.location.nbytes).request_id == "s"
+        producer.fail("s", "no more")
+        failed, _ = peer.hear()
+        assert isinstance(failed, Failed)
+        peer.say(FetchRange(1, offer.epoch, 0, 10))
+        until(lambda: producer.stats()["transfers"]["stale"] == 1, "it was refused")
+        writer.fail("it was ended")
+
+
+@pytest.mark.parametrize("beyond", [1, CHUNK])
+def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int) -> None:
+    with greeted(producer.url) as peer:
+        stop = leased(producer, peer).location.nbytes + beyond
+        peer.say(FetchRange(1, 1, stop - beyond - 5, stop))
+        answer, _ = peer.hear()
+        assert isinstance(answer, Refused)
+        producer.abort("big")
+
+
+def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) -> None:
+    """What waits for it is bounded, others go on, and memory that ZMQ holds is not reused."""
+    with greeted(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
+        offer = leased(producer, peer)
+        for start in range(0, 3 * WINDOW, CHUNK):
+            peer.say(FetchRange(1, offer.epoch, start, start + CHUNK))
+        flying = producer._end._flying  # type: ignore[attr-defined]
+        (slow,) = producer._end.doors[0]._readers.values()  # type: ignore[attr-defined]
+        until(lambda: slow.waiting > 0, "the rest waits")
+        assert WINDOW < sum(flying.values()) <= 2 * WINDOW
+        with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
+            for number in range(3):
+                producer.put(sized(f"k{number}", 3 << 20, seed=number).make())
+                with reader.get(f"k{number}", timeout=5, verify="full"):
+                    pass
+        peer.say(Release(1, offer.epoch, "read"))
+        until(lambda: producer.stats()["transfers"]["released"] == 4, "all were let go of")
+        assert sum(flying.values()) > WINDOW
+        assert producer.stats()["memory"]["used"] > 3 * WINDOW, "reused under ZMQ"
+        for start in range(0, 5 * WINDOW, CHUNK):
+            peer.say(FetchRange(1, offer.epoch, start, start + CHUNK))
+    until(lambda: not flying, "ZMQ let go")
+
+
+def test_a_reader_that_lets_messages_pile_up(
+    producer: KVLink, unharmed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up, and told so when it reads again."""
+    with greeted(producer.url, RCVHWM=1, RCVBUF=4096, SNDHWM=0) as peer:
+        key = "k" * 1000
+        producer.fail(key, "x" * 4000)
+        count = 0
+        while refused(producer, "too slow") == 0:
+            for _ in range(200):  # quickly: who takes no byte for 4 s is given up for that
+                peer.say(Get(count + 1, key))
+                count += 1
+            assert count < 100_000
+        assert producer.stats()["readers"] == 0
+        heard: Message | None = None
+        while not isinstance(heard, Refused):
+            heard, _ = peer.hear()
+        assert heard.reason == "too slow"
+
+
+def test_a_connection_without_a_word(producer: KVLink, unharmed: None) -> None:
+    with dialled(producer.url):
+        pass
+    assert producer.stats()["readers"] == 0
+
+
+def test_a_name_that_is_taken(producer: KVLink, unharmed: None) -> None:
+    """A stranger that calls itself like a reader takes nothing of it over."""
+    with (
+        greeted(producer.url, ROUTING_ID=b"name") as peer,
+        dialled(producer.url, ROUTING_ID=b"name") as other,
+    ):
+        other.say(own_hello())
+        peer.say(Get(1, "k"))
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        producer.fail("k", "so it goes")
+        peer.hear()
+        assert not other.socket.poll(50)
+
+
+def test_hello_is_of_one_life(producer: KVLink) -> None:
+    with greeted(producer.url), dialled(producer.url) as one, dialled(producer.url) as other:
+        answers = []
+        for peer in (one, other):
+            peer.say(own_hello())
+            answers.append(peer.hear()[0])
+        assert isinstance(answers[0], Hello)
+        assert answers[0] == answers[1]
+
+
+def test_options_of_every_socket(producer: KVLink) -> None:
+    socket = producer._end.doors[0]._port.socket  # type: ignore[attr-defined]
+    assert socket.getsockopt(zmq.SNDHWM) == zmq_sockets.MOST_MESSAGES
+    assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
+    assert socket.getsockopt(zmq.HEARTBEAT_IVL) == zmq_sockets.HEARTBEAT_MS

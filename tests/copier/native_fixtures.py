@@ -1,0 +1,81 @@
+"""What the native copier's tests share: plans without a schema, and memory with a locked edge."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from omni_kvlink._native import host
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+
+FEATURES = ("portable", "avx2", "avx512", "avx512+clmul")
+NEEDS_LIBRARY = pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@contextmanager
+def using(features: str) -> Iterator[None]:
+    """Run the block with one instruction set; skip where the processor lacks it."""
+    try:
+        host.select(features)
+    except host.NativeError as error:
+        pytest.skip(str(error))
+    try:
+        yield
+    finally:
+        host.select("auto")
+
+
+def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifest:
+    """A plan with one tensor after another; the copiers need no more of a manifest."""
+    named = [
+        (f"kv.{layer}.key", DTYPES[tensor.dtype], tuple(tensor.shape))
+        for layer, tensor in enumerate(tensors)
+    ]
+    return Manifest.lay_out("request", [], named, bundle=False, digests=digests)
+
+
+class Locked:
+    """Memory that ends where a page begins that nobody may touch."""
+
+    def __init__(self, nbytes: int):
+        page = mmap.PAGESIZE
+        pages = -(-nbytes // page) * page
+        self._pages = mmap.mmap(-1, pages + page)
+        start = np.frombuffer(self._pages, np.uint8).ctypes.data
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(start + pages), page, 0) == 0
+        self.address = start + pages - nbytes
+        self.region = Region(self.address, nbytes, self._pages)
+        self.bytes = np.frombuffer(self.region.span, np.uint8)
+
+
+def noise(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def tensor_of(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern there is, NaNs included."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    flat = torch.from_numpy(noise(int(np.prod(shape)) * size, seed))
+    return flat.view(dtype).view(*shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().tobytes()

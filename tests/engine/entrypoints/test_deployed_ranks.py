@@ -1,0 +1,103 @@
+"""Whole deployments with several ranks in each stage, as processes: the images of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint
+from mp_fixtures import until
+
+from omni_kvlink.engine import EngineDeadError, OmniDiffusion
+
+WISH = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS}
+EDIT = [torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8), "make it night"]
+
+
+def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiffusion:
+    """Two stages; over shared memory, or from a URL on."""
+    stages: list[dict[str, Any]] = [{"stage_id": 0, **ar}, {"stage_id": 1, **dit}]
+    how: dict[str, Any] = {"stages": stages}
+    if url:
+        stages[1]["input_connectors"] = {"from_stage_0": "kv"}
+        how["connectors"] = {"kv": {"name": "KVLinkConnector", "extra": {"url": url}}}
+    return OmniDiffusion(checkpoint(), how, dtype="float32", num_threads=1)
+
+
+def painted(omni: OmniDiffusion, prompts: list[Any]) -> list[torch.Tensor]:
+    wishes = [
+        {**(WISH if isinstance(p, str) else {"num_inference_steps": STEPS}), "seed": i}
+        for i, p in enumerate(prompts)
+    ]
+    images = omni.generate(prompts, wishes, timeout=2 * WAIT, output_type="pt")
+    return [image[0] for image in images]
+
+
+def expected(prompts: list[Any]) -> list[torch.Tensor]:
+    """With as many threads as the ranks have: sums are ordered by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [alone(prompt, seed) for seed, prompt in enumerate(prompts)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("dit", "url"),
+    [
+        ({"cfg_parallel_size": 3}, ""),
+        (
+            {"cfg_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 2},
+            "zmq+tcp://127.0.0.1:0",
+        ),
+    ],
+)
+def test_guidance_ranks_paint_the_same_images(dit: dict[str, Any], url: str) -> None:
+    prompts = ["a fox", EDIT, "two hats", "a fox in the snow"]
+    with deployed({}, dit, url) as omni:
+        for found, own in zip(painted(omni, prompts), expected(prompts), strict=True):
+            assert torch.equal(found, own)
+        stats = omni.stats()
+        assert stats[1]["kv"]["charged"] == stats[1]["kv"]["workers"]["charged"] == 0
+        until(lambda: omni.stats()[0]["link"]["memory"]["used"] == 0)
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
+def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, receivers: int) -> None:
+    with deployed({"tensor_parallel_size": senders}, {"tensor_parallel_size": receivers}) as omni:
+        prompts = ["a fox", "two hats"]
+        for found, own in zip(painted(omni, prompts), expected(prompts), strict=True):
+            assert int((found.int() - own.int()).abs().max()) <= 1
+
+        def is_back() -> bool:
+            stats = omni.stats()[0]
+            links = stats["links"] if senders > 1 else [stats["link"]]
+            assert len(links) == senders
+            return not any(link["memory"]["used"] for link in links)
+
+        until(is_back)
+
+
+def test_a_guidance_rank_is_killed_amid_a_request() -> None:
+    """Its mate, which waits for it, ends too; both come back, and the next image is right."""
+    deaths: list[Any] = []
+    (fox,) = expected(["a fox"])
+    with deployed({}, {"cfg_parallel_size": 2}) as omni:
+        assert torch.equal(painted(omni, ["a fox"])[0], fox)
+        stage = omni.stages[1]
+        before = [worker.pid for worker in stage.executor.workers]  # type: ignore[union-attr]
+        stage.executor.register_failure_callback(deaths.append)  # type: ignore[union-attr]
+        long = omni.submit("a fox", {**WISH, "num_inference_steps": 50_000}, request_id="long")
+        until(lambda: omni.stats()[1]["running"])
+        os.kill(before[1], signal.SIGKILL)
+        assert isinstance(long.result(WAIT).error, EngineDeadError)
+        assert len(deaths) == 1
+        omni.restart(1)
+        after = [worker.pid for worker in stage.executor.workers]  # type: ignore[union-attr]
+        assert not set(before) & set(after)
+        assert torch.equal(painted(omni, ["a fox"])[0], fox)
+        until(lambda: omni.stats()[0]["link"]["memory"]["used"] == 0)

@@ -1,0 +1,251 @@
+"""Ranks that are killed or frozen, and an engine that is: what ends, what is given back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import WAIT, alone, checkpoint, request, url
+from mp_fixtures import Bed, bed, freeze, until
+
+from omni_kvlink import TransferTimeout
+from omni_kvlink.engine import (
+    AREngine,
+    DiffusionOutput,
+    EngineDeadError,
+    KVConfig,
+    OmniARConfig,
+    OmniDiffusion,
+    RequestAborted,
+)
+
+LONG = {"num_inference_steps": 50_000}
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    """One engine of two ranks for all of them: each leaves it restarted, and whole."""
+    with bed(str(tmp_path_factory.mktemp("s")), 2, request_batch_max_wait_ms=300.0) as made:
+        yield made
+
+
+Busy = dict[str, Future[DiffusionOutput]]
+
+
+def busy(stage: Bed, when: str) -> Busy:
+    """Requests of both ranks, as far as `when` says; one that waits behind them if they paint."""
+    letters = {"idle": "", "receiving": "ab", "painting": "abc"}[when]
+    futures = {
+        name: stage.submit(name, **LONG)
+        for name in (f"{letter}{next(numbers)}" for letter in letters)
+    }
+    if when == "receiving":
+        until(lambda: sum(kv["held"]["receiving"] for kv in held(stage)) == 2)
+        return futures
+    for name in futures:
+        stage.send(name)
+    if futures:
+        until(lambda: stage.engine.stats()["running"] == 2)
+        until(lambda: sum(kv["held"]["ready"] for kv in held(stage)) == 3)
+    return futures
+
+
+def held(stage: Bed) -> list[Any]:
+    found: list[Any] = stage.executor.collective_rpc("kv_stats")
+    return found
+
+
+def check_whole(stage: Bed, before: Busy) -> None:
+    """What the ranks held is given back, and the new ones paint.
+
+    Args:
+        before: what ended in errors; the stage before hears of it, and keeps it no more.
+    """
+    for name in before:
+        stage.producer.fail(name, "nobody will take it")
+    until(lambda: stage.producer.stats()["memory"]["used"] == 0)
+    futures = {f"w{next(numbers)}": seed for seed in range(4)}
+    coming = [stage.submit(name, seed=seed) for name, seed in futures.items()]
+    for name, seed in futures.items():
+        stage.send(name, seed=seed)
+    for seed, future in enumerate(coming):
+        assert torch.equal(future.result(WAIT).result()[0], alone(seed=seed))
+    assert [kv["freed"] for kv in held(stage)] == [2, 2]
+    until(lambda: stage.producer.stats()["memory"]["used"] == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["idle", "receiving", "painting"])
+def test_a_rank_that_is_killed(stage: Bed, when: str, rank: int) -> None:
+    futures, workers = busy(stage, when), stage.workers
+    stage.deaths.clear()
+    started = time.monotonic()
+    os.kill(workers[rank].pid, signal.SIGKILL)
+    until(lambda: stage.deaths)
+    for future in futures.values():
+        with pytest.raises(EngineDeadError, match=f"rank {rank} .* status -9"):
+            future.result(WAIT).result()
+    assert time.monotonic() - started < 2
+    until(lambda: not any(worker.is_alive for worker in workers))  # the others were ended
+    with pytest.raises(EngineDeadError, match="restart"):
+        stage.submit("too early")
+    told: list[Any] = []
+    stage.executor.register_failure_callback(told.append)
+    assert len(told) == 1  # at once: it is dead already
+    stage.engine.restart()
+    assert len(stage.deaths) == 1
+    check_whole(stage, futures)
+
+
+def test_a_rank_that_is_frozen(stage: Bed) -> None:
+    stage.deaths.clear()
+    futures, workers = busy(stage, "painting"), stage.workers
+    stage.executor.check_health(timeout=WAIT)  # who is busy is not frozen
+    freeze(workers[1])
+    with pytest.raises(EngineDeadError, match="rank 1 within"):
+        stage.executor.check_health(timeout=0.5)
+    for future in futures.values():
+        with pytest.raises(EngineDeadError, match="frozen"):
+            future.result(WAIT).result()
+    assert len(stage.deaths) == 1
+    stage.engine.restart()
+    check_whole(stage, futures)
+
+
+def test_an_engine_that_is_closed_while_a_rank_is_frozen(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._HANGS", 0.5)
+    with bed(sockets, 1) as stage:
+        future = stage.submit("a", **LONG)
+        stage.send("a")
+        until(lambda: stage.engine.stats()["running"] == 1)
+        freeze(stage.workers[0])
+        started = time.monotonic()
+        stage.engine.close()
+        assert time.monotonic() - started < 5
+        stage.producer.fail("a", "nobody will take it")
+        with pytest.raises(RequestAborted):  # as of one that ends with its worker's help
+            future.result(WAIT).result()
+
+
+def test_a_worker_that_is_frozen_while_it_should_end(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    with bed(sockets, 2) as stage:
+        workers = stage.workers
+        freeze(workers[1])
+        started = time.monotonic()
+        stage.engine.close()
+        assert time.monotonic() - started < 5
+        assert not any(worker.is_alive for worker in workers)
+        assert stage.deaths == []  # it was told to end
+
+
+ENGINE = """
+import sys, threading
+from mp_fixtures import bed, until
+
+with bed(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
+    for name in "ab":
+        stage.submit(name, num_inference_steps=50_000)
+        stage.send(name)
+    until(lambda: stage.engine.stats()["running"] == 2)
+    print("painting", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "painting"])
+def test_workers_of_an_engine_that_is_killed(sockets: str, tmp_path: Path, when: str) -> None:
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ENGINE, sockets]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as engine:
+        assert engine.stdout is not None
+        if when == "painting":
+            assert engine.stdout.readline()
+        until(lambda: len(children(engine.pid)) == 2)
+        workers = children(engine.pid)
+        assert list(tmp_path.glob("kvl-ranks-*"))
+        engine.kill()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert not list(tmp_path.glob("kvl-ranks-*"))
+    assert not [name for name in os.listdir("/dev/shm") if "kvl" in name or "torch" in name]
+    for name in os.listdir(sockets):  # the link's own, which a killed producer leaves
+        os.unlink(f"{sockets}/{name}")
+
+
+def test_a_deployment_of_which_both_stages_have_workers() -> None:
+    """AR stage: a process, and a worker of its own. DiT stage: here, with two workers."""
+    mp = {"distributed_executor_backend": "mp", "num_threads": 1}
+    how = {
+        "stages": [
+            {"stage_id": 0, **mp},
+            {"stage_id": 1, **mp, "data_parallel_size": 2, "max_num_seqs": 2},
+        ]
+    }
+    photo = torch.arange(160 * 160 * 3).remainder(251).to(torch.uint8).reshape(160, 160, 3)
+    prompts = [f"a fox, number {seed}" for seed in range(4)] + [[photo, "make it night"]]
+    size = {"height": 16, "width": 24, "num_inference_steps": 5}
+    wishes = [{**size, "seed": seed} for seed in range(5)]
+    deaths: list[int] = []
+    with OmniDiffusion(
+        checkpoint(), how, dtype="float32", on_death=lambda stage, _: deaths.append(stage)
+    ) as omni:
+
+        def check() -> None:
+            images = omni.generate(prompts, wishes, timeout=WAIT, output_type="pt")
+            for prompt, wish, image in zip(prompts, wishes, images, strict=True):
+                assert torch.equal(image[0], alone(prompt, **wish)), prompt
+
+        check()
+        (ar_worker,) = children(omni.stages[0].pid)
+        for stage, victim in [(0, ar_worker), (1, omni.stages[1].executor.workers[1].pid)]:
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: deaths)
+            with pytest.raises(EngineDeadError, match="restart"):
+                omni.generate("a fox", size, timeout=WAIT)
+            assert deaths == [stage]
+            omni.restart(stage)
+            deaths.clear()
+            check()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_ar_stage_whose_rank_is_frozen(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts tokens, and says how its link is: nobody waits for that longer than told."""
+    sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
+    monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
+    config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)
+    with AREngine(config) as engine:
+        (worker,) = engine.executor.workers  # type: ignore[attr-defined]
+        freeze(worker)
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout, match="sink_stats: no answer of rank 0"):
+            engine.stats()
+        output = engine.submit(request("r", need_kv_receive=False)).result(WAIT)
+        assert isinstance(output.error, TransferTimeout)
+        engine.close()
+        assert time.monotonic() - started < 5
+    assert not worker.is_alive

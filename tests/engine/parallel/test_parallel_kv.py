@@ -1,0 +1,341 @@
+"""Each rank of a stage is sent its part of a KV, over links: bit for bit, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import bundle, request
+from parallel_fixtures import EDIT, digest
+
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
+from omni_kvlink.adapters import PagedAdapter, PagedCache
+from omni_kvlink.engine import (
+    DiffusionKVManager,
+    DiffusionParallelConfig,
+    KVConfig,
+    KVState,
+    OmniDiffusionRequest,
+)
+from omni_kvlink.engine.kv.kv_partition import KVPartition
+from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_source import KVSource
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
+from omni_kvlink.errors import (
+    IntegrityError,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.payload.bundle import PrefixOf, SameAs
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import Recipe, make_bundle
+from omni_kvlink.topology import shard_of, slice_heads
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+HEADS = 4
+DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (2, 8), (8, 2)]
+BRANCHES = ("gen", "cfg_text", "cfg_img")
+
+
+class Stages:
+    """The senders of one stage, and the receivers of the next."""
+
+    def __init__(self, sockets: str, senders: int, guidance: int = 1, tensor: int = 1, **kv: Any):
+        self.parallel = DiffusionParallelConfig(
+            cfg_parallel_size=guidance, tensor_parallel_size=tensor
+        )
+        options = {"directory": sockets}
+        urls = tuple(f"shm://parts-{next(_numbers)}" for _ in range(senders))
+        self.config = KVConfig(
+            **{"sinks": urls, "sources": urls, "ttl": 30, "timeout": 5.0, **kv},
+            sink_options={**options, "quota": 16 << 20},
+            source_options=options,
+            receivers=self.parallel,
+        )
+        self.stack = ExitStack()
+        self.handovers = [
+            self._own(KVSink(self.config, heads=HEADS, tensor=rank)) for rank in range(senders)
+        ]
+        self.managers: dict[RankCoords, DiffusionKVManager] = {}
+        division = KVPartition(HEADS, senders, self.parallel)
+        for rank in range(self.parallel.world_size):
+            place = RankCoords.of(rank, self.parallel)
+            source = self._own(KVSource.connect(self.config, division, place))
+            self.managers[place] = self._own(DiffusionKVManager(source, self.config))
+
+    def send(self, data: KVCacheBundle) -> list[Any]:
+        return [
+            handover.send(self.held(data, shard_of(rank, len(self.handovers), heads=HEADS)))
+            for rank, handover in enumerate(self.handovers)
+        ]
+
+    def held(self, data: KVCacheBundle, shard: Shard) -> KVCacheBundle:
+        """What a rank has of a cache that was never in one piece."""
+        if shard.world == 1:
+            return data
+        branches: dict[str, Any] = {}
+        for name, branch in slice_heads(data, *shard.heads).branches.items():
+            metadata = dataclasses.replace(data[name].metadata, shard=shard)
+            if isinstance(branch, KVCacheTransferData):
+                blocks = branch.layer_blocks
+                branches[name] = KVCacheTransferData(
+                    data.request_id, blocks, branch.block_ids, metadata
+                )
+            else:
+                branches[name] = dataclasses.replace(branch, metadata=metadata)
+        return KVCacheBundle(data.request_id, branches)
+
+    def nothing_is_kept(self, deadline: float = 5.0) -> bool:
+        """No sender has memory in use, or is waited for; releases may be on their way."""
+        end = time.monotonic() + deadline
+        while self._is_busy() and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self._is_busy()
+
+    def _is_busy(self) -> bool:
+        found = [handover.link.stats() for handover in self.handovers]
+        return any(one["memory"]["used"] or one["transfers"]["waiting"] for one in found)
+
+    def _own(self, thing: Any) -> Any:
+        self.stack.callback(thing.close)
+        return thing
+
+
+@pytest.fixture
+def stages(sockets: str) -> Iterator[Any]:
+    made: list[Stages] = []
+
+    def make(*args: Any, **kv: Any) -> Stages:
+        made.append(Stages(sockets, *args, **kv))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stack.close()
+
+
+def finish(manager: DiffusionKVManager, *wanted: OmniDiffusionRequest) -> list[KVState]:
+    """Wait until their receives are over."""
+    over = threading.Condition()
+
+    def wake() -> None:
+        with over:
+            over.notify_all()
+
+    def states() -> list[KVState]:
+        return [manager.state(one.request_id) for one in wanted]
+
+    manager.listen(wake)
+    with over:
+        assert over.wait_for(lambda: KVState.RECEIVING not in states(), 20)
+    return states()
+
+
+def begin(manager: DiffusionKVManager, name: str, **fields: Any) -> OmniDiffusionRequest:
+    wanted = request(name, **fields)
+    manager.allocate(wanted)
+    manager.prefetch(wanted)
+    return wanted
+
+
+def bits(data: KVCacheBundle, names: Any, start: int, stop: int) -> dict[str, list[str]]:
+    return {
+        name: [digest(dense(place)[:, start:stop]) for place in data[name].tensors()]
+        for name in names
+    }
+
+
+def edit(name: str, tokens: int = 9) -> KVCacheBundle:
+    """gen, cfg_text as its prefix, cfg_img of its own; 4 KV heads."""
+    return make_bundle(Recipe(name, heads=HEADS, tokens=tokens))
+
+
+@pytest.mark.parametrize("guidance", [1, 2, 3])
+@pytest.mark.parametrize(("senders", "tensor"), DEGREES)
+def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> None:
+    bed, data = stages(senders, guidance, tensor), edit("r")
+    sent = bed.send(data)
+    for place, manager in bed.managers.items():
+        wanted = begin(manager, "r", kv_nbytes=sent[0].nbytes)
+        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
+        got = manager.get_kv_cache("r")
+        names = list(data)[place.guidance :: guidance]
+        heads = shard_of(place.tensor, tensor, heads=HEADS).heads
+        assert list(got) == names
+        assert bits(got, names, 0, HEADS) == bits(data, names, *heads)
+        for name in names:
+            ours, theirs = data[name].metadata, got[name].metadata
+            assert (ours.kv_lens, ours.ropes) == (theirs.kv_lens, theirs.ropes)
+            if tensor > 1:
+                assert theirs.shard.heads == heads
+        assert got[names[0]].metadata.extra == data["gen"].metadata.extra
+        assert manager.stats()["charged"] <= sent[0].nbytes + 64  # room for it was set aside
+        del got
+        manager.free(wanted)
+    assert bed.nothing_is_kept()
+
+
+def test_undivided_it_is_on_the_wire_as_it_is(stages: Any) -> None:
+    """One rank to one: the request's own id, the whole bundle, its references."""
+    bed, data = stages(1), edit("r")
+    (sent,) = bed.send(data)
+    (manager,) = bed.managers.values()
+    wanted = begin(manager, "r")
+    assert finish(manager, wanted) == [KVState.READY]
+    got = manager.get_kv_cache("r")
+    assert data.difference(got) == ""
+    assert isinstance(got.branches["cfg_text"], PrefixOf)
+    assert sent.nbytes == manager.stats()["charged"]
+    del got
+    manager.free(wanted)
+
+
+def test_a_prefix_of_what_is_elsewhere_brings_its_own_tensors(stages: Any) -> None:
+    """From pages, too; of two that refer to one that is elsewhere, one has the tensors."""
+    pools = [torch.arange(2 * 4 * 2 * HEADS * 3).reshape(8, 2, HEADS, 3).float() for _ in range(4)]
+    cache = PagedCache(pools[:2], pools[2:], block_size=2, block_ids=[5, 1, 3])
+    gen = PagedAdapter().export(cache, request_id="r", metadata={"kv_lens": [5], "ropes": [5]})
+
+    def about(tokens: int) -> Any:
+        return dataclasses.replace(gen.metadata, kv_lens=(tokens,), ropes=(tokens,), seq_len=tokens)
+
+    data = KVCacheBundle(
+        "r",
+        {
+            "gen": gen,
+            "a": PrefixOf("gen", 3, about(3)),
+            "b": SameAs("gen"),
+            "c": PrefixOf("gen", 4, about(4)),
+        },
+    )
+    bed = stages(1, 2)
+    bed.send(data)
+    for place, manager in bed.managers.items():
+        wanted = begin(manager, "r")
+        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
+        got = manager.get_kv_cache("r")
+        names = list(data)[place.guidance :: 2]
+        assert bits(got, names, 0, HEADS) == bits(data, names, 0, HEADS)
+        kinds = {name: type(got.branches[name]) for name in names}
+        if place.guidance:
+            assert kinds == {"a": PrefixOf, "c": KVCacheTransferData}
+        else:
+            assert kinds == {"gen": KVCacheTransferData, "b": SameAs}
+        del got
+        manager.free(wanted)
+
+
+@pytest.mark.parametrize("guidance", [1, 2])
+def test_heads_and_branches_that_are_not_asked_for_do_not_cross(stages: Any, guidance: int) -> None:
+    bed, data = stages(1, guidance, 2), edit("r", tokens=400)
+    whole = data.plan().nbytes
+    (sent,) = bed.send(data)
+    assert sent.nbytes < 0.6 * whole
+    received = [begin(manager, "r") for manager in bed.managers.values()]
+    for manager, wanted in zip(bed.managers.values(), received, strict=True):
+        finish(manager, wanted)
+        assert 0 < manager.stats()["nbytes"] <= sent.nbytes
+        manager.free(wanted)
+
+
+def spoil(bed: Stages, data: KVCacheBundle) -> None:
+    """The second sender's part has one wrong bit."""
+    bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
+    sender = bed.handovers[1]
+    part = sender._shares[0].cut(bed.held(data, shard_of(1, 2, heads=HEADS)))
+    capacity = sender.link.allocate(part)
+    for target, source in zip(capacity.data.tensors(), part.tensors(), strict=True):
+        target.copy_(source)
+    wrong = capacity.data["gen"].layer_blocks["key_cache"][1].view(torch.int16)
+    sender.link.put(capacity.data)
+    wrong[1, 0, 1] ^= 1
+
+
+@pytest.mark.parametrize("sin", ["failed", "failed first", "corrupt", "late", "closed"])
+def test_a_part_that_does_not_come_ends_the_others(stages: Any, sin: str) -> None:
+    bed, data = stages(2, 1, 1), edit("r")
+    (manager,) = bed.managers.values()
+    if sin == "corrupt":
+        spoil(bed, data)
+        wanted, kind = begin(manager, "r"), IntegrityError
+    else:
+        wanted = begin(manager, "r", kv_timeout=0.5 if sin == "late" else None)
+        if sin != "failed first":
+            bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
+        kind = {"late": TransferTimeout, "closed": PeerLostError}.get(sin, TransferFailed)
+        if sin.startswith("failed"):
+            bed.handovers[1].fail("r", "out of blocks")
+        elif sin == "closed":
+            bed.handovers[1].close()
+    assert finish(manager, wanted) == [KVState.FAILED]
+    assert isinstance(manager.error("r"), kind), manager.error("r")
+    manager.free(wanted)
+    assert manager.stats()["charged"] == 0
+    del bed.handovers[1]  # it may be closed
+    assert bed.nothing_is_kept()
+
+
+def test_who_gives_up_gives_up_every_part(stages: Any) -> None:
+    bed = stages(2, 1, 1)
+    (manager,) = bed.managers.values()
+    wanted = begin(manager, "r")
+    bed.handovers[0].send(bed.held(edit("r"), shard_of(0, 2, heads=HEADS)))
+    manager.free(wanted)
+    assert bed.nothing_is_kept()
+
+
+def test_a_failure_reaches_every_rank(stages: Any) -> None:
+    bed = stages(1, 2, 2)
+    wanted = [begin(manager, "r") for manager in bed.managers.values()]
+    bed.handovers[0].fail("r", "out of blocks")
+    for manager, one in zip(bed.managers.values(), wanted, strict=True):
+        assert finish(manager, one) == [KVState.FAILED]
+        assert "out of blocks" in str(manager.error("r"))
+
+
+def test_a_kv_of_another_division_is_named(stages: Any) -> None:
+    """The stage before sends whole what is asked for in parts: an error at the deadline."""
+    bed = stages(1, 2)
+    bed.handovers[0].link.put(edit("r"))
+    for place, manager in bed.managers.items():
+        wanted = begin(manager, "r", kv_timeout=0.3)
+        assert finish(manager, wanted) == [KVState.FAILED]
+        error = manager.error("r")
+        assert isinstance(error, TransferTimeout)
+        assert f"r/cfg{place.guidance}of2" in str(error)
+        assert "kv.receivers" in str(error)
+
+
+def test_what_cannot_be_divided_is_an_error(stages: Any) -> None:
+    bed = stages(1, 3)
+    one = Recipe("s", heads=HEADS).make()
+    with pytest.raises(SchemaError, match="no branch for guidance rank"):
+        bed.handovers[0].send(one)
+    with pytest.raises(SchemaError, match="must divide"):
+        KVPartition(3, 1, DiffusionParallelConfig(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("prompt", ["a fox", EDIT])
+def test_bagels_own_bundles(stages: Any, prompt: Any) -> None:
+    """An empty cfg_text, and a cfg_img that is the same as gen or has tensors of its own."""
+    bed, data = stages(1, 3), bundle("r", prompt, shape=(16, 24))
+    bed.send(data)
+    for place, manager in bed.managers.items():
+        wanted = begin(manager, "r")
+        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
+        got, name = manager.get_kv_cache("r"), BRANCHES[place.guidance]
+        assert bits(got, [name], 0, 2) == bits(data, [name], 0, 2)
+        assert got[name].metadata.extra["generator"] == data["gen"].metadata.extra["generator"]
+        assert got[name].metadata.image_shape == data["gen"].metadata.image_shape
+        del got
+        manager.free(wanted)

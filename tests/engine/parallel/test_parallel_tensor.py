@@ -1,0 +1,399 @@
+"""Heads on ranks of their own: within rounding of one process, with a share of weights and KV.
+
+Real processes, gloo; those of all stages are started once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import WAIT, bundle, checkpoint, pipeline, wishes
+from parallel_fixtures import (
+    EDIT,
+    Ranks,
+    Stage,
+    accelerate,
+    digests,
+    execute,
+    painted,
+    receive,
+    received,
+    requests,
+    slow_down,
+)
+
+from omni_kvlink import KVLink
+from omni_kvlink.engine import (
+    ARSchedulerOutput,
+    DiffusionParallelConfig,
+    KVConfig,
+    OmniARConfig,
+    OmniDiffusionConfig,
+    OmniDiffusionRequest,
+    RequestAborted,
+    RequestFailed,
+)
+from omni_kvlink.engine.models.bagel_requests import denoise_params
+from omni_kvlink.engine.worker import GPUDiffusionWorker
+from omni_kvlink.engine.worker.offload import weights_nbytes
+from omni_kvlink.errors import TransferFailed
+
+TWO = DiffusionParallelConfig(tensor_parallel_size=2)
+ONWARD = ("shm://onward-0", "shm://onward-1")
+ONE = DiffusionParallelConfig()
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
+"""Of a latent's largest value."""
+
+
+def reader(directory: str, pair: str, urls: tuple[str, ...], **fields: Any) -> OmniDiffusionConfig:
+    how = {"source_options": {"directory": directory}, "timeout": WAIT}
+    return OmniDiffusionConfig(
+        checkpoint(),
+        dtype="float32",
+        num_threads=1,
+        distributed_init_method=f"file://{directory}/dit-{pair}",
+        kv=KVConfig(sources=urls, **how),
+        **fields,
+    )
+
+
+@dataclass
+class Pair:
+    """An AR stage of two ranks that thinks, and the diffusion stage that it feeds."""
+
+    ar: Ranks
+    dit: Any
+
+    @classmethod
+    def start(cls, directory: str, receivers: DiffusionParallelConfig) -> Pair:
+        name = str(receivers.world_size)
+        urls = tuple(f"shm://heads-{name}-{rank}" for rank in (0, 1))
+        ar = OmniARConfig(
+            checkpoint(),
+            dtype="float32",
+            num_threads=1,
+            num_blocks=200,
+            block_size=4,
+            think=True,
+            parallel_config=TWO,
+            distributed_init_method=f"file://{directory}/ar-{name}",
+            kv=KVConfig(sinks=urls, sink_options={"directory": directory}, receivers=receivers),
+        )
+        dit = reader(directory, name, urls, parallel_config=receivers)
+        return cls(Ranks(ar), Ranks(dit) if receivers is TWO else dit)
+
+
+@pytest.fixture(scope="module")
+def beds() -> Iterator[dict[str, Any]]:
+    directory, threads = tempfile.mkdtemp(prefix="kvl-"), torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory)
+        stack.callback(torch.set_num_threads, threads)
+        made: dict[str, Any] = {
+            "float32": Stage(directory, onward=ONWARD, tensor_parallel_size=2),
+            "bfloat16": Stage(directory, "bfloat16", tensor_parallel_size=2),
+            "2 to 2": Pair.start(directory, TWO),
+            "2 to 1": Pair.start(directory, ONE),
+        }
+        for name in ("float32", "bfloat16"):
+            stack.callback(made[name].close)
+            made[name].ranks.meet()
+        for name in ("2 to 2", "2 to 1"):
+            stack.callback(made[name].ar.close)
+            made[name].ar.meet()
+        stack.callback(made["2 to 2"].dit.close)
+        made["2 to 2"].dit.meet()
+        single = made["single"] = GPUDiffusionWorker(0, 0, made["2 to 1"].dit)
+        stack.callback(single.shutdown)
+        single.init_device()
+        yield made
+
+
+# ---- the diffusion stage
+
+
+def reference(dtype: torch.dtype, names: str, **fields: Any) -> list[torch.Tensor]:
+    """The latents of one process, which reads the prompts itself."""
+    model, found = pipeline(dtype), []
+    for one in requests(*names, **fields):
+        generator = torch.Generator().manual_seed(one.sampling_params.seed or 0)
+        height, width = one.sampling_params.height, one.sampling_params.width
+        shape = None if height is None or width is None else (height, width)
+        contexts = model.prefill(one.prompt, image_shape=shape, generator=generator)
+        noise = model.initial_noise(contexts.image_shape, generator)
+        found.append(model.denoise(contexts, noise, denoise_params(one.sampling_params)))
+    return found
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+@pytest.mark.parametrize("edit", [False, True], ids=["text", "edit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latents_are_those_of_one_process_but_for_rounding(
+    beds: dict[str, Any], dtype: str, edit: bool, names: str
+) -> None:
+    bed = beds[dtype]
+    bed.send(*requests(*names, edit=edit))
+    (images, ours), (others, theirs) = bed.ranks.all(painted, *requests(*names, edit=edit))
+    assert digests(ours) == digests(theirs)
+    assert [one.dtype for one in images] == [torch.uint8] * len(names)
+    assert others == [None] * len(names)
+    for mine, right in zip(ours, reference(bed.dtype, names, edit=edit), strict=True):
+        off = float((mine - right).abs().max() / right.abs().max())
+        assert off < ROUNDING[dtype]
+
+
+def test_ranks_reuse_the_same_steps(beds: dict[str, Any]) -> None:
+    """Who leaves out a pass leaves out its sums: they must all do so."""
+    bed, wanted = beds["float32"], requests("x", "y", num_inference_steps=12)
+    bed.send(*wanted)
+    bed.ranks.all(accelerate, "block_cache", {"residual_diff_threshold": 0.9})
+    (_, ours), (_, theirs) = bed.ranks.all(painted, *wanted)
+    saved, others = bed.ranks.all(slow_down)
+    assert digests(ours) == digests(theirs)
+    assert saved == others
+    assert saved["gen"] > 0
+
+
+def held(worker: Any, wanted: OmniDiffusionRequest) -> Any:
+    """Each branch of a KV that this rank has received."""
+    assert receive(worker, wanted) == ["ready"]
+    try:
+        return received(worker, wanted.request_id)
+    finally:
+        worker.runner.kv_manager.free(wanted)
+
+
+def test_a_rank_receives_its_heads_alone(beds: dict[str, Any]) -> None:
+    bed, (wanted,) = beds["float32"], requests("kv", edit=True)
+    bed.send(wanted)
+    whole = bundle("kv", wanted.prompt)
+    for rank, found in enumerate(bed.ranks.all(held, wanted)):
+        assert list(found) == list(whole)
+        for name, (metadata, bits) in found.items():
+            assert bits == digests(one[:, rank : rank + 1] for one in whole[name].tensors())
+            assert metadata.shard.heads == (rank, rank + 1)
+
+
+def test_each_rank_hands_its_heads_on(beds: dict[str, Any]) -> None:
+    bed, (wanted,) = beds["float32"], requests("on", edit=True, need_kv_transfer=True)
+    bed.send(wanted)
+    bed.ranks.all(painted, wanted)
+    whole, where = bundle("on", wanted.prompt), bed.config.kv.source_options
+    for rank, url in enumerate(ONWARD):
+        with KVLink.connect(url, timeout=WAIT, **where) as link:
+            key = f"on/rank{rank}of2:{rank}-{rank + 1}"
+            with link.get(key, timeout=WAIT) as found:
+                for name in whole:
+                    mine = [one[:, rank : rank + 1] for one in whole[name].tensors()]
+                    assert digests(found[name].tensors()) == digests(mine)
+                assert found["gen"].metadata.extra == whole["gen"].metadata.extra
+
+
+def swap(worker: Any, here: tuple[int, int]) -> None:
+    """Another rank's heads, as many as its own."""
+    worker.runner.pipeline.model.kv_heads = range(*here)
+
+
+def test_other_heads_of_the_same_form_are_refused(beds: dict[str, Any]) -> None:
+    bed, (wanted,) = beds["float32"], requests("swapped")
+    bed.send(wanted)
+    bed.ranks.all(receive, wanted)
+    bed.ranks.on(1, swap, (0, 1))
+    for ((_, error),) in bed.ranks.all(execute, wanted):
+        assert "has heads 1…2 in gen, this rank computes with 0…1" in str(error)
+    bed.ranks.on(1, swap, (1, 2))
+
+
+def weights(worker: Any) -> tuple[int, dict[str, str]]:
+    """Bytes of all, and digests of the language model's."""
+    modules = worker.runner.utility.modules()
+    own = modules["model"].language_model.state_dict()
+    return weights_nbytes(modules), {name: digests([one])[0] for name, one in own.items()}
+
+
+def sleep(worker: Any, level: int) -> int:
+    assert worker.sleep(level)
+    asleep: int = weights(worker)[0]
+    assert worker.wake_up()
+    return asleep
+
+
+def test_a_rank_holds_a_share_of_the_weights_and_wakes_up_with_it(beds: dict[str, Any]) -> None:
+    whole = pipeline().model.language_model.state_dict()
+    before = beds["float32"].ranks.all(weights)
+    for rank, (_, found) in enumerate(before):
+        for name, right in whole.items():
+            half = slice(rank * right.shape[-1] // 2, (rank + 1) * right.shape[-1] // 2)
+            part = right
+            if any(word in name for word in ("q_proj", "k_proj", "v_proj", "gate", "up_proj")):
+                part = right.chunk(2)[rank]
+            elif any(word in name for word in ("o_proj", "down_proj")):
+                part = right[:, half]
+            if name in found:  # a diffusion stage has no text head
+                assert found[name] == digests([part])[0], name
+    for level in (1, 2):
+        assert max(beds["float32"].ranks.all(sleep, level)) < 0.1 * before[0][0]
+        assert beds["float32"].ranks.all(weights) == before
+
+
+# ---- the AR stage
+
+
+def read(worker: Any, *wanted: OmniDiffusionRequest) -> list[Any]:
+    """Read prompts and send their KV on: text, error, what was sent, and digests of it."""
+    runner, start, sent = worker.runner, 0, dict[str, Any]()
+    tables: dict[str, dict[str, list[int]]] = {}
+    for one in wanted:
+        tables[one.request_id] = {}
+        for name, tokens in worker.count_tokens(one).items():
+            stop = start + -(-tokens // runner.pools.block_size)
+            tables[one.request_id][name] = list(range(start, stop))
+            start = stop
+
+    def noted(request: OmniDiffusionRequest) -> Any:
+        data = type(runner)._extract_kv_cache(runner, request)
+        sent[request.request_id] = {
+            name: digests(one.dense() for one in data[name].tensors()) for name in data
+        }
+        return data
+
+    runner._extract_kv_cache = noted
+    found = worker.execute_model(ARSchedulerOutput(list(wanted), block_ids=tables))
+    results = [found.result_of(one.request_id) for one in wanted]
+    return [(one.text, one.error, one.kv_sent, sent.get(one.request_id)) for one in results]
+
+
+def thinkers(*names: str, **fields: Any) -> list[OmniDiffusionRequest]:
+    how = {"max_tokens": 12, "temperature": 0.8, "need_kv_transfer": True, **fields}
+    return requests(*names, **how)
+
+
+def test_two_ranks_to_two(beds: dict[str, Any]) -> None:
+    """All ranks think the same; each sends its heads to the one that has the same."""
+    pair, names = beds["2 to 2"], ("t", "u")
+    first, second = pair.ar.all(read, *thinkers(*names))
+    assert [text for text, *_ in first] == [text for text, *_ in second]
+    assert len({text for text, *_ in first}) == 2
+    wanted = requests(*names, kv_nbytes=max(sent.nbytes for _, _, sent, _ in first))
+    assert pair.dit.all(receive, *wanted) == [["ready", "ready"]] * 2
+    for rank, mine in enumerate((first, second)):
+        for name, (_, error, sent, bits) in zip(names, mine, strict=True):
+            assert error is None
+            assert sent.tokens > 12
+            got = pair.dit.on(rank, received, name)
+            assert {branch: found for branch, (_, found) in got.items()} == bits
+    (images, *_), _ = (list(zip(*one, strict=True)) for one in pair.dit.all(execute, *wanted))
+    assert all(image.shape == (1, 16, 24, 3) for image in images)
+
+
+def test_two_ranks_to_one(beds: dict[str, Any]) -> None:
+    """Their heads are put together, and what the text was is in the image."""
+    pair, single = beds["2 to 1"], beds["single"]
+    found = pair.ar.all(read, *thinkers("m", edit=True))
+    sent = found[0][0][2]
+    (wanted,) = requests("m", edit=True, kv_nbytes=sent.nbytes)
+    assert receive(single, wanted) == ["ready"]
+    assert single.runner.kv_manager.stats()["charged"] <= sent.nbytes + 64
+    data = single.runner.kv_manager.get_kv_cache("m")
+    for rank, ((_, _, _, bits),) in enumerate(found):
+        for name in data:
+            mine = digests(one[:, rank : rank + 1] for one in data[name].tensors())
+            assert mine == bits[name], name
+    del data
+    ((image, error),) = execute(single, wanted)
+    assert error is None
+    assert image.shape == (1, 64, 48, 3)
+
+
+def test_keys_and_values_are_those_of_one_process_but_for_rounding(beds: dict[str, Any]) -> None:
+    pair, single = beds["2 to 1"], beds["single"]
+    ((text, *_),), _ = pair.ar.all(read, *thinkers("k", temperature=0.0))
+    (wanted,) = requests("k")
+    assert receive(single, wanted) == ["ready"]
+    got = single.runner.kv_manager.get_kv_cache("k")
+    model = pipeline()
+    right = model.prefill(wanted.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
+    assert text == right.text
+    for layer, (key, value_) in enumerate(zip(*got["gen"].layer_blocks.values(), strict=True)):
+        for ours, theirs in (
+            (key, right.gen.past_key_values.key_cache[layer]),
+            (value_, right.gen.past_key_values.value_cache[layer]),
+        ):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+    del got, key, value_, ours
+    single.runner.kv_manager.free(wanted)
+
+
+def refuse(worker: Any, name: str) -> None:
+    """This rank's link has no room for one request."""
+    send = worker.runner._sink.send
+
+    def full(payload: Any) -> Any:
+        if payload.request_id == name:
+            raise MemoryError("no room")
+        return send(payload)
+
+    worker.runner._sink.send = full
+
+
+def abort_in(worker: Any, name: str) -> None:
+    """This rank hears of an abort while it reads the prompt."""
+    utility = worker.runner.utility
+
+    def prefill(request: Any, *args: Any) -> Any:
+        if request.request_id == name:
+            worker.abort(name)
+        return type(utility).prefill(utility, request, *args)
+
+    utility.prefill = prefill
+
+
+@pytest.mark.parametrize(("sin", "kind"), [(refuse, RequestFailed), (abort_in, RequestAborted)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_send_no_rank_has_sent(
+    beds: dict[str, Any], sin: Any, kind: type[Exception], rank: int
+) -> None:
+    pair, bad = beds["2 to 2"], f"bad-{sin.__name__}-{rank}"
+    pair.ar.on(rank, sin, bad)
+    good = f"good-{bad}"
+    for (_, error, _, _), (_, none, sent, _) in pair.ar.all(read, *thinkers(bad, good)):
+        assert type(error) is kind
+        assert none is None
+        assert sent is not None
+    wanted = requests(bad, good)
+    assert pair.dit.all(receive, *wanted) == [["failed", "ready"]] * 2
+    for (image, failed), (_, none) in pair.dit.all(execute, *wanted):
+        assert image is None
+        assert isinstance(failed, TransferFailed)
+        assert none is None
+
+
+def pool_shape(worker: Any) -> list[int]:
+    return list(worker.runner.pools.keys[0].shape)
+
+
+def test_blocks_have_a_ranks_own_heads(beds: dict[str, Any]) -> None:
+    assert beds["2 to 2"].ar.all(pool_shape) == [[200, 4, 1, 16]] * 2
+
+
+def test_a_prompt_that_all_ranks_refuse_is_its_own_error(beds: dict[str, Any]) -> None:
+    pair = beds["2 to 2"]
+    bad = OmniDiffusionRequest([EDIT[0][:, :, :2]], wishes(), "no image", need_kv_transfer=True)
+    for ((_, error, _, _),) in pair.ar.all(fail, bad):
+        assert error is not None
+    for ((text, error, _, _),) in pair.ar.all(read, *thinkers("after")):
+        assert error is None
+        assert text
+
+
+def fail(worker: Any, wanted: OmniDiffusionRequest) -> Any:
+    tables = {wanted.request_id: {"gen": [0], "cfg_img": [1]}}
+    found = worker.execute_model(ARSchedulerOutput([wanted], block_ids=tables))
+    return [(None, found.result_of(wanted.request_id).error, None, None)]

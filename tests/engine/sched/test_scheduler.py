@@ -1,0 +1,334 @@
+"""Who runs next: order, batches, waiting for companions, aborts; no model takes part."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import request
+
+from omni_kvlink import CapacityError, TransferFailed
+from omni_kvlink.engine import (
+    DiffusionOutput,
+    EngineError,
+    KVConfig,
+    KVState,
+    ModelRunnerOutput,
+    OmniARConfig,
+    OmniARScheduler,
+    OmniDiffusionConfig,
+    RequestAborted,
+    SyncScheduler,
+)
+
+
+class Shelf:
+    """A KV manager whose receives end when the test says so."""
+
+    def __init__(self, capacity: int = 1000):
+        self.capacity, self.states, self.sizes = capacity, dict[str, KVState](), dict[str, int]()
+        self.errors = dict[str, Exception]()
+        self.freed = list[str]()
+        self._callback: Any = None
+
+    def listen(self, callback: Any) -> None:
+        self._callback = callback
+
+    def come(self, name: str, error: Exception | None = None) -> None:
+        self.states[name] = KVState.FAILED if error else KVState.READY
+        if error:
+            self.errors[name] = error
+        self._callback()
+
+    def can_allocate(self, one: Any) -> bool:
+        return sum(self.sizes.values()) + one.kv_nbytes <= self.capacity
+
+    def allocate(self, one: Any) -> None:
+        if not self.can_allocate(one):
+            raise CapacityError("no room")
+        self.sizes[one.request_id] = one.kv_nbytes
+        self.states[one.request_id] = KVState.ALLOCATED
+
+    def prefetch(self, one: Any) -> None:
+        self.states[one.request_id] = KVState.RECEIVING
+
+    def state(self, name: str) -> KVState:
+        return self.states.get(name, KVState.ABSENT)
+
+    def error(self, name: str) -> Exception | None:
+        return self.errors.get(name)
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def free(self, one: Any) -> None:
+        if self.states.pop(one.request_id, None):
+            self.freed.append(one.request_id)
+        self.sizes.pop(one.request_id, None)
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+def scheduler(kv: Shelf | None = None, seqs: int = 3, **fields: Any) -> SyncScheduler:
+    return SyncScheduler(OmniDiffusionConfig("nowhere", max_num_seqs=seqs, **fields), kv)
+
+
+def plain(name: str, **fields: Any) -> Any:
+    return request(name, need_kv_receive=False, **fields)
+
+
+def run(made: SyncScheduler) -> list[str]:
+    """Schedule once, and be done with it."""
+    output = made.schedule()
+    images = [torch.zeros(1, 1, 1, 3, dtype=torch.uint8)] * len(output.requests)
+    done = made.update_from_output(output, ModelRunnerOutput(output.request_ids, list(images)))
+    assert [one.request_id for one in done] == output.request_ids
+    return output.request_ids
+
+
+def test_first_come_first_served_up_to_the_limit() -> None:
+    made = scheduler()
+    for name in "abcde":
+        made.add_request(plain(name))
+    assert [run(made), run(made), run(made)] == [["a", "b", "c"], ["d", "e"], []]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"height": 32},
+        {"num_inference_steps": 7},
+        {"guidance_scale": 2.0},
+        {"guidance_scale_2": 2.0},
+        {"cfg_interval": (0.0, 1.0)},
+        {"num_outputs_per_prompt": 2},
+        {"lora_int_id": 1},
+        {"lora_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_waits_and_holds_up_who_comes_after(other: dict[str, Any]) -> None:
+    made = scheduler()
+    for name, how in (("a", {}), ("odd", other), ("b", {}), ("c", {})):
+        made.add_request(plain(name, **how))
+    assert [run(made), run(made), run(made)] == [["a"], ["odd"], ["b", "c"]]
+
+
+def test_seeds_and_prompts_share_a_batch() -> None:
+    made = scheduler()
+    made.add_request(plain("a", seed=1))
+    made.add_request(plain("b", prompt="two hats", seed=2))
+    assert run(made) == ["a", "b"]
+
+
+def test_a_request_runs_when_its_kv_is_there_and_nobody_waits_behind_it() -> None:
+    kv = Shelf()
+    made = scheduler(kv)
+    for name in "abc":
+        made.add_request(request(name, kv_nbytes=10))
+    assert set(kv.states.values()) == {KVState.RECEIVING}
+    assert run(made) == []
+    kv.come("c")
+    kv.come("b")
+    assert run(made) == ["b", "c"]
+    kv.come("a")
+    assert run(made) == ["a"]
+    assert sorted(kv.freed) == ["a", "b", "c"]
+
+
+def test_kv_that_fails_ends_its_request_alone() -> None:
+    kv = Shelf()
+    made = scheduler(kv)
+    told = []
+    made.listen(lambda: told.append(made.take_ended()))
+    for name in "ab":
+        made.add_request(request(name, kv_nbytes=10))
+    kv.come("a", TransferFailed("lost"))
+    assert [(one.request_id, str(one.error)) for one in told[0]] == [("a", "lost")]
+    kv.come("b")
+    assert run(made) == ["b"]
+    assert kv.freed == ["a", "b"]
+
+
+def test_receives_begin_in_order_and_within_the_room() -> None:
+    kv = Shelf(capacity=100)
+    made = scheduler(kv)
+    for name, size in (("a", 60), ("large", 70), ("small", 30)):
+        made.add_request(request(name, kv_nbytes=size))
+    assert list(kv.states) == ["a"]  # "small" does not take the room that "large" waits for
+    kv.come("a")
+    assert run(made) == ["a"]
+    made.schedule()
+    assert list(kv.states) == ["large", "small"]
+
+
+def test_kv_that_never_fits_is_an_error() -> None:
+    kv = Shelf(capacity=100)
+    made = scheduler(kv)
+    made.add_request(request("huge", kv_nbytes=101))
+    made.add_request(request("a", kv_nbytes=10))
+    (ended,) = made.take_ended()
+    assert isinstance(ended.error, CapacityError)
+    assert list(kv.states) == ["a"]
+
+
+def test_without_prefetch_nothing_is_received_while_something_runs() -> None:
+    kv = Shelf()
+    made = SyncScheduler(OmniDiffusionConfig("nowhere", kv=KVConfig(prefetch=False)), kv)
+    for name in "ab":
+        made.add_request(request(name, kv_nbytes=10))
+    assert list(kv.states) == ["a"]
+    kv.come("a")
+    output = made.schedule()
+    assert output.request_ids == ["a"]
+    assert "b" not in kv.states
+    made.update_from_output(output, ModelRunnerOutput(["a"], [None]))
+    made.schedule()
+    assert list(kv.states) == ["b"]
+
+
+def test_without_a_source_there_is_no_kv() -> None:
+    made = scheduler()
+    made.add_request(request("a"))
+    (ended,) = made.take_ended()
+    assert isinstance(ended.error, EngineError)
+
+
+def test_an_abort_ends_who_waits_at_once_and_who_runs_later() -> None:
+    kv = Shelf()
+    made = scheduler(kv, seqs=2)
+    for name in "abc":
+        made.add_request(request(name, kv_nbytes=10))
+        kv.come(name)
+    output = made.schedule()
+    assert made.abort_request("a")
+    assert not made.abort_request("c")
+    assert not made.abort_request("unknown")
+    assert [(one.request_id, type(one.error)) for one in made.take_ended()] == [
+        ("c", RequestAborted)
+    ]
+    a, b = made.update_from_output(output, ModelRunnerOutput(["a", "b"], [torch.zeros(1)] * 2))
+    assert isinstance(a.error, RequestAborted)
+    assert (b.error, b.output is not None) == (None, True)
+    assert sorted(kv.freed) == ["a", "b", "c"]
+
+
+def test_results_that_are_missing_are_errors() -> None:
+    made = scheduler()
+    made.add_request(plain("a"))
+    made.add_request(plain("b"))
+    output = made.schedule()
+    a, b = made.update_from_output(output, ModelRunnerOutput(["a"], [torch.zeros(1)]))
+    assert a.error is None
+    assert isinstance(b.error, EngineError)
+
+
+def test_one_id_once() -> None:
+    made = scheduler()
+    made.add_request(plain("a"))
+    with pytest.raises(EngineError, match="another id"):
+        made.add_request(plain("a"))
+
+
+def test_what_goes_to_the_next_stage_is_named_once() -> None:
+    made = scheduler()
+    for name, wanted in (("a", True), ("b", False), ("c", True)):
+        made.add_request(plain(name, need_kv_transfer=wanted))
+    output = made.schedule()
+    results = {"c": DiffusionOutput("c", error=EngineError("no"))}
+    made.update_from_output(output, ModelRunnerOutput(["a", "b", "c"], [None] * 3, results))
+    named = made.get_finished_requests_needing_kv_transfer()
+    assert [one.request_id for one in named] == ["a"]
+    assert made.get_finished_requests_needing_kv_transfer() == []
+
+
+# ---- waiting for companions
+
+
+def waited(made: SyncScheduler, *, timeout: float, stable: float) -> float:
+    started = time.monotonic()
+    made.wait_for_companions(timeout=timeout, stable=stable)
+    return time.monotonic() - started
+
+
+def later(delay: float, call: Any, *args: Any) -> None:
+    timer = threading.Timer(delay, call, args)
+    timer.start()
+
+
+def test_nobody_waits_for_companions_of_nobody() -> None:
+    assert waited(scheduler(), timeout=5, stable=5) < 0.1
+
+
+def test_the_wait_ends_at_capacity() -> None:
+    made = scheduler(seqs=2)
+    made.add_request(plain("a"))
+    later(0.1, made.add_request, plain("b"))
+    assert 0.05 < waited(made, timeout=10, stable=10) < 2
+
+
+def test_the_wait_ends_when_nobody_comes_any_more() -> None:
+    made = scheduler(seqs=3)
+    made.add_request(plain("a"))
+    later(0.1, made.add_request, plain("b"))
+    assert 0.25 < waited(made, timeout=10, stable=0.2) < 2
+
+
+def test_the_wait_ends_at_the_deadline() -> None:
+    made = scheduler()
+    made.add_request(plain("a"))
+    assert 0.15 < waited(made, timeout=0.2, stable=10) < 1
+
+
+def test_the_wait_ends_when_the_engine_stops() -> None:
+    made = scheduler()
+    made.add_request(plain("a"))
+    later(0.1, made.stop)
+    assert waited(made, timeout=10, stable=10) < 2
+
+
+def test_wait_sleeps_until_there_is_something_to_do() -> None:
+    kv = Shelf()
+    made = scheduler(kv)
+    assert not made.wait(timeout=0.1)
+    made.add_request(request("a", kv_nbytes=1))
+    assert not made.wait(timeout=0.1)
+    later(0.1, kv.come, "a")
+    assert made.wait(timeout=10)
+
+
+# ---- the AR stage's
+
+
+def ar(blocks: int = 8, seqs: int = 4) -> OmniARScheduler:
+    how = OmniARConfig("nowhere", num_blocks=blocks, block_size=4, max_num_seqs=seqs)
+    return OmniARScheduler(how, lambda one: {"gen": len(one.prompt), "cfg_img": 0})
+
+
+def test_prompts_get_blocks_in_order_and_give_them_back() -> None:
+    made = ar()
+    for name, tokens in (("a", 9), ("b", 16), ("c", 20), ("d", 1)):
+        made.add_request(plain(name, prompt="x" * tokens))
+    first = made.schedule()
+    assert first.request_ids == ["a", "b"]  # 3 + 4 blocks of 8; "d" does not overtake "c"
+    tables = [first.block_ids[name]["gen"] for name in "ab"]
+    assert [len(table) for table in tables] == [3, 4]
+    assert len(set(tables[0] + tables[1])) == 7
+    assert made.blocks.num_free == 1
+    made.update_from_output(first, ModelRunnerOutput(["a", "b"], [None, None]))
+    assert made.blocks.num_free == 8
+    assert made.schedule().request_ids == ["c", "d"]
+
+
+def test_a_prompt_without_enough_blocks_at_all_is_an_error() -> None:
+    made = ar()
+    made.add_request(plain("huge", prompt="x" * 33))
+    made.add_request(plain("a", prompt="x"))
+    assert made.schedule().request_ids == ["a"]
+    (ended,) = made.take_ended()
+    assert isinstance(ended.error, CapacityError)
+    assert "num_blocks" in str(ended.error)

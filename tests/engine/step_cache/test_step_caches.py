@@ -1,0 +1,305 @@
+"""TeaCache and the block cache: what they save, whose image they change, what they never touch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, pipeline, request
+from torch import Tensor
+
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from omni_kvlink.engine.step_cache.block_cache import BlockCache
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
+from omni_kvlink.engine.step_cache.step_cache import StepCache
+from omni_kvlink.engine.step_cache.tea_cache import TeaCache
+from omni_kvlink.engine.worker import GPUDiffusionModelRunner
+from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
+from omni_kvlink.models.bagel.hooks import DenoiseHooks
+
+SHAPE, STEPS = (16, 24), 12
+PARAMS = DenoiseParams(num_timesteps=STEPS + 1, cfg_img_scale=1.5, cfg_interval=(0.0, 1.0))
+LOOSE = {
+    "tea_cache": {"rel_l1_thresh": 0.03},
+    "block_cache": {"Bn_compute_blocks": 1, "residual_diff_threshold": 0.02},
+}
+THRESHOLD = {"tea_cache": "rel_l1_thresh", "block_cache": "residual_diff_threshold"}
+NAMES = sorted(LOOSE)
+
+
+class Watched:
+    """A pipeline of its own with a backend, its decoder's layers counted."""
+
+    def __init__(self, name: str, settings: dict[str, Any]):
+        self.pipeline: OmniBagelPipeline = copy.copy(pipeline())
+        self.pipeline.hooks = DenoiseHooks()
+        made = make_cache_backend(name, settings)
+        assert isinstance(made, StepCache)
+        self.backend = made
+        made.enable(self.pipeline)
+
+    def latents(self, jobs: list[tuple[BagelContexts, Tensor]]) -> list[Tensor]:
+        contexts, noise = zip(*jobs, strict=True)
+        return self.pipeline.denoise_batch(contexts, noise, PARAMS)
+
+
+@pytest.fixture
+def layers() -> Iterator[Counter[int]]:
+    """How often each layer of the shared network has run."""
+    runs, handles = Counter[int](), []
+    for i, layer in enumerate(pipeline().model.language_model.model.layers):
+
+        def count(*_: Any, i: int = i) -> None:
+            runs[i] += 1
+
+        handles.append(layer.register_forward_pre_hook(count))
+    yield runs
+    for handle in handles:
+        handle.remove()
+
+
+def job(prompt: str = "a fox", seed: int = 0) -> tuple[BagelContexts, Tensor]:
+    contexts = pipeline().prefill([prompt, "in the snow"], image_shape=SHAPE)
+    pipeline().forget()
+    return contexts, pipeline().initial_noise(SHAPE, torch.Generator().manual_seed(seed))
+
+
+def plain(jobs: list[tuple[BagelContexts, Tensor]]) -> list[Tensor]:
+    contexts, noise = zip(*jobs, strict=True)
+    return pipeline().denoise_batch(contexts, noise, PARAMS)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_at_threshold_0_nothing_changes(name: str, count: int, layers: Counter[int]) -> None:
+    jobs = [job("a fox " * (i + 1), i) for i in range(count)]
+    layers.clear()
+    expected = plain(jobs)
+    whole = Counter(layers)
+    layers.clear()
+    watched = Watched(name, {THRESHOLD[name]: 0})
+    found = watched.latents(jobs)
+    assert layers == whole
+    assert all(map(torch.equal, found, expected))
+    assert watched.backend.memory.computed == dict.fromkeys(("gen", "cfg_text", "cfg_img"), STEPS)
+    assert not watched.backend.memory.reused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_passes_are_saved_and_counted(name: str, layers: Counter[int]) -> None:
+    jobs = [job()]
+    expected = plain(jobs)[0]
+    layers.clear()
+    watched = Watched(name, LOOSE[name])
+    found = watched.latents(jobs)[0]
+    computed, reused = watched.backend.memory.computed, watched.backend.memory.reused
+    assert {branch: computed[branch] + reused[branch] for branch in computed} == dict.fromkeys(
+        ("gen", "cfg_text", "cfg_img"), STEPS
+    )
+    assert 0 < sum(computed.values()) < 3 * STEPS
+    ends = 3 * STEPS if name == "block_cache" else sum(computed.values())
+    assert (layers[0], layers[1], layers[2]) == (ends, sum(computed.values()), ends)
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_higher_threshold_saves_more(name: str) -> None:
+    saved = []
+    for threshold in (0.01, 0.03, 1e9):
+        watched = Watched(name, {THRESHOLD[name]: threshold})
+        watched.latents([job()])
+        saved.append(watched.backend.memory.reused["gen"])
+    assert saved[0] < saved[1] < saved[2] == STEPS - 1  # the first step has nothing to reuse
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_request_of_a_batch_decides_for_itself(name: str) -> None:
+    jobs = [job("a fox " * (i + 1), i) for i in range(3)]
+    jobs = [(contexts, noise * 8**i) for i, (contexts, noise) in enumerate(jobs)]
+    alone, apart = [], []
+    for one in jobs:
+        watched = Watched(name, LOOSE[name])
+        alone.extend(watched.latents([one]))
+        apart.append(sum(watched.backend.memory.computed.values()))
+    watched = Watched(name, LOOSE[name])
+    for own, latent in zip(alone, watched.latents(jobs), strict=True):
+        assert (own - latent).abs().max() < 1e-4 * own.abs().max()
+    assert sum(watched.backend.memory.computed.values()) > max(apart)  # they disagree
+
+
+def hook(threshold: float = 1.0, **settings: Any) -> tuple[TeaCache, Callable[..., float]]:
+    """A TeaCache, and one call of it: the input's size at a step, and the pass's result."""
+    backend = TeaCache({"rel_l1_thresh": threshold, **settings})
+
+    def ask(step: int, size: float, flow: float, branch: str = "gen") -> float:
+        rows = torch.full((4, 8), size)
+        return float(backend.velocity(branch, step, rows, lambda: torch.full((2, 3), flow))[0, 0])
+
+    return backend, ask
+
+
+def test_tea_cache_sums_changes_up() -> None:
+    _, ask = hook(1.0)
+    assert ask(0, 1.0, 10) == 10
+    assert ask(1, 1.5, 11) == 10  # 0.5
+    assert ask(2, 2.1, 12) == 10  # and 0.4 from there
+    assert ask(3, 2.73, 13) == 13  # and 0.3: 1.2 in all
+    assert ask(4, 4.0, 14) == 13  # from 0 again
+
+
+def test_the_block_cache_compares_with_what_was_computed() -> None:
+    backend, asked = BlockCache({"residual_diff_threshold": 0.5}), []
+
+    def ask(step: int, added: float, middle: float) -> float:
+        def run(rows: Tensor, start: int, stop: int) -> Tensor:
+            asked.append((start, stop))
+            return rows + (0 if start == stop else middle if start else added)
+
+        return float(backend.layers("gen", step, torch.zeros(4, 8), run, 3)[0, 0])
+
+    assert ask(0, 1.0, 10) == 11
+    assert ask(1, 1.4, 20) == pytest.approx(11.4)
+    assert ask(2, 1.6, 30) == pytest.approx(31.6)  # 0.6 from the first, though 0.14 from the second
+    assert asked == [(0, 1), (1, 3), (3, 3), (0, 1), (3, 3), (0, 1), (1, 3), (3, 3)]
+
+
+def test_at_threshold_0_an_input_that_stands_still_is_computed() -> None:
+    _, ask = hook(0.0)
+    assert [ask(0, 1, 10), ask(1, 1, 11)] == [10, 11]
+
+
+def test_branches_keep_their_own() -> None:
+    _, ask = hook()
+    assert [ask(0, 1, 10), ask(0, 1, 20, "cfg_text")] == [10, 20]
+    assert [ask(1, 1, 11), ask(1, 1, 21, "cfg_text")] == [10, 20]
+
+
+def test_a_number_that_is_none_is_never_reused() -> None:
+    _, ask = hook()
+    assert [ask(0, float("nan"), 10), ask(1, float("nan"), 11), ask(2, 1.0, 12)] == [10, 11, 12]
+
+
+def test_refresh_forgets_all() -> None:
+    backend, ask = hook()
+    assert [ask(0, 1, 10), ask(1, 1, 11)] == [10, 10]
+    backend.refresh(None, STEPS)
+    assert not backend.memory.computed
+    assert not backend.memory.reused
+    assert ask(2, 1, 12) == 12
+
+
+def test_a_generation_that_begins_unannounced_begins_anew() -> None:
+    """As images of another size do, in the same batch of an engine."""
+    _, ask = hook()
+    assert [ask(0, 1, 10), ask(0, 1, 20, "cfg_text"), ask(1, 1, 11)] == [10, 20, 10]
+    assert ask(0, 1, 30) == 30
+    assert ask(1, 1, 40, "cfg_text") == 40  # not the last generation's, though its step was 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_k_and_v_stay_as_they_are(name: str) -> None:
+    one = job()
+    before = copy.deepcopy(one[0])
+    Watched(name, LOOSE[name]).latents([one])
+    for branch in ("gen", "cfg_text", "cfg_img"):
+        found, kept = getattr(one[0], branch), getattr(before, branch)
+        assert (found.kv_lens, found.ropes) == (kept.kv_lens, kept.ropes)
+        for kind in ("key_cache", "value_cache"):
+            pairs = zip(
+                getattr(found.past_key_values, kind).values(),
+                getattr(kept.past_key_values, kind).values(),
+                strict=True,
+            )
+            assert all(torch.equal(new, old) for new, old in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "word"),
+    [
+        ("tea_cache", {"rel_l1_tresh": 0.1}, "no setting rel_l1_tresh"),
+        ("tea_cache", {"rel_l1_thresh": -0.1}, "rel_l1_thresh -0.1"),
+        ("tea_cache", {"rel_l1_thresh": float("nan")}, "rel_l1_thresh nan"),
+        ("tea_cache", {"rel_l1_thresh": "0.1"}, "rel_l1_thresh '0.1'"),
+        ("block_cache", {"Fn_compute_blocks": 0}, "Fn_compute_blocks 0"),
+        ("block_cache", {"Bn_compute_blocks": 0.5}, "Bn_compute_blocks 0.5"),
+        ("block_cache", {"residual_diff_threshold": True}, "residual_diff_threshold True"),
+        ("block_cache", {"Fn_compute_blocks": 2, "Bn_compute_blocks": 1}, "none of the 3 layers"),
+    ],
+)
+def test_wrong_settings_are_refused(name: str, settings: dict[str, Any], word: str) -> None:
+    how = config(None, stage="all", cache_backend=name, cache_config=settings)
+    with pytest.raises(ValueError, match=word):
+        GPUDiffusionModelRunner(how, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_without_a_free_hook_is_refused(name: str) -> None:
+    watched = Watched(name, {})
+    second = make_cache_backend(name, {})
+    assert second is not None
+    with pytest.raises(ValueError, match="is taken"):
+        second.enable(watched.pipeline)
+    with pytest.raises(ValueError, match="object does not offer"):
+        second.enable(object())
+    assert (watched.backend.is_enabled(), second.is_enabled()) == (True, False)
+
+
+# ---- in an engine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> None:
+    """And what the engine kept of the first is none of the link's memory."""
+    images, wish = {}, {"num_inference_steps": STEPS + 1}
+    for order in (("first", "second"), ("second",)):
+        with link(sockets) as producer:
+            how = {"cache_backend": name, "cache_config": LOOSE[name]}
+            with closing(DiffusionEngine(config(producer, sockets, **how))) as engine:
+                for key in order:
+                    producer.put(bundle(key, seed=len(key)))
+                    done = engine.submit(request(key, seed=len(key), **wish)).result(WAIT)
+                    images[len(order), key] = done.result()[0]
+                memory = engine.executor.worker.model_runner.cache_backend.memory
+                assert memory.reused["gen"] > 0
+                assert engine.executor.kv_manager.stats()["charged"] == 0
+    assert torch.equal(images[2, "second"], images[1, "second"])
+    assert not torch.equal(images[2, "second"], alone(seed=len("second"), **wish))
+
+
+@pytest.mark.parametrize("name", ["none", *NAMES])
+def test_a_deployment_names_its_backend(name: str) -> None:
+    stage = {"stage_id": 0, "cache_backend": name, "cache_config": LOOSE.get(name, {})}
+    how = {"pipeline": "bagel_single_stage", "stages": [stage]}
+    wish = {"height": 16, "width": 24, "num_inference_steps": 9, "seed": 1}
+    with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
+        images = omni.generate(["a fox"], wish, timeout=WAIT, output_type="pt")
+    expected = alone(seed=1, num_inference_steps=9)
+    assert torch.equal(images[0][0], expected) == (name == "none")
+
+
+def test_the_benchmark_counts_and_compares(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "cache_backends.py"
+    how = ["--steps", "8", "--layers", "3", "--rounds", "1", "--json", str(tmp_path / "found")]
+    done = subprocess.run(
+        [sys.executable, str(script), *how], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "says nothing about the quality" in done.stdout
+    for row in json.loads((tmp_path / "found").read_text())["results"]["rows"]:
+        threshold = row["settings"].get(THRESHOLD.get(row["backend"], ""), 0)
+        assert row["steps_computed"] + row["steps_skipped"] == 8
+        exact = row["latent_max_abs_error"] == 0 and row["image_psnr_db"] is None
+        assert exact == (row["steps_skipped"] == 0)
+        assert not (threshold == 0 and row["steps_skipped"])
+        assert not (threshold >= 0.1 and row["steps_skipped"] == 0)

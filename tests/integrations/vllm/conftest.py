@@ -1,0 +1,57 @@
+"""A model made once, short paths for sockets, and engines that are closed again."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_fixtures import EngineProcess, transfer
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    runpy.run_path(str(EXAMPLE))["make_model"](path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    """For sockets and logs."""
+    path = tempfile.mkdtemp(prefix="kvl-")
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+Start = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, directory: Path) -> Iterator[Start]:
+    """`start(name, role, …)`: an engine; of one name there is one at a time."""
+    with ExitStack() as engines:
+
+        def start(
+            name: str, role: str = "", *, policy: str = "fail", extra: Any = None, **config: Any
+        ) -> EngineProcess:
+            options = {"directory": str(directory)}
+            given = dict(extra or {})
+            if role in ("producer", "both"):
+                given = {"url": f"shm://{name}", "serve": options, **given}
+            if role in ("consumer", "both"):
+                given = {"peers": ["shm://p"], "connect": options, **given}
+            configured = transfer(role, policy, **given) if role else None
+            log = directory / f"{name}.log"
+            engine = EngineProcess(config.pop("model", model), log, configured, **config)
+            engines.callback(engine.close)
+            return engine
+
+        yield start

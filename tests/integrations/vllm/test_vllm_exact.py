@@ -1,0 +1,147 @@
+"""A fetched cache is as good as a local one: the oracle is the same engine's prefix-cache hit."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_fixtures import BLOCK, EngineProcess, prompt
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
+    ),
+    pytest.mark.timeout(300),
+]
+
+LENGTHS = [5, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 9]
+"""Shorter than a block, exactly one, one more, several."""
+
+
+def oracle(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
+    """What the engine says when it has computed this prompt before; it has forgotten it then."""
+    engine.generate(tokens)
+    hit = engine.generate(tokens)
+    assert hit["cached"] == (len(tokens) - 1) // BLOCK * BLOCK
+    assert engine.do("forget")
+    return hit
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+@pytest.fixture(scope="module")
+def producer(start: Any, dtype: str) -> Any:
+    engine = start("p", "producer", dtype=dtype)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, dtype: str) -> Any:
+    engine = start("d", "consumer", extra={"load": request.param}, dtype=dtype)
+    engine.load = request.param
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_as_a_local_prefix_cache_hit(
+    producer: EngineProcess, consumer: Any, length: int, dtype: str
+) -> None:
+    """Synchronous: bit for bit. Asynchronous, where only the last token is computed: as near."""
+    tokens = prompt(length, seed=length)
+    wanted = oracle(consumer, tokens)
+    before = consumer.count("received")
+    got = consumer.generate(tokens, producer.prefill(tokens))
+    here = (length - 1) // BLOCK * BLOCK if consumer.load == "sync" else length
+    assert (got["reason"], got["cached"]) == ("length", here)
+    assert consumer.count("received") - before == (here > 0)
+    assert got["tokens"] == wanted["tokens"]
+    apart = [abs(a - b) for a, b in zip(got["logprobs"], wanted["logprobs"], strict=True)]
+    if consumer.load == "sync":
+        assert got["logprobs"] == wanted["logprobs"]
+    elif dtype == "float32":
+        assert max(apart) < 1e-4
+    else:  # one rounding of bfloat16, at log-probabilities of about 4
+        assert max(apart) < 0.04
+    assert producer.do("settle") >= 0
+    assert consumer.do("forget")
+
+
+def test_with_a_part_of_the_prompt_in_the_prefix_cache(
+    producer: EngineProcess, consumer: Any
+) -> None:
+    """Only the blocks that are missing are fetched into; those that are shared stay."""
+    tokens = prompt(4 * BLOCK + 3, seed=77)
+    wanted = oracle(consumer, tokens)
+    consumer.generate(tokens[: 2 * BLOCK + 1])
+    got = consumer.generate(tokens, producer.prefill(tokens))
+    assert got["cached"] >= 4 * BLOCK
+    assert got["tokens"] == wanted["tokens"]
+    if consumer.load == "sync":
+        assert got["logprobs"] == wanted["logprobs"]
+    again = consumer.generate(tokens)
+    assert again["tokens"] == wanted["tokens"]
+    assert again["cached"] == 4 * BLOCK
+    assert consumer.do("forget")
+
+
+def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any) -> None:
+    """Both sides are given one name; a forward pass waits for the layers that it needs."""
+    tokens = prompt(5 * BLOCK + 3, seed=21)
+    wanted = oracle(consumer, tokens)
+    key = f"early-{time.monotonic_ns()}"
+    with ThreadPoolExecutor(1) as thread:
+        asked = {"do_remote_prefill": True, "transfer_id": key}
+        decoding = thread.submit(consumer.generate, tokens, asked)
+        deadline = time.monotonic() + 20
+        while not producer.do("waiting"):
+            assert time.monotonic() < deadline, "nobody asked for the cache"
+        producer.prefill(tokens, transfer_id=key)
+        got = decoding.result(60)
+    assert got["tokens"] == wanted["tokens"]
+    if consumer.load == "sync":
+        assert got["logprobs"] == wanted["logprobs"]
+    assert got["cached"] >= 5 * BLOCK
+    assert consumer.do("forget")
+
+
+def test_many_at_once(producer: EngineProcess, consumer: Any) -> None:
+    """A batch of prompts, some of whose caches come, some of which are computed here."""
+    prompts = [prompt(20 + 17 * number, seed=number) for number in range(8)]
+    wanted = [oracle(consumer, tokens)["tokens"] for tokens in prompts]
+    names = [f"batch-{number}" for number in range(8)]
+    for number, (name, tokens) in enumerate(zip(names, prompts, strict=True)):
+        params = producer.prefill(tokens) if number % 3 else None
+        consumer.do("add", name=name, prompt=tokens, params=params)
+    over = consumer.do("run", names=names)
+    assert [over[name]["tokens"] for name in names] == wanted
+    assert consumer.do("forget")
+
+
+def test_over_another_link(start: Any, model: Path, directory: Path) -> None:
+    """ZMQ, prompts in chunks, and engines whose core is a process of its own."""
+    url, apart = f"zmq+ipc://{directory}/z", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    sends = {"url": url, "serve": {}}
+    chunked = {"max_num_batched_tokens": 2 * BLOCK, "enable_chunked_prefill": True}
+    producer = start("zp", "producer", extra=sends, **chunked)
+    fetches = {"peers": [url], "connect": {}}
+    consumer = start("zd", "consumer", extra=fetches, env=apart)
+    try:
+        tokens = prompt(7 * BLOCK + 5, seed=5)
+        wanted = consumer.generate(tokens)
+        assert consumer.do("forget")
+        got = consumer.generate(tokens, producer.prefill(tokens))
+        assert got["cached"] == len(tokens)
+        assert got["tokens"] == wanted["tokens"]
+    finally:
+        producer.close()
+        consumer.close()

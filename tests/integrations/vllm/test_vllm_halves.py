@@ -1,0 +1,252 @@
+"""The worker's half alone: real links and threads, pools of this test instead of an engine's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
+
+from omni_kvlink import KVLink, SchemaError, UnavailableError
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.integrations.vllm.blocks import BlockFormat, byte_pools
+from omni_kvlink.integrations.vllm.loading import Loader
+from omni_kvlink.integrations.vllm.payload import Pools
+from omni_kvlink.integrations.vllm.peers import Peers
+from omni_kvlink.integrations.vllm.saving import Saver
+from omni_kvlink.integrations.vllm.settings import VllmSettings
+from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
+from omni_kvlink.integrations.vllm.step import Cache, Drop, Load
+
+BLOCKS, BLOCK, HEADS, ROW = 12, 4, 2, 6
+LAYERS = ["a", "b", "c"]
+TOKENS = 2 * BLOCK + 1
+
+
+def engine_pools(*, filled: bool) -> dict[str, torch.Tensor]:
+    """As vLLM's CPU backend has them: `[blocks, heads, tokens, K and V]`, one after the other."""
+    shape = (BLOCKS, HEADS, BLOCK, ROW)
+    make = torch.randn if filled else torch.zeros
+    return {name: make(shape, dtype=torch.float32) for name in LAYERS}
+
+
+def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
+    layers = byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)
+    nbytes = HEADS * BLOCK * ROW * 4
+    said = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
+    return Pools(BlockFormat(*said), list(layers.values()))
+
+
+class Halves:
+    """A producer's and a consumer's worker half, and the engines' pools."""
+
+    def __init__(self, directory: str):
+        torch.manual_seed(0)
+        self.theirs, self.mine = engine_pools(filled=True), engine_pools(filled=False)
+        self.sent, self.got = Meter(), Meter()
+        link = KVLink.serve("shm://halves", directory=directory)
+        self.saver = Saver(link, as_pools(self.theirs), VllmSettings(), self.sent)
+        self.peers = Peers(["shm://halves"], {"directory": directory})
+        self.loader = Loader(as_pools(self.mine), self.peers, self.got, timeout=5.0)
+
+    def send(self, cache: Cache) -> None:
+        """A forward pass that computes this cache."""
+        self.saver.begin([cache])
+        for number in range(len(LAYERS)):
+            self.saver.layer(number)
+        self.saver.finish()
+
+    def settled(self) -> set[str]:
+        """What the loader says has ended, when anything has."""
+        deadline = time.monotonic() + 10
+        while not (ended := self.loader.finished()):
+            assert time.monotonic() < deadline
+        return ended
+
+    def same(self, layer: str, theirs: list[int], mine: list[int]) -> bool:
+        return torch.equal(self.theirs[layer][theirs], self.mine[layer][mine])
+
+    def close(self) -> None:
+        self.loader.close()
+        self.saver.close()
+
+
+@pytest.fixture
+def halves(sockets: str, leaves_nothing: None) -> Iterator[Halves]:
+    halves = Halves(sockets)
+    yield halves
+    halves.close()
+
+
+CACHE = Cache("r", "key", "digest", TOKENS, [5, 2, 7], 1)
+
+
+def load(blocks: list[int], **changed: Any) -> Load:
+    return Load(**{**vars(CACHE), "blocks": blocks, **changed})
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: bool) -> None:
+    halves.saver.begin([CACHE])
+    halves.loader.start([load([1, 3, 8], is_async=is_async)])
+    for number, layer in enumerate(LAYERS):
+        halves.saver.layer(number)
+        halves.loader._loading["r"].wait_for_layer(number)
+        assert halves.same(layer, [5, 2], [1, 3])
+        assert halves.same(layer, [7], [8]) == is_async, "the part of a block that is computed"
+        assert not any(self.any() for self in list(halves.mine.values())[number + 1 :])
+    assert not halves.loader._loading["r"].over.is_set(), "it is not committed"
+    halves.saver.finish()
+    if is_async:
+        assert halves.settled() == {"r"}
+    else:
+        assert halves.loader.finished() == set()
+    assert halves.loader.invalid() == set()
+    untouched = [block for block in range(BLOCKS) if block not in (1, 3, 8)]
+    assert not any(cache[untouched].any() for cache in halves.mine.values())
+
+
+def test_the_engine_computes_while_a_layer_is_copied(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_points, "_ARMED", {"stream.layer": "sleep:0.1"})
+    halves.saver.begin([CACHE])
+    began = time.monotonic()
+    for number in range(len(LAYERS)):
+        halves.saver.layer(number)
+    assert time.monotonic() - began < 0.1
+    halves.saver.finish()
+    assert time.monotonic() - began > 0.3
+    taken = halves.sent.take()
+    assert taken is not None
+    assert len(taken.data["save_bytes"]) == 1
+
+
+def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
+    halves.send(CACHE)
+    halves.loader.start([load([1, 3, 8], skip=1)])
+    assert halves.settled() == {"r"}
+    for layer in LAYERS:
+        assert halves.same(layer, [2, 7], [3, 8])
+        assert not halves.mine[layer][1].any()
+
+
+def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
+    """A block that the pool does not have: nobody waits, the next cache goes out."""
+    halves.loader.start([load([1, 3, 8])])
+    halves.saver.begin([Cache("q", "key", "digest", TOKENS, [5, 2, BLOCKS], 1)])
+    halves.saver.finish()
+    assert halves.settled() == {"r"}
+    assert halves.loader.invalid() == {1, 3, 8}
+    halves.saver.hold({"q"})
+    assert halves.saver.released() == {"q"}
+    halves.send(CACHE)
+    halves.loader.start([load([1, 3, 8])])
+    assert halves.settled() == {"r"}
+    assert halves.loader.invalid() == set()
+
+
+def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
+    """The second cache of one name fails, and does not take the first one with it."""
+    for request in ("r", "again"):
+        halves.send(Cache(request, "key", "digest", TOKENS, [5, 2, 7], 1))
+    halves.loader.start([load([1, 3, 8])])
+    assert halves.settled() == {"r"}
+    assert halves.loader.invalid() == set()
+    taken = halves.sent.take()
+    assert taken is not None
+    assert (taken.data["send_failed"], len(taken.data["save_bytes"])) == (1, 1)
+
+
+def test_nobody_sends_it(halves: Halves) -> None:
+    """The deadline holds; the blocks not yet there are reported, and not those that were."""
+    halves.loader._timeout = 0.4
+    began = time.monotonic()
+    halves.loader.start([load([1, 3, 8], skip=1), load([4, 6, 9], request_id="s", is_async=False)])
+    halves.loader.wait_for_layer(2)
+    assert 0.3 < time.monotonic() - began < 1.0
+    ended = halves.settled()
+    assert ended == {"r"}
+    assert halves.loader.invalid() == {3, 8, 4, 6}
+    taken = halves.got.take()
+    assert taken is not None
+    assert taken.data["load_failed"] == 2
+
+
+def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
+    halves.loader.start([load([1, 3, 8])])
+    began = time.monotonic()
+    halves.loader.drop(Drop("r", "key", "", 1, "not needed"))
+    assert halves.settled() == {"r"}
+    assert time.monotonic() - began < 1.0
+    assert halves.loader.invalid() == set()
+
+
+def test_pools_are_the_engines_own_memory() -> None:
+    caches = engine_pools(filled=True)
+    layers = byte_pools({**caches, "shares": caches["a"]}, num_blocks=BLOCKS, block_size=BLOCK)
+    assert list(layers) == LAYERS
+    flat = layers["b"].view(torch.float32)
+    assert torch.equal(flat.flatten(), caches["b"].flatten())
+    layers["b"].zero_()
+    assert not caches["b"].any()
+
+
+def test_pools_that_are_not_known() -> None:
+    cache = torch.zeros((BLOCKS, HEADS, BLOCK, ROW))
+    sizes = {"num_blocks": BLOCKS, "block_size": BLOCK}
+    with pytest.raises(SchemaError, match=r"layer x: a block of strides .* is not one piece"):
+        byte_pools({"x": cache[..., ::2]}, **sizes)
+    with pytest.raises(SchemaError, match="of 11 blocks of 4 tokens is not known"):
+        byte_pools({"x": cache}, **{**sizes, "num_blocks": 11})
+    with pytest.raises(UnavailableError, match="layer x lies on meta"):
+        byte_pools({"x": cache.to("meta")}, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"urls": []}, "has no urls; there are url, peers"),
+        ({"peers": "shm://p"}, "peers is a list"),
+        ({"peers": ["shm://p"]}, "url is missing"),
+        ({"url": "shm://p"}, "peers is missing"),
+        ({"url": "shm://p", "peers": ["shm://p"], "load": "soon"}, "load 'soon'"),
+        ({"url": "shm://p", "peers": ["shm://p"], "ttl": 0}, "more than 0 s"),
+    ],
+)
+def test_a_wrong_setting(extra: dict[str, Any], word: str) -> None:
+    with pytest.raises(SchemaError, match=word):
+        VllmSettings.read(extra, produces=True, consumes=True)
+
+
+def test_stats_add_up() -> None:
+    one, two = Meter(), Meter()
+    assert one.take() is None
+    one.count("sent")
+    two.count("sent")
+    two.observe(load_seconds=0.5)
+    first, second = one.take(), two.take()
+    assert first is not None
+    assert second is not None
+    total = KVLinkStats(first.aggregate(second).to_dict()).reduce()
+    assert (total["sent"], total["load ms"]) == (2, 500.0)
+    assert set(COUNTS) <= set(total)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> None:
+    """In step with a pass its last block is the engine's to compute, and not written."""
+    whole = {"tokens": 3 * BLOCK}
+    halves.send(Cache(**{**vars(CACHE), **whole}))
+    halves.loader.start([load([1, 3, 8], is_async=is_async, **whole)])
+    halves.loader.wait_for_layer(len(LAYERS) - 1)
+    if is_async:
+        assert halves.settled() == {"r"}
+    assert halves.loader.finished() == set()
+    for layer in LAYERS:
+        assert halves.same(layer, [5, 2], [1, 3])
+        assert halves.mine[layer][8].any() == is_async

@@ -1,0 +1,131 @@
+"""Engines that do not fit each other, and engines that do both."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_fixtures import BLOCK, prompt
+
+from omni_kvlink import KVLink, TransferFailed
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
+    ),
+    pytest.mark.timeout(300),
+]
+
+TOKENS = prompt(3 * BLOCK + 7, seed=3)
+
+
+def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
+    """Both sides are named, on both sides; the engine goes on."""
+    producer = start("p", "producer", dtype="bfloat16")
+    consumer = start("d", "consumer", extra={"model": "qwen"})
+    try:
+        got = consumer.generate(TOKENS, producer.prefill(TOKENS))
+        assert (got["reason"], got["tokens"]) == ("error", [])
+        for said in (
+            "the blocks of shm://p do not fit this engine",
+            f"model is '{model}' there and 'qwen' here",
+            "dtype is 'bfloat16' there and 'float32' here",
+            "block_nbytes is 16384 there and 32768 here",
+        ):
+            assert said in consumer.said()
+        producer.do("settle")
+        assert "dtype is 'bfloat16' there and 'float32' here" in producer.said()
+        assert consumer.generate(TOKENS)["reason"] == "length"
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def test_nobody_comes(start: Any) -> None:
+    """After its ttl a cache is given up; the blocks are not stranded."""
+    producer = start("p", "producer", extra={"ttl": 2})
+    try:
+        free, began = producer.do("free_blocks"), time.monotonic()
+        producer.prefill(TOKENS)
+        producer.do("settle")
+        assert 1.9 < time.monotonic() - began < 10  # prefilling is in it
+        assert producer.do("free_blocks") == free
+        assert producer.count("send_expired") == 1
+        assert "its time to live passed with 1 readers missing" in producer.said()
+    finally:
+        producer.close()
+
+
+def test_no_room(start: Any, directory: Path) -> None:
+    """A forward pass does not wait for memory: the reader is told, and the engine goes on."""
+    serve = {"quota": 400_000, "directory": str(directory)}
+    producer = start("p", "producer", extra={"serve": serve, "delay_free": False})
+    consumer = start(
+        "d", "consumer", policy="recompute", extra={"connect": {"directory": str(directory)}}
+    )
+    try:
+        cold = consumer.generate(TOKENS)["tokens"]
+        consumer.do("forget")
+        first, second = (producer.prefill(TOKENS) for _ in range(2))
+        assert producer.do("settle") < 5, "blocks were held although delay_free is off"
+        assert consumer.generate(TOKENS, second)["tokens"] == cold
+        assert "it could not be saved: CapacityError" in consumer.said()
+        assert consumer.count("load_failed") == 1
+        consumer.do("forget")
+        assert consumer.generate(TOKENS, first)["cached"] == len(TOKENS)
+        assert consumer.count("received") == 1
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def test_engines_that_do_both(start: Any) -> None:
+    """Each prefills for the other; a cache that was fetched can be sent on."""
+    one = start("one", "both", extra={"peers": ["shm://two"]})
+    two = start("two", "both", extra={"peers": ["shm://one"], "load": "sync"})
+    try:
+        for here, there in ((one, two), (two, one)):
+            tokens = prompt(2 * BLOCK + 9, seed=ord(here.log.name[0]))
+            cold = here.generate(tokens)["tokens"]
+            here.do("forget")
+            got = here.generate(tokens, there.prefill(tokens))
+            assert got["tokens"] == cold
+            assert got["cached"] >= 2 * BLOCK
+            there.do("settle")
+        tokens = prompt(4 * BLOCK + 1, seed=55)
+        cold = one.generate(tokens)["tokens"]
+        one.do("forget")
+        fetched = one.prefill(tokens)
+        onward = two.generate(tokens, {**fetched, "do_remote_decode": True}, tokens=1)["params"]
+        assert onward["remote_url"] == "shm://two"
+        one.do("settle")
+        one.do("forget")
+        assert one.generate(tokens, onward)["tokens"] == cold
+    finally:
+        one.close()
+        two.close()
+
+
+def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None:
+    """A flipped bit on the way in: the request is computed here, its reader gets no wrong cache."""
+    flips = Path(__file__).with_name("vllm_flipping.py")
+    producer = start("p", "producer", extra={"url": "flip://p"}, script=flips)
+    relay = start("relay", "both", policy="recompute", extra={"load": "sync"})
+    try:
+        cold = relay.generate(TOKENS, tokens=1)["tokens"]
+        relay.do("forget")
+        producer.prefill(TOKENS, transfer_id="bad")
+        both = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "bad"}
+        with KVLink.connect("shm://relay", timeout=5, directory=str(directory)) as reader:
+            want = reader.begin_get("bad", timeout=5)
+            assert relay.generate(TOKENS, both, tokens=1)["tokens"] == cold
+            with pytest.raises(TransferFailed, match=r"its blocks .* were not loaded"):
+                want.wait(timeout=5)
+        relay.do("settle")
+        assert relay.count("load_corrupt") == relay.count("send_failed") == 1
+    finally:
+        producer.close()
+        relay.close()

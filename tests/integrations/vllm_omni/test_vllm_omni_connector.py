@@ -1,0 +1,292 @@
+"""The connector's own verbs, as vLLM-Omni's loops call them; both ends in this process."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omni_stage import NAME
+
+from omni_kvlink import ClosedError, DuplicateKeyError, IntegrityError, SchemaError, TransferFailed
+from omni_kvlink.integrations.vllm_omni import connector as module
+from omni_kvlink.integrations.vllm_omni import register
+from omni_kvlink.integrations.vllm_omni.connector import OmniKVLinkConnector
+from omni_kvlink.testing.rig import until
+
+EDGE = ("0", "1")
+CACHE = "omni_0_to_1_kv_cache_r"
+ROOT = Path(__file__).resolve().parents[3]
+_names = itertools.count()
+
+
+@pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", "ucx"])
+def ends(
+    request: pytest.FixtureRequest, sockets: str
+) -> Iterator[tuple[OmniKVLinkConnector, OmniKVLinkConnector]]:
+    if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed: pip install 'omni-kvlink[ucx]'")
+    name = f"c{next(_names)}"
+    with make(request.param, sockets, name) as sender, make(request.param, sockets, name) as reader:
+        yield sender, reader
+
+
+def make(transport: str, sockets: str, name: str) -> OmniKVLinkConnector:
+    options = {"directory": sockets, "quota": 64 << 20}
+    return OmniKVLinkConnector(
+        {"kvlink": {"transport": transport, "name": name, "options": options}}
+    )
+
+
+def packed(tokens: int = 3) -> bytes:
+    """A cache as the manager packs it, by the manager's own class."""
+    from vllm_omni.distributed.omni_connectors.kv_transfer_manager import KVCacheTransferData
+
+    layers = [torch.arange(tokens * 8).reshape(tokens, 2, 4).float() + i for i in range(4)]
+    blocks = {"key_cache": layers[:2], "value_cache": layers[2:]}
+    data: bytes = KVCacheTransferData("r", blocks, [0], {"seq_len": tokens}).to_bytes()
+    return data
+
+
+CHUNK = {
+    "codes": {"audio": torch.arange(12, dtype=torch.int64).reshape(3, 4)},
+    "meta": {"finished": True, "left": 3, "name": "ein Füchslein", "none": None},
+    "raw": b"\x00\xff",
+    "ids": [1, 2, 3],
+}
+
+
+def test_a_chunk_arrives_as_it_was(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    assert sender.put(*EDGE, "r_0_0", CHUNK)[0]
+    got = polled(reader, "r_0_0")
+    assert torch.equal(got["codes"].pop("audio"), CHUNK["codes"]["audio"])  # type: ignore[index]
+    assert got == {**CHUNK, "codes": {}}
+
+
+def polled(reader: Any, key: str, timeout: float = 5.0) -> Any:
+    """As the chunk adapter's loop: ask, and a millisecond later ask again."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = reader.get(*EDGE, key)
+        if found is not None:
+            return found[0]
+        time.sleep(0.001)
+    raise AssertionError(f"{key} did not come")
+
+
+def test_polling_many_keys_asks_once_and_holds_nobody_up(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1  # connected
+    keys = [f"r{i}_0_0" for i in range(8)]
+    for _ in range(5):
+        began = time.monotonic()
+        assert [reader.get(*EDGE, key) for key in keys] == [None] * 8
+        assert time.monotonic() - began < 0.25
+    assert reader.health()["links"][0]["waiting"] == 8
+    for key in reversed(keys):
+        sender.put(*EDGE, key, key)
+    assert [polled(reader, key) for key in keys] == keys
+    assert len(reader._asking) == 0
+
+
+def test_what_nobody_polls_any_more_goes_back(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, reader = ends
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1
+    for forget in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
+        assert reader.get(*EDGE, "r_0_0") is None
+        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.KEPT", 0.0)
+        time.sleep(0.01)
+        forget()
+        assert len(reader._asking) == 0
+        monkeypatch.undo()
+    sender.put(*EDGE, "r_0_0", "for another reader")
+    assert polled(reader, "r_0_0") == "for another reader"
+
+
+@pytest.mark.parametrize("key", [CACHE, "r_0_7"])
+def test_a_deadline_is_kept(key: str, ends: tuple[Any, Any]) -> None:
+    """While nobody serves, and while somebody does."""
+    sender, reader = ends
+    for other in ("a_0_0_0_0" if key == CACHE else "a_0_0", ""):
+        began = time.monotonic()
+        assert reader.get_with_deadline(*EDGE, key, deadline=began + 0.3) is None
+        assert 0.25 < time.monotonic() - began < 0.55
+        reader.abandon_get(key)
+        if other:  # of the same channel
+            sender.put(*EDGE, other, packed())
+    assert reader.health()["timeouts"] == 2
+
+
+def test_a_waiting_deadline_is_met_early(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    timer = threading.Timer(0.3, sender.put, (*EDGE, "r_0_0", "here"))
+    timer.start()
+    began = time.monotonic()
+    found = reader.get_with_deadline(*EDGE, "r_0_0", deadline=began + 20)
+    assert found is not None
+    assert found[0] == "here"
+    assert time.monotonic() - began < 2.0
+    timer.join()
+
+
+def test_a_packed_cache_is_a_buffer(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    data = packed()
+    ok, nbytes, where = sender.put(*EDGE, CACHE, torch.tensor(list(data), dtype=torch.uint8))
+    assert (ok, nbytes) == (True, len(data))
+    assert where["size"] == len(data)
+    buffer, size = reader.get(*EDGE, CACHE, {"source_host": "elsewhere", "source_port": 1})
+    assert (buffer.tensor.numpy().tobytes(), size) == (data, len(data))
+    assert sender.health()["unread"] == 1
+    buffer.release()
+    buffer.release()
+    until(lambda: sender.health()["unread"] == 0, "the memory went back")
+
+
+def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
+    """A bit flips after the commit; the sender's receipt says what the reader said."""
+    with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
+        sender.put(*EDGE, CACHE, packed())
+        link = sender._links.sender(module.Place.of(*EDGE, CACHE))
+        memory = link._end.pool.mapping(0).region.view()
+        memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
+        with pytest.raises(IntegrityError):
+            reader.get(*EDGE, CACHE)
+        assert reader.health()["failures"] == 1
+
+
+def test_what_is_taken_back_is_not_waited_for(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    sender.put(*EDGE, CACHE, packed())
+    sender.put(*EDGE, f"{CACHE}2", packed())
+    sender.cleanup(CACHE)
+    sender.cleanup("no such key")
+    with pytest.raises(TransferFailed, match="cleaned up"):
+        reader.get(*EDGE, CACHE)
+    buffer, _ = reader.get(*EDGE, f"{CACHE}2")  # a prefix is not a key
+    buffer.release()
+    sender.put(*EDGE, CACHE, packed())
+    reader.get(*EDGE, CACHE)[0].release()
+
+
+def test_a_key_is_not_put_twice(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    sender.put(*EDGE, CACHE, packed(3))
+    with pytest.raises(DuplicateKeyError):
+        sender.put(*EDGE, CACHE, packed(4))
+    buffer, size = reader.get(*EDGE, CACHE)
+    assert size == len(packed(3))
+    buffer.release()
+
+
+def test_no_object_is_sent(ends: tuple[Any, Any]) -> None:
+    sender, reader = ends
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1
+    with pytest.raises(SchemaError, match="cannot be sent"):
+        sender.put(*EDGE, "r_0_0", {"f": threading.Lock()})
+    with pytest.raises(TransferFailed, match="cannot be sent"):
+        polled(reader, "r_0_0")
+
+
+def test_closed_is_closed(ends: tuple[Any, Any]) -> None:
+    sender, _ = ends
+    sender.put(*EDGE, CACHE, packed())
+    assert sender.health()["status"] == "healthy"
+    sender.close()
+    sender.close()
+    assert sender.health() == {"status": "closed"}
+    sender.cleanup(CACHE), sender.reap_consumed(), sender.abandon_get(CACHE)
+    for verb in (lambda: sender.put(*EDGE, CACHE, b"x"), lambda: sender.get(*EDGE, CACHE)):
+        with pytest.raises(ClosedError):
+            verb()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_half_built_ones_close() -> None:
+    OmniKVLinkConnector.__new__(OmniKVLinkConnector).close()
+    with pytest.raises(ValueError, match="no trasnport"):
+        OmniKVLinkConnector({"kvlink": {"trasnport": "shm"}})
+    gc.collect()
+
+
+UNCLOSED = """
+import sys
+from omni_kvlink.integrations.vllm_omni.connector import OmniKVLinkConnector
+transport, directory = sys.argv[1:]
+kvlink = {"transport": transport, "name": "exit", "options": {"directory": directory}}
+kept = OmniKVLinkConnector({"kvlink": kvlink})
+kept.put("0", "1", "r", {"a": 1})
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq+ipc", "zmq+tcp"])
+def test_a_process_that_ends_without_closing_leaves_nothing(transport: str, sockets: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", UNCLOSED, transport, sockets],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for word in ("Exception ignored", "ResourceWarning", "Traceback"):
+        assert word not in done.stderr
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """vLLM-Omni's own loader, and its factory, from the stage YAML of the docs."""
+    import yaml
+    from vllm_omni.distributed.omni_connectors import ConnectorSpec, OmniConnectorFactory
+    from vllm_omni.distributed.omni_connectors.utils.initialization import (
+        load_omni_transfer_config,
+        resolve_omni_kv_config_for_stage,
+    )
+    from vllm_omni.plugins import load_omni_general_plugins
+
+    load_omni_general_plugins()
+    register()
+    assert NAME in OmniConnectorFactory.list_registered_connectors()
+    page = (ROOT / "docs" / "vllm_omni.md").read_text()
+    code = re.search(r"```yaml\n(.*?)```", page, re.S)
+    assert code
+    transfer = load_omni_transfer_config(config_dict=yaml.safe_load(code[1]))
+    for stage, role in ((0, "sender"), (1, "receiver")):
+        config, *edge = resolve_omni_kv_config_for_stage(transfer, stage)
+        assert edge == ["0", "1"]
+        assert config is not None
+        assert (config.pop("type"), config["role"]) == (NAME, role)
+        with OmniConnectorFactory.create_connector(ConnectorSpec(NAME, config)) as made:
+            assert made.settings.name == "bagel"
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq+tcp"])
+def test_the_example_says_exact(transport: str, sockets: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm_omni_connector.py"), transport],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "XDG_RUNTIME_DIR": sockets},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 layers × 1000 tokens" in done.stdout
+    assert ": exact" in done.stdout
+    os.rmdir(os.path.join(sockets, "kvlink"))  # empty: nothing was left

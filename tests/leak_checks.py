@@ -1,0 +1,71 @@
+"""Fixtures: peers in processes of their own, armed with faults, killed when the test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from fault_harness import Start
+
+from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.testing import faults
+from omni_kvlink.testing.rig import ProcessPeer, until
+
+
+@pytest.fixture
+def start(leaves_nothing: None) -> Iterator[Start]:
+    """`start()` or `start({"point": "action"})` gives a peer in a process of its own."""
+    peers: list[ProcessPeer] = []
+
+    def begin(armed: dict[str, str] | None = None) -> ProcessPeer:
+        peers.append(ProcessPeer(faults.armed(armed) if armed else None))
+        return peers[-1]
+
+    yield begin
+    for peer in peers:
+        if peer.process.poll() is None:
+            os.kill(peer.process.pid, signal.SIGKILL)
+        peer.end()
+
+
+@pytest.fixture
+def battlefield() -> Iterator[str]:
+    """A socket directory in which a killed producer may leave its socket, and nothing else."""
+    directory = tempfile.mkdtemp(prefix="kvl-")
+    elsewhere = _files()
+    yield directory
+    left = os.listdir(directory)
+    shutil.rmtree(directory)
+    assert all(name.endswith(".sock") for name in left), left
+    with contextlib.suppress(AssertionError):  # strangers come and go there
+        until(lambda: not _files() - elsewhere, "nothing is left", 5)
+    assert not _files() - elsewhere
+
+
+def _files() -> set[str]:
+    """What lies in shared memory; an older way of sharing would leave something there."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of this process give frozen peers up soon."""
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 400)
+
+
+@pytest.fixture(scope="session")
+def zmq_started() -> None:
+    """pyzmq has one thread, for the process's whole life, from the first frame sent uncopied."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        one.bind("inproc://first")
+        two.connect("inproc://first")
+        one.send(memoryview(bytearray(1 << 20)), copy=False)
+        two.recv()

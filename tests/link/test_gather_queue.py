@@ -1,0 +1,152 @@
+"""Layers that land later: the writer goes on, readers wait for the bytes, errors are not lost.
+
+The copies of a device are played by a copier whose landings end when a test says so; the real one
+is tested in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from omni_kvlink import KVLink, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.copier import GatherHandle, TorchCopier
+from omni_kvlink.link import PutStream, put_stream
+from omni_kvlink.link import put_operation as sending
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import TensorView
+from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
+from omni_kvlink.testing.rig import expect, until_freed
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+RECIPE = Recipe("s", layers=3, tokens=10, dim=24)
+
+
+class Late(TorchCopier):
+    """Begins nothing before `go` is set; then copies, or fails with `error`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def begin_gather(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> GatherHandle:
+        def finish() -> list[str]:
+            assert self.go.wait(20)
+            if self.error:
+                raise self.error
+            return self.gather(sources, manifest, region)
+
+        return GatherHandle(finish)
+
+
+@pytest.fixture
+def late(ends: tuple[KVLink, KVLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    copier = Late()
+    monkeypatch.setattr(put_stream, "is_on_device", lambda place: True)
+    monkeypatch.setattr(ends[0], "_copier", copier)
+    yield copier
+    copier.go.set()
+
+
+def write(out: PutStream) -> None:
+    for (_, layer), places in layers_of(RECIPE.make()).items():
+        out.write_layer(layer, *places)
+
+
+def test_the_writer_goes_on_and_readers_wait(ends: tuple[KVLink, KVLink], late: Late) -> None:
+    producer, consumer = ends
+    with producer.stream_put(RECIPE.make()) as out:
+        write(out)  # returns, though nothing has landed
+        stream = consumer.stream_get("s", timeout=5)
+        expect(TransferTimeout, lambda: stream.wait_for_layer(0, timeout=0.05))
+        late.go.set()
+    assert [layer.index for layer in stream] == [0, 1, 2]
+    assert fingerprint(stream.wait(timeout=5)) == fingerprint(RECIPE.make())
+    stream.release()
+    assert out.receipt is not None
+    assert out.ledger.copies == 1
+
+
+def test_a_landing_that_fails_ends_the_stream(ends: tuple[KVLink, KVLink], late: Late) -> None:
+    producer, consumer = ends
+    late.error = OSError("the device is gone")
+    out = producer.stream_put(RECIPE.make())
+    stream = consumer.stream_get("s", timeout=5)
+    write(out)
+    late.go.set()
+    expect(OSError, out.commit, words=("gone",))
+    expect(TransferFailed, lambda: stream.wait_for_layer(0), words=("the device is gone",))
+    stream.release()
+    until_freed(producer)
+
+
+def test_memory_waits_for_what_is_under_way(ends: tuple[KVLink, KVLink], late: Late) -> None:
+    """A stream that fails gives its memory back only when nothing is written to it any more."""
+    producer, _ = ends
+    out = producer.stream_put(RECIPE.make())
+    write(out)
+    failing = threading.Thread(target=out.fail, args=("enough",))
+    failing.start()
+    failing.join(0.2)
+    assert producer.stats()["memory"]["blocks"] == 1
+    late.go.set()
+    failing.join(20)
+    until_freed(producer)
+
+
+def test_an_error_of_an_earlier_layer_stops_the_writer(
+    ends: tuple[KVLink, KVLink], late: Late
+) -> None:
+    producer, _ = ends
+    late.go.set()
+    out = producer.stream_put(RECIPE.make())
+    places = layers_of(RECIPE.make())
+    out.write_layer(0, *places["kv", 0])
+    out._landings._under_way[0].result(20)
+    producer.abort("s")
+    out.write_layer(1, *places["kv", 1])
+    assert out._landings._under_way[-1].exception(20) is not None
+    expect(TransferFailed, lambda: out.write_layer(2, *places["kv", 2]))
+    out.fail("ended")
+
+
+def test_a_forgotten_stream_waits_for_what_is_under_way(
+    ends: tuple[KVLink, KVLink], late: Late
+) -> None:
+    producer, _ = ends
+    forgetting = threading.Thread(target=_forget, args=(producer,))
+    forgetting.start()
+    forgetting.join(0.2)
+    assert producer.stats()["memory"]["blocks"] == 1
+    late.go.set()
+    forgetting.join(20)
+    until_freed(producer)
+
+
+def _forget(producer: KVLink) -> None:
+    out = producer.stream_put(RECIPE.make())
+    write(out)
+    with pytest.warns(ResourceWarning, match="not ended"):
+        del out
+
+
+def test_announcements_fit_into_messages(
+    ends: tuple[KVLink, KVLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large layer K and V are announced one by one; a larger tensor is refused at once."""
+    producer, consumer = ends
+    monkeypatch.setattr(sending, "MAX_DIGITS", 8)
+    with producer.stream_put(RECIPE.make()) as out:
+        write(out)
+        stream = consumer.stream_get("s", timeout=5)
+        assert [layer.index for layer in stream] == [0, 1, 2]
+    stream.release()
+    monkeypatch.setattr(sending, "MAX_DIGITS", 7)
+    with pytest.raises(SchemaError, match="cannot be streamed"):
+        producer.stream_put(Recipe("other", layers=3, tokens=10, dim=24).make())
+    until_freed(producer)

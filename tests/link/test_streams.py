@@ -1,0 +1,238 @@
+"""Streams and allocations as their users see them; what connectors must do is in the kit."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
+from omni_kvlink.link import PutStream, ReceivedStream
+from omni_kvlink.testing.allocation_checks import fill
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.rig import SLACK, expect, until_freed
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+RECIPE = Recipe("s", layers=3, tokens=10, dim=24)
+Ends = tuple[KVLink, KVLink]
+
+
+def write(out: PutStream, *layers: int) -> None:
+    places = layers_of(RECIPE.make())
+    for layer in layers:
+        out.write_layer(layer, *places["kv", layer])
+
+
+def cache(recipe: Recipe = RECIPE) -> KVCacheTransferData:
+    data = recipe.make()
+    assert isinstance(data, KVCacheTransferData)
+    return data
+
+
+def test_as_the_documents_say(ends: Ends) -> None:
+    producer, consumer = ends
+    with producer.stream_put(cache()) as out:
+        stream = consumer.stream_get("s", timeout=5)
+        write(out, 0, 1, 2)
+    seen = [(layer.key.shape, layer.value.shape) for layer in stream]
+    assert seen == [((10, 2, 24), (10, 2, 24))] * 3
+    stream.release()
+    assert out.receipt is not None
+    out.receipt.wait(timeout=5)
+    assert out.ledger.copies == 1
+    assert list(out.ledger.seconds) == ["plan", "reserve", "copy", "publish"]
+
+
+def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:
+    producer, _ = ends
+    for ruin in (lambda: producer.abort("s"), producer.close):
+        out = producer.stream_put(cache())
+        ruin()
+        assert not out.__exit__(ValueError, ValueError("of the block"), None)
+
+
+def test_a_manifest_is_a_plan(ends: Ends) -> None:
+    producer, consumer = ends
+    plan = cache().plan(digests=False)
+    with producer.stream_put(plan) as out, consumer.stream_get("s", timeout=5) as stream:
+        write(out, 2, 1, 0)
+        assert out.commit().ledger.digests == stream.ledger.digests == "off"
+        assert fingerprint(stream.wait()) == fingerprint(cache())
+    allocation = producer.allocate(cache(Recipe("t")))
+    expect(SchemaError, lambda: producer.stream_put(allocation.capacity))
+    allocation.release()
+
+
+def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None:
+    producer, consumer = ends
+    out = producer.stream_put(cache())
+    stream = consumer.stream_get("s", timeout=5)
+    with pytest.warns(ResourceWarning, match="'s' was not ended"):
+        del out
+    expect(TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("forgot",))
+    stream.release()
+    until_freed(producer)
+
+
+def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
+    """Also in the midst of its own producer's work, where a lock would be waited for for ever."""
+    producer, _ = ends
+    found = [producer.stream_put(cache())]
+
+    def collect() -> None:
+        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[union-attr]
+            found.clear()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    until_freed(producer)
+
+
+def test_a_stream_that_cannot_begin_leaves_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, _ = ends
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise TransferFailed("aborted meanwhile")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(producer._end, "begin", begin)
+        expect(TransferFailed, lambda: producer.stream_put(cache()))
+        gc.collect()
+    assert not told, "it warned of a stream that never was"
+    until_freed(producer)
+    producer.stream_put(cache()).fail("enough")
+
+
+def test_endless_timeouts(ends: Ends) -> None:
+    producer, consumer = ends
+    out = producer.stream_put(cache(), timeout=float("inf"))
+    with out, consumer.stream_get("s", timeout=float("inf")) as stream:
+        write(out, 0, 1, 2)
+        out.commit()
+        for timeout in (None, 1e12, float("inf")):
+            stream.wait_for_layer(2, timeout=timeout)
+            stream.wait(timeout=timeout).close()
+
+
+def test_an_error_for_each_who_waits(ends: Ends) -> None:
+    """One error raised in several threads would gather the frames of all of them."""
+    producer, consumer = ends
+    out = producer.stream_put(cache())
+    stream = consumer.stream_get("s", timeout=5)
+    out.fail("no")
+    errors = [expect(TransferFailed, lambda: stream.wait_for_layer(n)) for n in (0, 0, 1)]  # noqa: B023
+    assert len(set(map(id, errors))) == 3
+    assert stream.delivery.progress is not None
+    kept = stream.delivery.progress.whole.exception()
+    assert kept is not None
+    assert kept.__traceback__ is None
+    stream.release()
+
+
+@pytest.mark.parametrize("tokens", [10, 7])
+def test_allocated_payloads_are_safetensors(ends: Ends, tokens: int, tmp_path: Path) -> None:
+    producer, consumer = ends
+    data = cache()
+    allocation = producer.allocate(data)
+    fill(allocation, data)
+    sent = _first(allocation.data, tokens)
+    producer.put(sent)
+    received = consumer.get("s", timeout=5, verify="full")
+    file = tmp_path / "payload.safetensors"
+    region = received._delivery.region
+    assert region is not None
+    file.write_bytes(region.view())
+    wanted = layers_of(_first(data, tokens))
+    with safe_open(file, "pt") as payload:
+        names = [name for name in payload.keys() if not name.startswith("pad.")]  # noqa: SIM118
+        assert len(names) == 6
+        for name in names:
+            branch, layer, part = name.split(".")
+            place = wanted[branch, int(layer)][part == "value"]
+            assert hash_tensors([payload.get_tensor(name)]) == hash_tensors([place])
+    loaded = KVCacheTransferData.load(file)
+    assert fingerprint(loaded) == fingerprint(_first(data, tokens))
+    received.release()
+
+
+def test_other_bytes_are_not_taken_for_those_of_the_plan(ends: Ends) -> None:
+    """A tensor at its place, but of another dtype or shape."""
+    producer, consumer = ends
+    allocation = producer.allocate(cache())
+    data = cache()
+    fill(allocation, data)
+    with producer.stream_put(allocation.data) as out:
+        (key, value), *others = layers_of(allocation.data).values()
+        for wrong in (key.view(torch.float16), key[:-1]):  # type: ignore[union-attr, index]
+            expect(SchemaError, lambda w=wrong: out.write_layer(0, w, value))  # type: ignore[misc]
+        out.write_layer(0, key, value)
+        for layer, places in enumerate(others, 1):
+            out.write_layer(layer, *places)
+    with consumer.get("s", timeout=5, verify="full") as found:
+        assert fingerprint(found) == fingerprint(data)
+    assert out.ledger.copies == 0
+
+
+def test_memory_behind_a_stream_is_not_a_source(ends: Ends) -> None:
+    """What was allocated and is not sent may be written to by the link."""
+    producer, _ = ends
+    allocation = producer.allocate(cache())
+    plan = _first(allocation.data, 4)
+    beyond = allocation.data.tensors()[-1][-4:]  # type: ignore[index]
+    with pytest.raises(SchemaError, match="place"), producer.stream_put(plan) as out:
+        out.write_layer(2, beyond, beyond)
+    del plan, beyond
+    until_freed(producer)
+
+
+def test_a_link_keeps_no_spent_allocations(ends: Ends) -> None:
+    producer, consumer = ends
+    for end in ("release", "put", "stream"):
+        allocation = producer.allocate(cache())
+        if end == "release":
+            allocation.release()
+            continue
+        data = allocation.data
+        if end == "put":
+            producer.put(data)
+        else:
+            with producer.stream_put(data) as out:
+                for layer, places in enumerate(layers_of(data).values()):
+                    out.write_layer(layer, *places)
+                del places
+        consumer.get("s", timeout=5).release()
+        until_freed(producer)
+    assert not producer._allocations
+    kept = producer.allocate(cache())
+    producer.close()
+    assert not producer._allocations
+    kept.release()
+
+
+def test_a_stream_says_what_it_has_not(ends: Ends) -> None:
+    producer, consumer = ends
+    with producer.stream_put(Recipe("b", bundle=True).make()) as out:
+        stream: ReceivedStream = consumer.stream_get("b", timeout=5)
+        expect(SchemaError, lambda: stream.wait_for_layer(0), words=("which branch",))
+        expect(SchemaError, lambda: stream.wait_for_layer(0, branch="cfg_text"))
+        expect(SchemaError, lambda: out.write_layer(0, torch.zeros(1)), words=("which branch",))
+        for (branch, layer), places in layers_of(Recipe("b", bundle=True).make()).items():
+            out.write_layer(layer, *places, branch=branch)
+        stream.release()
+
+
+def _first(data: Any, tokens: int) -> KVCacheTransferData:
+    about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": 3}
+    blocks = {name: [t[:tokens] for t in layers] for name, layers in data.layer_blocks.items()}
+    return KVCacheTransferData("s", blocks, metadata=about)

@@ -1,0 +1,371 @@
+"""Lookups over links: right bytes, who waits, several of each side, deaths and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from killed_producer import TOKENS
+from prompts import ROW, assert_right, insert
+
+from omni_kvlink import (
+    ClosedError,
+    KVLink,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+    UnavailableError,
+)
+from omni_kvlink.connectors.registry import backend, split_url
+from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
+from omni_kvlink.lookup.messages import HELLO, LookupHello, say
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+_numbers = itertools.count()
+URLS = ["inproc://{name}", "shm://{name}", "zmq+ipc://{root}/{name}", "ucx://127.0.0.1:0"]
+
+
+class Bed:
+    """Producers with a store each, and consumers of them all, in this process."""
+
+    def __init__(self, url: str, root: str):
+        self._url, self._root = url, root
+        self.ends = contextlib.ExitStack()
+        self.stores: list[PrefixStore] = []
+        self.producers: list[LookupProducer] = []
+        self.links: list[KVLink] = []
+
+    def serve(self) -> KVLink:
+        name = f"l{next(_numbers)}"
+        url = self._url.format(name=name, root=self._root)
+        return KVLink.serve(url, directory=self._root, quota=8 << 20)
+
+    def connect(self, link: KVLink) -> KVLink:
+        return KVLink.connect(link.url, timeout=10.0, directory=self._root)
+
+    def start(self, producers: int = 1, budget: int = 1 << 20, model: str = "m") -> LookupConsumer:
+        questions = self.serve()
+        for _ in range(producers):
+            self.links.append(self.serve())
+            self.stores.append(PrefixStore(budget))
+            own = self.stores[-1], self.links[-1], [self.connect(questions)]
+            self.producers.append(self.ends.enter_context(LookupProducer(*own, model=model)))
+        links = [self.connect(link) for link in self.links]
+        return self.ends.enter_context(LookupConsumer(questions, links, model="m", verify="full"))
+
+    def settle(self) -> None:
+        """Every answer was given back, once; what stays is the greeting."""
+        deadline = time.monotonic() + 10
+        while any(link.stats()["transfers"]["live"] > 1 for link in self.links) or any(
+            store.stats()["pinned"] for store in self.stores
+        ):
+            assert time.monotonic() < deadline, [link.stats() for link in self.links]
+            time.sleep(0.01)
+        for link in self.links:
+            transfers = link.stats()["transfers"]
+            assert transfers["committed"] - 1 == transfers["released"] + transfers["expired"]
+            assert transfers["leased"] == transfers["failed"] == 0
+
+
+@pytest.fixture(params=URLS, ids=lambda url: split_url(url)[0])
+def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[Bed]:
+    try:
+        backend(split_url(request.param)[0])
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    bed = Bed(request.param, sockets)
+    with bed.ends:
+        yield bed
+
+
+@pytest.fixture
+def shm(sockets: str) -> Iterator[Bed]:
+    bed = Bed("shm://{name}", sockets)
+    with bed.ends:
+        yield bed
+
+
+def in_a_while(call: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(0.2, call)
+    timer.start()
+    return timer
+
+
+def test_complete_partial_and_missed(bed: Bed) -> None:
+    lookup = bed.start()
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        assert (match.tokens, match.data) == (0, None)
+    insert(bed.stores[0], TOKENS, states=1)
+    for asked, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7, 7], 30), ([9], 0)):
+        with lookup.select(asked, timeout=10.0) as match:
+            assert match.tokens == found
+            assert_right(match, asked)
+    bed.settle()
+
+
+def test_only_what_matches_is_moved(bed: Bed) -> None:
+    lookup = bed.start()
+    insert(bed.stores[0], range(5000))
+    with lookup.select([*range(10), 0, 0], timeout=10.0) as match:
+        assert match.tokens == 10
+    bed.settle()
+    assert 10 * ROW <= bed.producers[0].stats()["nbytes"] < 40 * ROW
+
+
+def test_decode_first(bed: Bed) -> None:
+    """The question is there before the answer: it is woken by the insert."""
+    lookup = bed.start(producers=2)
+    insert(bed.stores[0], TOKENS[:5])
+    timer = in_a_while(lambda: insert(bed.stores[1], TOKENS, states=2))
+    began = time.monotonic()
+    with lookup.select(TOKENS, wait=True, timeout=20.0) as match:
+        assert 0.1 < time.monotonic() - began < 5
+        assert match.is_complete
+        assert_right(match, TOKENS)
+    timer.join()
+
+
+def test_a_failed_prefill_is_told_at_once(bed: Bed) -> None:
+    lookup = bed.start()
+    timer = in_a_while(lambda: bed.stores[0].fail(TOKENS, "out of memory"))
+    began = time.monotonic()
+    with pytest.raises(TransferFailed, match="out of memory"):
+        lookup.select(TOKENS, wait=True, timeout=20.0)
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
+def test_waiting_in_vain_ends_in_time(bed: Bed) -> None:
+    lookup = bed.start()
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        lookup.select(TOKENS, wait=True, timeout=0.3)
+    assert 0.25 < time.monotonic() - began < 0.3 + 0.25 + 0.2
+    insert(bed.stores[0], TOKENS)  # too late: answered to nobody
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        assert_right(match, TOKENS)
+
+
+def test_the_longest_of_several_stores_is_taken(bed: Bed) -> None:
+    lookup = bed.start(producers=3)
+    for store, tokens in zip(bed.stores, (10, 40, 20), strict=True):
+        insert(store, TOKENS[:tokens])
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        assert match.tokens == 40
+        assert_right(match, TOKENS)
+    bed.settle()
+    assert [producer.stats()["answered"] for producer in bed.producers] == [0, 1, 0]
+
+
+def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: Bed) -> None:
+    """Between the question how much there is, and the question for it."""
+    lookup = shm.start(producers=2, budget=60 * ROW)
+    insert(shm.stores[0], TOKENS)
+    insert(shm.stores[1], TOKENS[:9])
+    longest = shm.stores[0].longest
+
+    def evicting(key: bytes) -> int:
+        found = longest(key)
+        insert(shm.stores[0], [*TOKENS[:5], *range(100, 145)])
+        return found
+
+    shm.stores[0].longest = evicting  # type: ignore[method-assign]
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        assert match.tokens == 5
+        assert_right(match, TOKENS)
+
+
+def test_a_match_outlives_what_it_came_from(bed: Bed) -> None:
+    lookup = bed.start(budget=110 * ROW)
+    insert(bed.stores[0], TOKENS)
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        for first in range(1000, 1500, 50):
+            insert(bed.stores[0], range(first, first + 50))
+        with lookup.select(range(1450, 1500), timeout=10.0) as other:
+            assert_right(other, range(1450, 1500))
+        assert_right(match, TOKENS)
+    assert bed.stores[0].stats()["evicted"] == 9
+
+
+def test_consumers_and_threads_at_once(bed: Bed) -> None:
+    first = bed.start(producers=2, budget=200 * ROW)
+    questions = bed.serve()
+    for producer in bed.producers:
+        producer.listen(bed.connect(questions))
+    links = [bed.connect(link) for link in bed.links]
+    second = bed.ends.enter_context(LookupConsumer(questions, links, model="m"))
+    errors: list[BaseException] = []
+
+    def work(lookup: LookupConsumer, seed: int) -> None:
+        try:
+            for step in range(10):
+                asked = [*range(step % 7), *range(step + seed, step + seed + 30)]
+                insert(bed.stores[step % 2], asked, states=1)
+                with lookup.select(asked, timeout=30.0) as match:
+                    assert_right(match, asked)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(lookup, seed))
+        for seed, lookup in enumerate((first, first, second, second))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    bed.settle()
+
+
+def test_another_model_is_refused(shm: Bed) -> None:
+    lookup = shm.start(model="other")
+    insert(shm.stores[0], TOKENS)
+    with pytest.raises(SchemaError, match="K and V of 'other'; wanted 'm'"):
+        lookup.select(TOKENS, timeout=10.0)
+
+
+def test_no_room_for_the_answer_is_told(shm: Bed) -> None:
+    lookup = shm.start(budget=64 << 20)
+    insert(shm.stores[0], range(60000))
+    with pytest.raises(TransferFailed, match=r"bytes"):
+        lookup.select(range(60000), timeout=10.0)
+
+
+def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS, states=1)
+    answer = shm.producers[0]._answer
+    shm.producers[0]._answer = lambda asked: (time.sleep(0.2), answer(asked))  # type: ignore
+    with pytest.raises(TransferTimeout):
+        lookup.select(TOKENS, timeout=0.1)
+    deadline = time.monotonic() + 5
+    while shm.links[0].stats()["transfers"]["live"] > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_is_no_question_is_ignored(shm: Bed) -> None:
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS)
+    questions = lookup._link
+    inbox = shm.producers[0]._inbox
+    questions.put(say(inbox, LookupHello("x", "y"))).wait(timeout=10.0)
+    with lookup.select(TOKENS, timeout=10.0) as match:
+        assert_right(match, TOKENS)
+    assert shm.producers[0].stats()["ignored"] == 1
+
+
+def test_what_is_no_greeting_is_refused(shm: Bed) -> None:
+    link, questions = shm.serve(), shm.serve()
+    with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
+        link.put(say(HELLO, LookupHello("x", "m")), readers=2)
+        with pytest.raises(TransferTimeout):  # nobody listens there
+            lookup.select(TOKENS, timeout=0.3)
+        with pytest.raises(TransferTimeout, match="still committed"):
+            lookup.select(TOKENS, timeout=0.3)
+
+
+def test_close_wakes_who_waits(bed: Bed) -> None:
+    lookup = bed.start()
+    timer = in_a_while(lookup.close)
+    with pytest.raises(ClosedError):
+        lookup.select(TOKENS, wait=True, timeout=20.0)
+    timer.join()
+    with pytest.raises(ClosedError):
+        lookup.select(TOKENS, timeout=20.0)
+    bed.producers[0].close()
+    with pytest.raises(ClosedError):
+        bed.producers[0].listen(lookup._link)
+
+
+# Other processes, which die
+
+
+@contextlib.contextmanager
+def victim(side: str, mine: str, theirs: str, sockets: str) -> Iterator[subprocess.Popen[str]]:
+    script = str(Path(__file__).with_name("killed_producer.py"))
+    command = [sys.executable, script, side, mine, theirs, sockets]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "serving\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+            Path(sockets, "victim.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
+
+
+def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS[:10])
+    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        lookup.add(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+        with lookup.select(TOKENS, timeout=10.0) as match:
+            assert match.is_complete
+            assert_right(match, TOKENS)
+        asked = [*TOKENS, 1, 2]
+        timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
+        second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], asked))[1])
+        with (
+            pytest.warns(RuntimeWarning, match="shm://victim is gone"),
+            lookup.select(asked, wait=True, timeout=20.0) as match,
+        ):
+            assert_right(match, asked)
+        timer.join(), second.join()
+    began = time.monotonic()
+    with lookup.select(TOKENS, timeout=10.0) as match:  # no warning, no waiting for the dead
+        assert time.monotonic() - began < 1
+        assert_right(match, TOKENS)
+    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        lookup._sources[1]._retry = 1e-9  # as if its pause were over
+        with lookup.select(TOKENS, timeout=10.0) as match:  # another life, another inbox
+            assert match.is_complete
+
+
+def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: str) -> None:
+    questions = shm.serve()
+    with victim("producer", "shm://victim", questions.url, sockets) as process:
+        link = KVLink.connect("shm://victim", timeout=10.0, directory=sockets)
+        with LookupConsumer(questions, [link], model="m") as lookup:
+            timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
+            began = time.monotonic()
+            with pytest.warns(RuntimeWarning, match="gone"), pytest.raises(PeerLostError):
+                lookup.select([7, 7], wait=True, timeout=20.0)
+            assert time.monotonic() - began < 5
+            timer.join()
+
+
+def test_a_killed_consumer_gives_everything_back_and_may_return(shm: Bed, sockets: str) -> None:
+    shm.start()
+    insert(shm.stores[0], TOKENS, states=1)
+    producer, url = shm.producers[0], shm.links[0].url
+    for life in range(2):
+        with victim("consumer", "shm://victim", url, sockets) as process:
+            if not life:
+                producer.listen(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+            assert process.stdout
+            assert process.stdout.readline() == "50\n"
+            assert shm.links[0].stats()["transfers"]["leased"] == 1
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        deadline = time.monotonic() + 5
+        while shm.links[0].stats()["transfers"]["leased"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert producer.stats()["answered"] == 2

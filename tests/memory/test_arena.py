@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+import omni_kvlink.memory.arena
+from omni_kvlink import CapacityError, ClosedError
+from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
+from omni_kvlink.memory.region import Mapping
+
+steps = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def holes(nbytes: int, blocks: dict[int, int]) -> list[tuple[int, int]]:
+    """(length, offset) of every gap between blocks, found the slow way."""
+    gaps, at = [], 0
+    for offset, length in sorted(blocks.items()):
+        if offset > at:
+            gaps.append((offset - at, at))
+        at = offset + length
+    if nbytes > at:
+        gaps.append((nbytes - at, at))
+    return gaps
+
+
+class ArenaModel(RuleBasedStateMachine):
+    SIZE = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(self.SIZE)
+        self.model: dict[int, int] = {}
+
+    blocks = Bundle("blocks")
+
+    @rule(target=blocks, nbytes=st.integers(1, 40))
+    def allocate(self, nbytes: int) -> int | None:
+        fitting = [hole for hole in holes(self.SIZE, self.model) if hole[0] >= nbytes]
+        assert self.arena.can_allocate(nbytes) is bool(fitting)
+        if not fitting:
+            with pytest.raises(CapacityError) as caught:
+                self.arena.allocate(nbytes)
+            assert (caught.value.asked, caught.value.free) == (nbytes, self.arena.largest_hole)
+            return None
+        offset = self.arena.allocate(nbytes)
+        assert offset == min(fitting)[1]
+        self.model[offset] = nbytes
+        return offset
+
+    @rule(offset=consumes(blocks))
+    def free(self, offset: int | None) -> None:
+        if offset is not None:
+            self.arena.free(offset)
+            del self.model[offset]
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        gaps = holes(self.SIZE, self.model)
+        assert self.arena.largest_hole == max(gaps, default=(0, 0))[0]
+        assert self.arena.free_nbytes == sum(length for length, _ in gaps)
+        assert self.arena.blocks == len(self.model)
+        assert self.arena.is_empty is (not self.model)
+
+    def teardown(self) -> None:
+        for offset in self.model:
+            self.arena.free(offset)
+        assert self.arena.largest_hole == self.SIZE
+
+
+ArenaModel.TestCase.settings = steps
+TestArena = ArenaModel.TestCase
+
+
+def test_best_fit_keeps_the_large_hole() -> None:
+    arena = Arena(100)
+    small, _, large, _ = (arena.allocate(n) for n in (10, 5, 30, 5))
+    arena.free(large)
+    arena.free(small)
+    assert arena.allocate(10) == small
+    assert arena.allocate(30) == large
+
+
+def test_freeing_twice_is_loud() -> None:
+    arena = Arena(100)
+    offset = arena.allocate(10)
+    arena.free(offset)
+    with pytest.raises(KeyError):
+        arena.free(offset)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 101])
+def test_what_cannot_be_had(nbytes: int) -> None:
+    with pytest.raises(CapacityError):
+        Arena(100).allocate(nbytes)
+
+
+# ---- the pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_arenas() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omni_kvlink.memory.arena, "MIN_ARENA", 4 * GRAIN)
+        yield
+
+
+class PoolModel(RuleBasedStateMachine):
+    """Every decision of a pool, foreseen from what it made, retired, gave and got back."""
+
+    QUOTA = 10 * GRAIN + 100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.used: dict[Block, int] = {}
+        self.made = 0
+        self.pool = ArenaPool(self.make, self.QUOTA, self.retire)
+
+    def make(self, nbytes: int) -> Mapping:
+        self.sizes[self.made] = nbytes
+        self.made += 1
+        assert sum(self.sizes.values()) <= self.QUOTA
+        return Mapping.anonymous(nbytes)
+
+    def retire(self, number: int) -> None:
+        assert not self.of(number)
+        del self.sizes[number]
+
+    def of(self, arena: int) -> dict[int, int]:
+        return {block.offset: block.nbytes for block in self.used if block.arena == arena}
+
+    def free_nbytes(self) -> int:
+        """The most that a reserve could get now."""
+        largest = [
+            length
+            for number, size in self.sizes.items()
+            for length, _ in holes(size, self.of(number))
+        ]
+        taken = sum(size for number, size in self.sizes.items() if self.of(number))
+        return max([*largest, self.QUOTA - taken])
+
+    blocks = Bundle("blocks")
+
+    @rule(target=blocks, nbytes=st.integers(1, 12 * GRAIN), mark=st.integers(1, 255))
+    def reserve(self, nbytes: int, mark: int) -> Block | None:
+        rounded = -(-nbytes // GRAIN) * GRAIN
+        free = self.free_nbytes()
+        if rounded > free:
+            with pytest.raises(CapacityError) as caught:
+                self.pool.reserve(nbytes)
+            assert (caught.value.asked, caught.value.free) == (rounded, free)
+            return None
+        fits = [
+            (max(length for length, _ in gaps), number)
+            for number, size in self.sizes.items()
+            if (gaps := [gap for gap in holes(size, self.of(number)) if gap[0] >= rounded])
+        ]
+        before = self.made
+        block = self.pool.reserve(nbytes)
+        assert block.nbytes == rounded
+        assert (self.made > before) is (not fits)
+        assert not fits or block.arena == min(fits)[1]
+        self.pool.region(block).view()[:] = bytes([mark]) * rounded
+        self.used[block] = mark
+        return block
+
+    @rule(block=consumes(blocks))
+    def free(self, block: Block | None) -> None:
+        if block is not None:
+            assert set(self.pool.region(block).view()) == {self.used[block]}
+            del self.used[block]
+            self.pool.free(block)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert self.pool.stats() == {
+            "quota": self.QUOTA,
+            "mapped": sum(self.sizes.values()),
+            "used": sum(block.nbytes for block in self.used),
+            "arenas": len(self.sizes),
+            "blocks": len(self.used),
+        }
+        for arena in self.sizes:
+            at = 0
+            for offset, length in sorted(self.of(arena).items()):
+                assert offset >= at
+                at = offset + length
+            assert at <= self.sizes[arena]
+
+
+PoolModel.TestCase.settings = steps
+TestArenaPool = PoolModel.TestCase
+
+
+def pool(pages: int = 4, *, keep: bool = True) -> ArenaPool:
+    return ArenaPool(Mapping.anonymous, pages * GRAIN, keep=keep)
+
+
+def test_memory_is_reused() -> None:
+    arenas = pool()
+    first = arenas.reserve(GRAIN)
+    address = arenas.region(first).address
+    arenas.free(first)
+    assert arenas.region(arenas.reserve(GRAIN)).address == address
+
+
+def test_without_keep_each_block_has_an_arena_that_goes_with_it() -> None:
+    retired: list[int] = []
+    arenas = ArenaPool(Mapping.anonymous, 8 * GRAIN, retired.append, keep=False)
+    blocks = [arenas.reserve(n * GRAIN) for n in (1, 2, 1)]
+    assert [block.arena for block in blocks] == [0, 1, 2]
+    assert [block.offset for block in blocks] == [0, 0, 0]
+    assert arenas.stats()["mapped"] == 4 * GRAIN
+    arenas.free(blocks[1])
+    assert retired == [1]
+    assert arenas.stats()["mapped"] == 2 * GRAIN
+
+
+def test_prefault_makes_the_first_reserve_cheap() -> None:
+    made: list[int] = []
+
+    def make(nbytes: int) -> Mapping:
+        made.append(nbytes)
+        return Mapping.anonymous(nbytes)
+
+    arenas = ArenaPool(make, 8 * GRAIN)
+    arenas.prefault(5 * GRAIN)
+    arenas.reserve(5 * GRAIN)
+    assert made == [5 * GRAIN]
+
+
+def test_a_mapping_that_fails_gives_its_share_of_the_quota_back() -> None:
+    fail = [True]
+
+    def make(nbytes: int) -> Mapping:
+        if fail.pop():
+            raise CapacityError("none", asked=nbytes)
+        return Mapping.anonymous(nbytes)
+
+    arenas = ArenaPool(make, 4 * GRAIN)
+    with pytest.raises(CapacityError, match="none"):
+        arenas.reserve(GRAIN)
+    assert arenas.stats()["mapped"] == 0
+    fail.append(False)
+    assert arenas.reserve(4 * GRAIN).nbytes == 4 * GRAIN
+
+
+def test_a_waiting_reserve_is_woken_by_a_free() -> None:
+    arenas = pool()
+    held = [arenas.reserve(GRAIN) for _ in range(4)]
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=30)
+        time.sleep(0.05)
+        arenas.free(held[1])
+        time.sleep(0.05)
+        assert not waiting.done()  # one page is free, two are wanted
+        arenas.free(held[2])
+        assert waiting.result(timeout=5).offset == GRAIN
+
+
+def test_waiting_in_vain_says_what_was_asked_and_what_is_free() -> None:
+    arenas = pool()
+    arenas.reserve(3 * GRAIN)
+    start = time.monotonic()
+    with pytest.raises(CapacityError, match="quota") as caught:
+        arenas.reserve(2 * GRAIN, timeout=0.2)
+    assert 0.2 <= time.monotonic() - start < 2
+    assert (caught.value.asked, caught.value.free) == (2 * GRAIN, GRAIN)
+
+
+def test_what_never_fits_is_refused_without_waiting() -> None:
+    start = time.monotonic()
+    with pytest.raises(CapacityError):
+        pool().reserve(5 * GRAIN, timeout=30)
+    assert time.monotonic() - start < 5
+
+
+def test_close_wakes_who_waits_and_leaves_regions_usable() -> None:
+    arenas = pool()
+    block = arenas.reserve(4 * GRAIN)
+    region = arenas.region(block)
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(arenas.reserve, GRAIN, timeout=30) for _ in range(3)]
+        time.sleep(0.05)
+        arenas.close()
+        for waiter in waiting:
+            with pytest.raises(ClosedError):
+                waiter.result(timeout=5)
+    region.view()[:] = b"x" * region.nbytes
+    arenas.free(block)
+    with pytest.raises(ClosedError):
+        arenas.region(block)
+    with pytest.raises(ClosedError):
+        arenas.reserve(1)
+
+
+def test_many_threads_share_a_pool() -> None:
+    arenas = pool(16)
+    inside: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(60):
+            block = arenas.reserve(chance.randint(1, 6) * GRAIN, timeout=30)
+            region = arenas.region(block)
+            region.view()[:] = bytes([seed]) * region.nbytes
+            pages = range(region.address, region.address + region.nbytes, GRAIN)
+            with lock:
+                assert not inside.keys() & set(pages)
+                inside.update(dict.fromkeys(pages, seed))
+            with lock:
+                assert set(region.view()) == {seed}
+                for page in pages:
+                    del inside[page]
+            arenas.free(block)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, seed) for seed in range(1, 5)]:
+            done.result(timeout=60)
+    stats = arenas.stats()
+    assert (stats["used"], stats["blocks"]) == (0, 0)
+    assert stats["mapped"] <= 16 * GRAIN

@@ -1,0 +1,89 @@
+"""A diffusion engine whose ranks are processes, fed over a link from here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine_fixtures import WAIT, bundle, config, link, request
+
+from omni_kvlink import KVLink
+from omni_kvlink.engine import (
+    DiffusionEngine,
+    DiffusionOutput,
+    DiffusionParallelConfig,
+    EngineError,
+)
+from omni_kvlink.engine.ipc.process_handle import ProcessHandle
+
+
+class Bed:
+    """An engine, and the AR stage's end of its link.
+
+    Attributes:
+        deaths: what the engine's `on_death` was told.
+    """
+
+    def __init__(self, producer: KVLink, sockets: str, ranks: int, **fields: Any):
+        self.producer = producer
+        self.deaths: list[EngineError] = []
+        how: dict[str, Any] = {
+            "distributed_executor_backend": "mp",
+            "max_num_seqs": ranks,
+            "num_threads": 1,
+            "parallel_config": DiffusionParallelConfig(data_parallel_size=ranks),
+            **fields,
+        }
+        self.engine = DiffusionEngine(config(producer, sockets, **how), on_death=self.deaths.append)
+
+    @property
+    def executor(self) -> Any:
+        return self.engine.executor
+
+    @property
+    def workers(self) -> list[ProcessHandle]:
+        return list(self.executor.workers)
+
+    def send(self, name: str, **how: Any) -> Any:
+        return self.producer.put(bundle(name, **how))
+
+    def submit(self, name: str, **fields: Any) -> Future[DiffusionOutput]:
+        return self.engine.submit(request(name, **fields))
+
+
+@contextmanager
+def bed(sockets: str, ranks: int = 1, scheme: str = "shm", **fields: Any) -> Iterator[Bed]:
+    """At the end, no process of it is left, and all memory of the link is back."""
+    with link(sockets, scheme) as producer:
+        made = Bed(producer, sockets, ranks, **fields)
+        workers = made.workers
+        try:
+            yield made
+        finally:
+            workers += made.workers
+            made.engine.close()
+        assert not any(worker.is_alive for worker in workers)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def freeze(worker: ProcessHandle) -> None:
+    """Stop a process; when this returns, each of its threads has stopped."""
+    os.kill(worker.pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{worker.pid}/task")
+    until(lambda: all(_state(one) == "T" for one in threads.iterdir()))
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]

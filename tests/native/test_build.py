@@ -1,0 +1,228 @@
+"""Every way a build can go: with a compiler, with none, with a broken one, with a wish unmet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+
+PROBE = """
+import warnings
+from omni_kvlink import _native
+print(_native.missing() or _native.features())
+from omni_kvlink.copier.native import NativeCopier, fastest_copier
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(fastest_copier().name, fastest_copier().name, len(caught))
+    for warning in caught:
+        print(warning.message)
+try:
+    NativeCopier()
+except _native.NativeError as error:
+    print("NativeError:", error)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A private copy of what a build needs."""
+    for name in ("csrc", "omni_kvlink"):
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_kvlink*", "__pycache__")
+        )
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build in place with compilers as given and none inherited; no CUDA if nothing is said."""
+    own = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME")
+    kept = {k: v for k, v in os.environ.items() if k not in own} | {"OMNI_KVLINK_CUDA": "off"}
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_native", "--inplace"],
+        cwd=tree,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def probe(tree: Path, program: str = PROBE, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+def test_with_a_compiler(tree: Path) -> None:
+    done = build(tree, CXXFLAGS="-O1")
+    assert done.returncode == 0, done.stderr
+    assert (tree / "omni_kvlink" / "_kvlink.so").exists()
+    assert "warning" not in done.stderr
+    lines = probe(tree, OMNI_KVLINK_FEATURES="portable")
+    assert lines == ["portable", "torch torch 0"]  # the faster one there, and nothing to warn of
+    # An instruction set that is not there is an error for whoever asked for it.
+    wished = probe(tree, OMNI_KVLINK_FEATURES="vax")
+    assert "'vax'" in wished[0]
+    assert wished[1] == "torch torch 1"
+
+
+def test_without_a_compiler(tree: Path) -> None:
+    (tree / "empty").mkdir()
+    done = build(tree, PATH=str(tree / "empty"))
+    assert done.returncode == 0, done.stderr
+    assert "no native copier: no C++ compiler was found" in done.stderr
+    why, chosen, warning, error = probe(tree)
+    assert "no C++ compiler was found at installation" in why
+    assert chosen == "torch torch 1"  # one warning for two uses
+    assert warning.startswith(why)
+    assert "install a C++17 compiler" in warning
+    assert "Copies are made by torch" in warning
+    assert error == f"NativeError: {why}"
+
+
+def test_with_a_broken_compiler(tree: Path) -> None:
+    broken = tree / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    stale = tree / "omni_kvlink" / "_kvlink.so"
+    stale.write_text("of an earlier version")
+    done = build(tree, CXX=str(broken))
+    assert done.returncode == 0, done.stderr
+    assert not stale.exists()
+    why = probe(tree)[0]
+    assert "broken-c++ failed (status 3): fatal error: no such thing" in why
+    assert build(tree, CXX="/nowhere/c++").returncode == 0
+    assert "/nowhere/c++ cannot be run: No such file" in probe(tree)[0]
+
+
+def test_a_library_that_is_none(tree: Path) -> None:
+    (tree / "omni_kvlink" / "_kvlink.so").write_text("not a library")
+    assert "cannot be used" in probe(tree)[0]
+
+
+# ---- the CUDA part; compilers are scripts, for what counts is what becomes of their answers
+
+CUDA_PROBE = """
+from omni_kvlink import _cuda
+print(_cuda.missing())
+"""
+WRITES = """#!/bin/sh
+echo "$@" >> "$0.calls"
+while [ "$1" != -o ]; do shift; done
+echo made > "$2"
+"""
+BREAKS = """#!/bin/sh
+echo 'nvcc fatal   : error: unsupported host compiler' >&2
+exit 2
+"""
+
+
+def script(tree: Path, name: str, text: str) -> str:
+    path = tree / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def built(tree: Path) -> list[str]:
+    return sorted(path.name for path in (tree / "omni_kvlink").glob("_kvlink*"))
+
+
+def test_with_nvcc(tree: Path) -> None:
+    nvcc, cxx = script(tree, "nvcc", WRITES), script(tree, "c++", WRITES)
+    for way in ({"CUDACXX": nvcc}, {"NVCC": nvcc}, {"PATH": f"{tree}:{os.environ['PATH']}"}):
+        done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, **way)
+        assert done.returncode == 0, done.stderr
+        assert built(tree) == ["_kvlink.so", "_kvlink_cuda.so"]
+        (tree / "omni_kvlink" / "_kvlink_cuda.so").unlink()
+    (tree / "bin").mkdir()
+    shutil.move(nvcc, tree / "bin" / "nvcc")
+    home = {"CUDA_HOME": str(tree), "PATH": without_nvcc()}
+    assert build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, **home).returncode == 0
+    assert "_kvlink_cuda.so" in built(tree)
+    calls = (tree / "nvcc.calls").read_text().splitlines()
+    assert len(calls) == 3
+    for word in ("-cudart static", "code=sm_80", "code=sm_90", "code=compute_90", "kernel.cu"):
+        assert word in calls[0]
+
+
+def without_nvcc() -> str:
+    places = os.environ["PATH"].split(os.pathsep)
+    return os.pathsep.join(place for place in places if not shutil.which("nvcc", path=place))
+
+
+def test_without_nvcc(tree: Path) -> None:
+    """The host part only, one line, and a note that says how to get the other."""
+    cxx = script(tree, "c++", WRITES)
+    nowhere = {"PATH": without_nvcc(), "CUDA_HOME": "/nowhere", "CXX": cxx}
+    done = build(tree, OMNI_KVLINK_CUDA="auto", **nowhere)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("omni_kvlink: ")]
+    assert len(lines) == 1
+    assert "no CUDA part: no nvcc was found" in lines[0]
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    (why,) = probe(tree, program=CUDA_PROBE)
+    assert "no nvcc was found at installation (not on PATH, not in /nowhere/bin)" in why
+    assert "install the CUDA toolkit" in why
+    done = build(tree, OMNI_KVLINK_CUDA="on", **nowhere)
+    assert done.returncode != 0
+    assert "OMNI_KVLINK_CUDA=on, but no nvcc was found" in done.stderr
+    assert "install the CUDA toolkit" in done.stderr
+
+
+def test_with_a_broken_nvcc(tree: Path) -> None:
+    cxx, nvcc = script(tree, "c++", WRITES), script(tree, "broken-nvcc", BREAKS)
+    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode == 0, done.stderr
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    assert "broken-nvcc failed (status 2): nvcc fatal" in probe(tree, program=CUDA_PROBE)[0]
+    for wish, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX=cxx, CUDACXX="/nowhere/nvcc")
+        assert done.returncode == status
+        assert "/nowhere/nvcc cannot be run: No such file" in done.stderr
+    done = build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode != 0
+    assert "unsupported host compiler; install the CUDA toolkit" in done.stderr
+
+
+def test_without_cuda_by_wish(tree: Path) -> None:
+    cxx, nvcc = script(tree, "c++", WRITES), script(tree, "nvcc", WRITES)
+    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    done = build(tree, OMNI_KVLINK_CUDA="off", CXX=cxx, CUDACXX=nvcc)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
+    assert "switched off at installation" in probe(tree, program=CUDA_PROBE)[0]
+
+
+def test_cuda_without_a_host_part(tree: Path) -> None:
+    """No C++ compiler is no error, but for whoever asked for CUDA."""
+    nvcc = script(tree, "nvcc", WRITES)
+    for wish, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX="/nowhere/c++", CUDACXX=nvcc)
+        assert done.returncode == status
+        assert built(tree) == ["_kvlink.missing", "_kvlink_cuda.missing"]
+        assert "it needs the native copier, and there is none" in done.stderr
+
+
+def test_a_wish_that_is_none(tree: Path) -> None:
+    done = build(tree, OMNI_KVLINK_CUDA="maybe")
+    assert done.returncode != 0
+    assert "wanted auto, on or off" in done.stderr
+    assert built(tree) == []

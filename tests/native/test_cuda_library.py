@@ -1,0 +1,134 @@
+"""The CUDA library as it was built: it loads without a driver, and says what is missing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omni_kvlink._native import cuda, host
+from omni_kvlink.copier import PinnedCopier, fastest_copier
+from omni_kvlink.errors import NativeError
+
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "kvlink_cuda.h"
+NEEDS_LIBRARY = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "")
+HAS_DEVICE = not cuda.missing() and not cuda.no_device()
+WITHOUT_DEVICE = pytest.mark.skipif(HAS_DEVICE, reason="there is a CUDA device")
+
+
+def test_the_interface_has_one_number() -> None:
+    found = re.search(r"#define KVLC_ABI (\d+)", HEADER.read_text())
+    assert found
+    assert int(found[1]) == cuda.ABI
+    assert "KVLC_MEASURED UINT64_MAX\n" in HEADER.read_text()
+    assert cuda._MEASURED == 2**64 - 1
+
+
+def test_a_built_library_loads() -> None:
+    """A library that was built can be used: nothing of it hangs on a driver."""
+    if not (Path(cuda.__file__).parent / cuda.LIBRARY).exists():
+        pytest.skip(cuda.missing() or "")
+    assert cuda.missing() is None
+
+
+@NEEDS_LIBRARY
+@WITHOUT_DEVICE
+def test_without_a_device() -> None:
+    reason = cuda.no_device()
+    assert reason
+    assert reason.startswith("no CUDA device: ")
+    assert "install NVIDIA's driver" in reason
+    with pytest.raises(NativeError, match=r"no CUDA device: .*CUDA_VISIBLE_DEVICES"):
+        PinnedCopier()
+    with pytest.raises(NativeError, match="no CUDA device"):
+        cuda.device_count()
+
+
+@WITHOUT_DEVICE
+def test_nobody_else_is_concerned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if host.missing() is None else "ignore")
+        assert fastest_copier().name in ("native", "torch")
+
+
+def batch(memory: Any, index: Any, payload: Any) -> cuda.DeviceBatch:
+    """Three rows of 64 bytes, looked up in a memory of 1024."""
+    sizes, strides = (3, 1, 1, 1), (64, 0, 0, 0)
+    rows = host.packed_view(memory.ctypes.data, 1024, 64, sizes=sizes, strides=strides)
+    view = host.packed_indexed_view(rows, index.ctypes.data, limit=16)
+    call = cuda.DeviceBatch(payload.ctypes.data, payload.nbytes)
+    call.add(0, 192, view, digest=False)
+    return call
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("verb", ["begin_gather", "begin_scatter"])
+def test_arguments_are_checked_before_a_device_is_looked_for(verb: str) -> None:
+    memory, payload = np.zeros(1024, np.uint8), np.zeros(192, np.uint8)
+    index = np.array([3, 16, 5])
+    with pytest.raises(host.CopyFailed, match=r"copy 0: index\[1\] is 16") as caught:
+        getattr(batch(memory, index, payload), verb)(cuda.Ticket(None), 0, 0)
+    assert (caught.value.status, caught.value.copy) == (host.BOUNDS, 0)
+    with pytest.raises(host.CopyFailed, match="in a payload of 191"):
+        getattr(batch(memory, index, payload[:191]), verb)(cuda.Ticket(None), 0, 0)
+    index[1] = 4
+    if not HAS_DEVICE:
+        with pytest.raises(host.CopyFailed, match="no CUDA device"):
+            getattr(batch(memory, index, payload), verb)(cuda.Ticket(None), 0, 0)
+
+
+@NEEDS_LIBRARY
+def test_no_such_ticket() -> None:
+    ticket = cuda.Ticket(None)
+    ticket.finish()  # nothing was begun
+    ticket = cuda.Ticket(None)
+    ticket._number.value = 10**6
+    for call in (lambda: ticket.wait(0), ticket.complete, ticket.finish):
+        with pytest.raises(NativeError, match="no ticket 1000000"):
+            call()
+    ticket.finish()  # the second time there is nothing to do
+
+
+@pytest.mark.parametrize("text", ["-1", "16k", "1.5", str(2**64 - 1), "٣"])
+def test_a_crossover_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(cuda.ENVIRONMENT, text)
+    with pytest.raises(NativeError, match=r"OMNI_KVLINK_CUDA_CROSSOVER=.*a number of bytes"):
+        cuda.crossover()
+
+
+def test_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cuda.ENVIRONMENT, "4096")
+    assert cuda.crossover() == 4096
+    monkeypatch.delenv(cuda.ENVIRONMENT)
+    assert cuda.crossover() == 2**64 - 1
+
+
+def test_a_library_that_is_missing_or_another(tmp_path: Path) -> None:
+    with pytest.raises(NativeError, match=r"there is no _kvlink_cuda\.so in it; install the CUDA"):
+        cuda._part.open(tmp_path)
+    (tmp_path / cuda.EXCUSE).write_text("nvcc failed\n")
+    with pytest.raises(NativeError, match="has no CUDA part: nvcc failed; install the CUDA"):
+        cuda._part.open(tmp_path)
+    (tmp_path / cuda.LIBRARY).write_text("no library")
+    with pytest.raises(NativeError, match="cannot be used"):
+        cuda._part.open(tmp_path)
+
+
+@NEEDS_LIBRARY
+def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(cuda.__file__).parent / cuda.LIBRARY, tmp_path)
+    monkeypatch.setattr(cuda._part, "abi", cuda.ABI + 1)
+    with pytest.raises(NativeError, match=f"has interface {cuda.ABI}, this package wants"):
+        cuda._part.open(tmp_path)
+
+
+def test_torch_and_the_library_agree() -> None:
+    """Whoever has a device in torch, and the library, gets the pinned copier."""
+    chosen = fastest_copier().name == "pinned"
+    assert chosen == (HAS_DEVICE and torch.version.cuda is not None and torch.cuda.is_available())
