@@ -17,10 +17,10 @@ class Raw:
     def __init__(self, socket: zmq.Socket[bytes]):
         self.socket = socket
 
-    def say(self, *parts: Message | bytes) -> None:
+    def send(self, *parts: Message | bytes) -> None:
         self.socket.send_multipart([p if isinstance(p, bytes) else encode(p) for p in parts])
 
-    def hear(self, timeout: float = 5.0) -> tuple[Message, bytes]:
+    def handle(self, timeout: float = 5.0) -> tuple[Message, bytes]:
         """The next message, and what came beside it."""
         if not self.socket.poll(int(1000 * timeout)):
             raise TimeoutError("nothing was said")
@@ -41,6 +41,6 @@ def dialled(url: str, **options: Any) -> Iterator[Raw]:
 @contextlib.contextmanager
 def greeted(url: str, **options: Any) -> Iterator[Raw]:
     with dialled(url, **options) as peer:
-        peer.say(own_hello())
-        peer.hear()
+        peer.send(own_hello())
+        peer.handle()
         yield peer

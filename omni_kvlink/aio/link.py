@@ -12,7 +12,7 @@ from typing import Any
 
 from omni_kvlink.aio.put_stream import AsyncPutStream
 from omni_kvlink.aio.received_stream import AsyncReceivedStream
-from omni_kvlink.connectors.base import MOST_BLIPS, Delivery, PendingGet, Receipt
+from omni_kvlink.connectors.base import MAX_RETRIES, Delivery, PendingGet, Receipt
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import KVLink, Payload, Received, Verify, check_verify
 from omni_kvlink.payload.manifest import Manifest
@@ -70,7 +70,7 @@ class AsyncKVLink:
         self, request_id: str, timeout: float, *, streamed: bool = False
     ) -> Delivery:
         """As `Consumer.receive`: if only a connection breaks, ask again."""
-        deadline, blips = time.monotonic() + timeout, 0
+        deadline, retries = time.monotonic() + timeout, 0
         while True:
             left = deadline - time.monotonic()
             want = await self._asked(_Asking(self.link, request_id, left, streamed=streamed), left)
@@ -79,8 +79,8 @@ class AsyncKVLink:
             except PeerLostError:
                 left = deadline - time.monotonic()
                 again = partial(self.link.is_back, want, timeout=left)
-                blips += 1
-                if blips > MOST_BLIPS or not await asyncio.to_thread(again):
+                retries += 1
+                if retries > MAX_RETRIES or not await asyncio.to_thread(again):
                     raise
 
     async def _asked(self, asking: _Asking, timeout: float) -> PendingGet:

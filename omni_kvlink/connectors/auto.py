@@ -32,7 +32,7 @@ _log = logging.getLogger("omni_kvlink")
 class Choice(NamedTuple):
     """How a reader has its payloads, and why."""
 
-    way: str
+    transport: str
     why: str
 
 
@@ -45,16 +45,16 @@ class AutoConsumer(ZmqConsumer):
 
     def __init__(self, name: str, options: Options):
         self._name = name
-        self._plane: UcxTransport | None = None
+        self._ucx_transport: UcxTransport | None = None
         self._choice: Choice | None = None
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         super().__init__(_endpoint(options.tcp), options)
         self._url = f"auto://{name}?tcp={options.tcp}"
 
     def health(self) -> dict[str, Any]:
-        way, why = self._choice or Choice("", "not connected yet")
-        plane = {} if self._plane is None else {"ucx": self._plane.stats()}
-        return {**super().health(), **plane, "way": way, "why": why}
+        transport, why = self._choice or Choice("", "not connected yet")
+        ucx_transport = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
+        return {**super().health(), **ucx_transport, "transport": transport, "why": why}
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
@@ -74,16 +74,16 @@ class AutoConsumer(ZmqConsumer):
     def _nearest(self, met: ZmqSession, deadline: float) -> tuple[Session, Choice]:
         """The session that will be used; the one over TCP if no other is to be had."""
         reasons = []
-        for way, attempt in (("shm", self._by_memory), ("ucx", self._by_ucx)):
+        for transport, attempt in (("shm", self._by_memory), ("ucx", self._by_ucx)):
             try:
-                if way not in met.ways:
-                    raise ConnectorError(f"the producer does not serve {way}")
+                if transport not in met.transports:
+                    raise ConnectorError(f"the producer does not serve {transport}")
                 session, why = attempt(met, deadline)
             except KVLinkError as error:
                 self._check_open()
-                reasons.append(f"no {way}: {error}")
+                reasons.append(f"no {transport}: {error}")
             else:
-                return session, Choice(way, "; ".join([why, *reasons]))
+                return session, Choice(transport, "; ".join([why, *reasons]))
         return met, Choice("zmq", "; ".join(reasons))
 
     def _by_memory(self, met: ZmqSession, deadline: float) -> tuple[Session, str]:
@@ -104,10 +104,15 @@ class AutoConsumer(ZmqConsumer):
         missing = ucx.unavailable()
         if missing:
             raise ConnectorError(missing)
-        if self._plane is None:
-            self._plane = UcxTransport(settings_of(self._endpoint, self._options))
+        if self._ucx_transport is None:
+            self._ucx_transport = UcxTransport(settings_of(self._endpoint, self._options))
         session = UcxSession(
-            self._plane, self._endpoint, self._options, self._context, self._loop, self._store
+            self._ucx_transport,
+            self._endpoint,
+            self._options,
+            self._context,
+            self._loop,
+            self._receive_pool,
         )
         return self._dial(session, deadline - time.monotonic()), "both ends have UCX"
 
@@ -117,8 +122,8 @@ class AutoConsumer(ZmqConsumer):
 
     def _shut(self) -> None:
         super()._shut()
-        if self._plane is not None:
-            self._plane.close()
+        if self._ucx_transport is not None:
+            self._ucx_transport.close()
 
     def __del__(self) -> None:
         # Not in `close`: another thread may still wait for it, and its number must not be reused.

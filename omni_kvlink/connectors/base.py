@@ -28,7 +28,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Lease, Region
 
-MOST_BLIPS = 3
+MAX_RETRIES = 3
 """Times that a `get` is asked again; connections that always break are no accident."""
 
 
@@ -203,7 +203,7 @@ class Producer(Connector):
         """What the URL said, and what it became: the system chose the port."""
         return "", ""
 
-    def is_awaited(self, key: str) -> bool:
+    def has_waiting_reader(self, key: str) -> bool:
         """Whether bytes must travel to a reader that waits now: `begin` lets them set out while
         the rest is being written.
         """
@@ -317,7 +317,7 @@ class Consumer(Connector):
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; own waiting calls raise TransferFailed."""
 
-    def is_back(self, want: PendingGet, *, timeout: float) -> bool:
+    def is_back(self, get_id: PendingGet, *, timeout: float) -> bool:
         """Whether only the connection of this want broke: the very producer that it was asked of
         is there again, and can be asked once more.
         """
@@ -336,15 +336,15 @@ class Consumer(Connector):
             TransferFailed: the producer said it failed, or it expired.
             PeerLostError: the producer died, or closed.
         """
-        deadline, blips = time.monotonic() + timeout, 0
+        deadline, retries = time.monotonic() + timeout, 0
         while True:
-            want = self.begin(key, timeout=deadline - time.monotonic(), streamed=streamed)
+            get_id = self.begin(key, timeout=deadline - time.monotonic(), streamed=streamed)
             try:
-                return want.wait(timeout=deadline - time.monotonic())
+                return get_id.wait(timeout=deadline - time.monotonic())
             except PeerLostError:
-                blips += 1
+                retries += 1
                 left = deadline - time.monotonic()
-                if blips > MOST_BLIPS or not self.is_back(want, timeout=left):
+                if retries > MAX_RETRIES or not self.is_back(get_id, timeout=left):
                     raise
 
 

@@ -46,9 +46,9 @@ class InprocListener(Listener):
     def attach(self, session: InprocSession) -> None:
         self._sessions.add(session)
 
-    def hear(self, session: InprocSession, message: Message) -> None:
+    def handle(self, session: InprocSession, message: Message) -> None:
         """Take a reader's message to the loop; safe in finalizers."""
-        self._producer.loop.call(partial(self._producer.hear, session, message))
+        self._producer.loop.call(partial(self._producer.handle, session, message))
 
     def detach(self, session: InprocSession) -> None:
         self._producer.loop.call(partial(self._leave, session))
@@ -62,7 +62,7 @@ class InprocListener(Listener):
             readonly=True,
         )
 
-    def say(self, reader: InprocSession, message: Message) -> None:
+    def send(self, reader: InprocSession, message: Message) -> None:
         reader.inbox.on_message(message)
 
     def _leave(self, session: InprocSession) -> None:
@@ -82,15 +82,15 @@ class InprocListener(Listener):
 class InprocSession(MappedSession, PeerHandle):
     """A reader's place at a producer."""
 
-    door: InprocListener
+    listener: InprocListener
 
-    def __init__(self, url: str, door: InprocListener):
-        PeerHandle.__init__(self, door)
+    def __init__(self, url: str, listener: InprocListener):
+        PeerHandle.__init__(self, listener)
         self._url, self._over = url, False
-        self.nonce = door.nonce
-        post = partial(door.hear, self)
+        self.nonce = listener.nonce
+        post = partial(listener.handle, self)
         self.inbox = GetTable(post, post)
-        door.attach(self)
+        listener.attach(self)
 
     @property
     def is_over(self) -> bool:
@@ -98,12 +98,12 @@ class InprocSession(MappedSession, PeerHandle):
 
     def slot(self, location: Location, draft: int) -> Region:
         try:
-            return self.door.region(location, draft)
+            return self.listener.region(location, draft)
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
 
     def send(self, message: Abort) -> None:
-        self.door.hear(self, message)
+        self.listener.handle(self, message)
 
     def end(self, error: PeerLostError) -> None:
         self._over = True
@@ -112,7 +112,7 @@ class InprocSession(MappedSession, PeerHandle):
     def close(self) -> None:
         self._over = True
         self.inbox.end(closed_here(self._url))
-        self.door.detach(self)
+        self.listener.detach(self)
 
 
 class InprocConsumer(SessionConsumer):

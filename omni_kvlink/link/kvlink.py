@@ -138,7 +138,7 @@ class KVLink:
             )
             return meeting.meet(places, timeout=min(timeout, FOREVER))
         sending = PutOperation(producer, plan, self._copier, ledger, readers=readers, ttl=ttl)
-        early = sending.is_awaited
+        early = sending.has_waiting_reader
         draft = plan.header_nbytes if early else 0
         lease, allocation = self._lease(producer, plan, timeout, ledger, draft=draft)
         if allocation is not None:

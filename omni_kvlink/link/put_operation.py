@@ -41,11 +41,11 @@ class PutOperation:
         self._copier, self._readers, self._ttl = copier, readers, ttl
 
     @property
-    def is_awaited(self) -> bool:
+    def has_waiting_reader(self) -> bool:
         """Whether a reader could fetch the first tensors while the last are being copied."""
         plan = self.plan
         is_large = plan.nbytes > 2 * STEP
-        return is_large and can_announce(plan) and self.producer.is_awaited(plan.request_id)
+        return is_large and can_announce(plan) and self.producer.has_waiting_reader(plan.request_id)
 
     def now(self, lease: Lease, places: Sequence[TensorView], *, early: bool = False) -> Receipt:
         """Copy what is not in its place yet, and commit; early: bytes leave in the meantime."""

@@ -1,8 +1,8 @@
 """What the two sides of a lookup say to each other; each word is a payload of a link.
 
 A producer's `LookupHello` lies in its own link for every consumer. A `Question` lies in the
-consumer's link under the name that the hello gave; its answer comes by the producer's link, under the name
-that the question gave.
+consumer's link under the name that the hello gave; its answer comes by the producer's link,
+under the name that the question gave.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def fresh_url() -> str:
     return f"auto://auto-{os.getpid()}-{next(_numbers)}?tcp=127.0.0.1:{free_port()}"
 
 
-def elsewhere(way: str, folder: Path) -> dict[str, str]:
+def elsewhere(transport: str, folder: Path) -> dict[str, str]:
     """The environment of a reader that has only this way to the producer."""
     env = dict(os.environ)
-    if way == "shm":
+    if transport == "shm":
         return env
     folder.chmod(0o700)
-    if way == "zmq":  # nor is UCX installed there
+    if transport == "zmq":  # nor is UCX installed there
         (folder / "ucxx.py").write_text("raise ImportError('it is not installed')\n")
         env["PYTHONPATH"] = os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])
     return {**env, "XDG_RUNTIME_DIR": str(folder)}
@@ -58,17 +58,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param
 
 
 @pytest.fixture(scope="module")
 def process(
-    home: None, way: str, tmp_path_factory: pytest.TempPathFactory
+    home: None, transport: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProcessPeer]:
     """A reader's process that has this way alone."""
-    peer = ProcessPeer(elsewhere(way, tmp_path_factory.mktemp("elsewhere")))
+    peer = ProcessPeer(elsewhere(transport, tmp_path_factory.mktemp("elsewhere")))
     yield peer
     peer.end()
 
@@ -78,16 +78,16 @@ def test_connector(check: Check, process: ProcessPeer) -> None:
     run_check(check, Rig(fresh_url, {}, process))
 
 
-def test_the_way_is_the_nearest(process: ProcessPeer, way: str) -> None:
+def test_the_way_is_the_nearest(process: ProcessPeer, transport: str) -> None:
     rig = Rig(fresh_url, {}, process)
     producer, reader = rig.serve(), rig.connect()
     producer.put(Recipe("k").make())
     assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
     stats = reader.do("stats")
-    assert stats["way"] == way
-    assert ("share a kernel" in stats["why"]) == (way == "shm")
-    assert ("no shm: nobody serves" in stats["why"]) == (way != "shm")
-    assert ("no ucx" in stats["why"]) == (way == "zmq")
+    assert stats["transport"] == transport
+    assert ("share a kernel" in stats["why"]) == (transport == "shm")
+    assert ("no shm: nobody serves" in stats["why"]) == (transport != "shm")
+    assert ("no ucx" in stats["why"]) == (transport == "zmq")
     rig.close()
 
 
@@ -102,7 +102,7 @@ def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
     assert not receipt.done
     assert distant.do("get", key="k", timeout=5, verify="full") == fingerprint(Recipe("k").make())
     receipt.wait(timeout=5)
-    assert (near.stats()["way"], distant.do("stats")["way"]) == ("shm", "zmq")
+    assert (near.stats()["transport"], distant.do("stats")["transport"]) == ("shm", "zmq")
     rig.close()
     far.end()
 
@@ -122,23 +122,23 @@ def test_a_namesake_is_not_taken_for_the_producer(caplog: pytest.LogCaptureFixtu
         with reader.get("k", timeout=5) as data:
             assert fingerprint(data) == fingerprint(Recipe("k", seed=2).make())
         del data
-        assert reader.stats()["way"] in ("ucx", "zmq")
+        assert reader.stats()["transport"] in ("ucx", "zmq")
         assert "is another producer" in reader.stats()["why"]
     said = [record.message for record in caplog.records if "goes by" in record.message]
     assert len(said) == 1
     assert "is another producer" in said[0]
 
 
-def test_a_producer_that_comes_back(process: ProcessPeer, way: str) -> None:
+def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> None:
     rig = Rig(fresh_url, {}, process)
     producer, reader = rig.serve(), rig.connect()
     for seed in range(2):
         producer.put(Recipe("k", seed=seed).make())
-        wanted = fingerprint(Recipe("k", seed=seed).make())
-        assert reader.do("get", key="k", timeout=5) == wanted
+        get_state = fingerprint(Recipe("k", seed=seed).make())
+        assert reader.do("get", key="k", timeout=5) == get_state
         producer.close()
         producer = rig.serve()
-    assert reader.do("stats")["way"] == way
+    assert reader.do("stats")["transport"] == transport
     rig.close()
 
 
@@ -212,4 +212,4 @@ def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         a.put(Recipe("k").make())
         with b.get("k", timeout=5):
-            assert b.stats()["way"] == "zmq"
+            assert b.stats()["transport"] == "zmq"

@@ -69,8 +69,8 @@ class Cable:
         drop = f"4,32 0 0 {_RANDOM},37 0 1 {most},6 0 0 2,6 0 0 0"  # if random > most: TC_ACT_SHOT
         for host in self.address:
             _do("tc", "-n", host, "qdisc", "add", "dev", "eth0", "clsact")
-            way = ["filter", "add", "dev", "eth0", "egress", "bpf", "bytecode", drop]
-            _do("tc", "-n", host, *way, "direct-action")
+            transport = ["filter", "add", "dev", "eth0", "egress", "bpf", "bytecode", drop]
+            _do("tc", "-n", host, *transport, "direct-action")
         try:
             yield
         finally:

@@ -127,9 +127,9 @@ class Proxy:
         number = len(self.connections)
         self.connections.append(connection)
         near, far = connection.near, connection.far
-        for source, sink, way in ((near, far, "up"), (far, near, "down")):
+        for source, sink, transport in ((near, far, "up"), (far, near, "down")):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arguments = (connection, source, sink, f"{number}/{way}")
+            arguments = (connection, source, sink, f"{number}/{transport}")
             self._threads.append(threading.Thread(target=self._pump, args=arguments))
             self._threads[-1].start()
 

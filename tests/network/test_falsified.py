@@ -30,13 +30,13 @@ def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
         for seed in range(12):
             with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20, **safe.reading()) as reader:
                 proxy.misbehave(FALSE[seed % 4], str(seed), mean=1)
-                want = reader.begin_get("never", timeout=PATIENCE)
+                get_id = reader.begin_get("never", timeout=PATIENCE)
                 connection = proxy.connections[-1]
                 until(lambda it=connection: it.falsified > 0, "it was falsified")  # type: ignore[misc]
                 time.sleep(0.02)  # the producer has it now
                 connection.end()
                 proxy.behave()
-                want.cancel()
+                get_id.cancel()
         time.sleep(HEARTBEATS)
         assert victim.process.poll() is None
         producer.do("put", recipe=sized("k", 1 << 20).to_dict())

@@ -39,7 +39,9 @@ def pair(hosts: Hosts, scheme: str) -> Iterator[Pair]:
 )
 def test_random_loss(hosts: Hosts, pair: Pair, percent: int, nbytes: int, at_least: int) -> None:
     """Slower, or a typed error in time; when the loss is over all is well."""
-    lose(hosts, pair, [sized(f"k{n}", nbytes, seed=n) for n in range(12)], percent, at_least)
+    on_peer_lost(
+        hosts, pair, [sized(f"k{n}", nbytes, seed=n) for n in range(12)], percent, at_least
+    )
 
 
 @pytest.mark.slow
@@ -47,10 +49,12 @@ def test_random_loss(hosts: Hosts, pair: Pair, percent: int, nbytes: int, at_lea
 def test_random_loss_for_long(hosts: Hosts, pair: Pair, percent: int) -> None:
     for turn in range(10):
         recipes = [sized(f"{turn}.{n}", 1 << 20, seed=n) for n in range(20)]
-        lose(hosts, pair, recipes, percent, at_least=0)
+        on_peer_lost(hosts, pair, recipes, percent, at_least=0)
 
 
-def lose(hosts: Hosts, pair: Pair, recipes: list[Recipe], percent: int, at_least: int) -> None:
+def on_peer_lost(
+    hosts: Hosts, pair: Pair, recipes: list[Recipe], percent: int, at_least: int
+) -> None:
     with hosts.cable.losing(percent):
         for recipe in recipes:
             pair.put(recipe)

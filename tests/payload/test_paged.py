@@ -133,7 +133,7 @@ import random, sys
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
 from watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()

@@ -216,7 +216,7 @@ NO_TEMPORARY = """
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory import Mapping
+from omni_kvlink.memory.region import Mapping
 
 def status(field):
     with open("/proc/self/status") as lines:

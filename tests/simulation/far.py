@@ -59,7 +59,7 @@ class FarProducer(Producer):
         header = PLANS[key].encode()
         nbytes = PLANS[key].nbytes
         self._memory(transfer)[nbytes : nbytes + len(header)] = header
-        self.exchange.begin(transfer, self._place(transfer), len(header), readers)
+        self.transfers.begin(transfer, self._place(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -76,7 +76,7 @@ class FarProducer(Producer):
             for n, spec in enumerate(plan.tensors)
         ]
         direct = DirectSource(head, len(header), tensors, plan.nbytes)
-        self.exchange.begin(transfer, self._place(transfer), len(header), readers, direct)
+        self.transfers.begin(transfer, self._place(transfer), len(header), readers, direct)
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
 
@@ -86,16 +86,16 @@ class FarProducer(Producer):
             return
         try:
             if layer < LAYERS:
-                self.exchange.announce(transfer, layer, (b"",))
+                self.transfers.announce(transfer, layer, (b"",))
                 layer += 1
             elif transfer.is_taken:
-                self.exchange.commit(transfer, self._place(transfer), 0, self.clock.now + 1.0)
+                self.transfers.commit(transfer, self._place(transfer), 0, self.clock.now + 1.0)
                 owned.overwrite()
                 return
             elif self.clock.now > until:
                 raise TransferFailed("too late", key=transfer.key, reason="")
         except TransferFailed:
-            self.exchange.discard(transfer)
+            self.transfers.discard(transfer)
             owned.overwrite()
             return
         self.clock.soon(partial(self._announce, transfer, layer, owned, until))
@@ -105,12 +105,12 @@ class FarProducer(Producer):
     ) -> None:
         """The network reads the memory when it gets round to it."""
         if peer in self.connections:
-            chunk = Chunk(fetch.want, fetch.epoch, fetch.start)
+            chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))
-        self.exchange.took(transfer, (peer, fetch.want), fetch.start, fetch.stop)
+        self.transfers.took(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
 
     def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
-        transfer = self.exchange.leased(peer, fetch.want, fetch.epoch)
+        transfer = self.transfers.leased(peer, fetch.get_id, fetch.epoch)
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
                 found = transfer.direct.find(fetch.start, fetch.stop)
@@ -118,7 +118,7 @@ class FarProducer(Producer):
                 return
             piece = bytes(self._memory(transfer)[fetch.start : fetch.stop])
             assert len(piece) == fetch.stop - fetch.start, "asked for more than there is"
-            peer.bytes_to_reader.send(Chunk(fetch.want, fetch.epoch, fetch.start), piece)
+            peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
 
     def _reserve(self, key: str) -> Transfer | None:
         transfer = super()._reserve(key)
@@ -127,7 +127,7 @@ class FarProducer(Producer):
             self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
         return transfer
 
-    def _store(self, transfer: Transfer, layer: int) -> None:
+    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
         start = plan.header_nbytes + plan.tensors[layer].start
         content = tensor_of(transfer.key, transfer.epoch, layer)
@@ -174,7 +174,7 @@ class Tensors:
 class Turn:
     """A loop whose only thread is the clock."""
 
-    is_here = True
+    is_own_thread = True
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -191,12 +191,12 @@ class Shelf:
         self._free = list(range(256))
         self.blocks = 0
 
-    def take(self, nbytes: int, guest: object) -> None:
+    def take(self, nbytes: int, waiter: object) -> None:
         assert nbytes <= BLOCK
         self.blocks += 1
-        guest.placed(self._free.pop())  # type: ignore[attr-defined]
+        waiter.placed(self._free.pop())  # type: ignore[attr-defined]
 
-    def forget(self, guest: object) -> None:
+    def forget(self, waiter: object) -> None:
         pass
 
     def region(self, block: int) -> Region:
@@ -248,23 +248,23 @@ class FarConnection:
         self.to_reader.cut()
         self.bytes_to_reader.cut()
         self.clock.soon(partial(self.session.end, PeerLostError("gone")), 0.3)
-        self.clock.soon(self._lose, 0.3)
+        self.clock.soon(self._on_peer_lost, 0.3)
 
-    def _lose(self) -> None:
+    def _on_peer_lost(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)  # type: ignore[arg-type]
-            self.producer.exchange.lost(self)
+            self.producer.transfers.lost(self)
 
     def _told(self, message: Message) -> None:
         if isinstance(message, FetchRange):
             self.producer.serve(self, message)
         else:
-            self.producer.hear(self, message)  # type: ignore[arg-type]
+            self.producer.handle(self, message)  # type: ignore[arg-type]
 
     def _heard(self, message: Message, *beside: bytes) -> None:
         if self.session.is_over:
             return
-        self.clock.say(f"  {self.name} hears:", message)
+        self.clock.send(f"  {self.name} hears:", message)
         try:
             if isinstance(message, Chunk):
                 self.session.on_chunk(message, memoryview(beside[0]))
@@ -310,18 +310,18 @@ class FarReader(Reader):
         if far is None or far.session.is_over:
             return
         self.open += 1
-        FarGet(self, key, far.session.want(key, streamed=streamed), timeout)
+        FarGet(self, key, far.session.request(key, streamed=streamed), timeout)
 
 
 class FarGet:
     """One waiting get, and what it then looks at, layer by layer if it streams."""
 
-    def __init__(self, reader: FarReader, key: str, want: PendingGet, timeout: float):
-        assert isinstance(want, RemoteGet)
-        self._reader, self._clock, self._key, self._want = reader, reader.clock, key, want
+    def __init__(self, reader: FarReader, key: str, get_id: PendingGet, timeout: float):
+        assert isinstance(get_id, RemoteGet)
+        self._reader, self._clock, self._key, self._want = reader, reader.clock, key, get_id
         self._delivery: Delivery | None = None
         self._is_over = False
-        want.future.add_done_callback(lambda _: self._answered())
+        get_id.future.add_done_callback(lambda _: self._answered())
         self._clock.after(timeout, self._expire)
 
     def _expire(self) -> None:
@@ -336,7 +336,7 @@ class FarGet:
         if self._want.future.exception() is not None:
             self._finish("failed")
             return
-        offer: Offer = self._want._wanted.future.result()
+        offer: Offer = self._want._get_state.future.result()
         self._delivery = self._want.wait(timeout=0.0)
         progress = self._delivery.progress
         if progress is None:
@@ -370,11 +370,13 @@ class FarGet:
         view, plan = self._delivery.region.view(), PLANS[self._key]
         for layer in layers:
             start = plan.header_nbytes + plan.tensors[layer].start
-            found, wanted = (
+            found, get_state = (
                 bytes(view[start : start + ROW]),
                 tensor_of(self._key, offer.epoch, layer),
             )
-            assert found == wanted, f"{self._reader.name}: {found[:16]!r}, offered {wanted[:16]!r}"
+            assert found == get_state, (
+                f"{self._reader.name}: {found[:16]!r}, offered {get_state[:16]!r}"
+            )
         if self._delivery.progress is None:
             assert Manifest.decode(view).request_id == self._key
 

@@ -32,7 +32,7 @@ class Producer:
 
     def __init__(self, clock: Clock):
         self.clock, self.memory = clock, Memory()
-        self.exchange = TransferTable(lambda peer, message: self._send(peer, message), self._free)
+        self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[Connection] = set()
         self.transfers: list[Transfer] = []
         self.alive = True
@@ -50,7 +50,7 @@ class Producer:
         transfer = self._reserve(key)
         if transfer is None:
             return
-        self.exchange.begin(transfer, self._place(transfer), 7, readers)
+        self.transfers.begin(transfer, self._place(transfer), 7, readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -60,7 +60,7 @@ class Producer:
 
     def fail(self, key: str) -> None:
         if self.alive:
-            self.exchange.fail(key, "it was told to", "failed", self.clock.now)
+            self.transfers.fail(key, "it was told to", "failed", self.clock.now)
 
     def die(self) -> None:
         """Every connection breaks; who writes, writes no more."""
@@ -68,32 +68,32 @@ class Producer:
         for connection in list(self.connections):
             connection.break_off()
 
-    def hear(self, peer: Connection, message: Message) -> None:
+    def handle(self, peer: Connection, message: Message) -> None:
         if not self.alive or peer not in self.connections:
             return
-        self.clock.say(f"  from {peer.name}:", message)
+        self.clock.send(f"  from {peer.name}:", message)
         if isinstance(message, Get):
-            self.exchange.want(
-                peer, message.want, message.key, self.clock.now, streamed=message.streamed
+            self.transfers.request(
+                peer, message.get_id, message.key, self.clock.now, streamed=message.streamed
             )
         elif isinstance(message, Cancel):
-            self.exchange.unwant(peer, message.want)
+            self.transfers.cancel(peer, message.get_id)
         elif isinstance(message, Release):
-            self.exchange.release(
-                peer, message.want, message.epoch, message.outcome, "", self.clock.now
+            self.transfers.release(
+                peer, message.get_id, message.epoch, message.outcome, "", self.clock.now
             )
         elif isinstance(message, Abort):
-            self.exchange.fail(message.key, message.reason, "aborted", self.clock.now)
+            self.transfers.fail(message.key, message.reason, "aborted", self.clock.now)
 
     def _reserve(self, key: str) -> Transfer | None:
         if not self.alive:
             return None
         try:
-            transfer = self.exchange.reserve(key)
+            transfer = self.transfers.reserve(key)
         except DuplicateKeyError:
             return None
         transfer.block = self.memory.allocate()
-        self.clock.say(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
+        self.clock.send(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
         self.transfers.append(transfer)
         return transfer
 
@@ -101,21 +101,21 @@ class Producer:
         if not self.alive:
             return
         for layer in range(LAYERS):
-            self._store(transfer, layer)
+            self._receive_pool(transfer, layer)
         self._commit(transfer, readers, ttl)
 
     def _write_layer(self, transfer: Transfer, layer: int, stop: int, ttl: float) -> None:
         if not self.alive:
             return
         if layer == stop:
-            self.exchange.fail(transfer.key, f"layer {layer}", "failed", self.clock.now)
-            self.exchange.discard(transfer)
+            self.transfers.fail(transfer.key, f"layer {layer}", "failed", self.clock.now)
+            self.transfers.discard(transfer)
             return
-        self._store(transfer, layer)
+        self._receive_pool(transfer, layer)
         try:
-            self.exchange.announce(transfer, layer, (b"",))
+            self.transfers.announce(transfer, layer, (b"",))
         except TransferFailed:
-            self.exchange.discard(transfer)
+            self.transfers.discard(transfer)
             return
         if layer + 1 < LAYERS:
             self.clock.soon(partial(self._write_layer, transfer, layer + 1, stop, ttl))
@@ -125,11 +125,11 @@ class Producer:
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
         try:
             place = self._place(transfer)
-            self.exchange.commit(transfer, place, readers, self.clock.now + ttl)
+            self.transfers.commit(transfer, place, readers, self.clock.now + ttl)
         except TransferFailed:
-            self.exchange.discard(transfer)
+            self.transfers.discard(transfer)
 
-    def _store(self, transfer: Transfer, layer: int) -> None:
+    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
         assert isinstance(transfer.block, int)
         self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
 
@@ -140,16 +140,16 @@ class Producer:
     def _free(self, transfer: Transfer) -> None:
         block, transfer.block = transfer.block, None
         if isinstance(block, int):
-            self.clock.say(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
+            self.clock.send(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
             self.memory.free(block)
 
     def _send(self, peer: Any, message: Message) -> None:
-        self.clock.say(f"  to {peer.name}:", message)
+        self.clock.send(f"  to {peer.name}:", message)
         peer.to_reader.send(message)
 
     def _tick(self) -> None:
         if self.alive:
-            self.exchange.tick(self.clock.now)
+            self.transfers.tick(self.clock.now)
             self.clock.after(0.05, self._tick)
 
 
@@ -158,9 +158,9 @@ class Connection:
 
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
-        self.to_producer = Wire(clock, lambda message: producer.hear(self, message), wild=wild)
+        self.to_producer = Wire(clock, lambda message: producer.handle(self, message), wild=wild)
         self.inbox = GetTable(self.to_producer.send, self.to_producer.send)
-        self.to_reader = Wire(clock, self._hear, wild=wild)
+        self.to_reader = Wire(clock, self._handle, wild=wild)
         self.is_over = self.is_deaf = False
         self.holds = 0
         producer.connections.add(self)
@@ -173,13 +173,13 @@ class Connection:
         self.to_producer.cut()
         self.to_reader.cut()
         self.clock.soon(self._end, 0.3)
-        self.clock.soon(self._strand, 0.3)
+        self.clock.soon(self._detach, 0.3)
 
     def _end(self) -> None:
         self.is_deaf = True
         self.inbox.end(PeerLostError("gone"))
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if self.is_deaf:
             return
         try:
@@ -187,18 +187,18 @@ class Connection:
         except WireError:  # said twice, or not in order: the connection is over
             self.break_off()
 
-    def _strand(self) -> None:
+    def _detach(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)
-            self.producer.exchange.strand(self)
-            self._bury()
+            self.producer.transfers.detach(self)
+            self._add_tombstone()
 
-    def _bury(self) -> None:
+    def _add_tombstone(self) -> None:
         """When its process ended, or all that it held was dropped, nobody looks any more."""
         if self.holds or not self.is_deaf:
-            self.clock.soon(self._bury, 0.3)
+            self.clock.soon(self._add_tombstone, 0.3)
         else:
-            self.producer.exchange.lost(self)
+            self.producer.transfers.lost(self)
 
 
 class Reader:
@@ -240,35 +240,35 @@ class Reader:
         if connection is None or connection.is_over:
             return
         try:
-            wanted = connection.inbox.want(key, streamed=streamed)
+            get_state = connection.inbox.request(key, streamed=streamed)
         except PeerLostError:
             return
         self.open += 1
-        get = WaitingGet(self, connection, wanted)
-        wanted.future.add_done_callback(lambda _: get.answered())
+        get = WaitingGet(self, connection, get_state)
+        get_state.future.add_done_callback(lambda _: get.answered())
         self.clock.after(timeout, get.expire)
 
 
 class WaitingGet:
     """One waiting get, and what it then looks at."""
 
-    def __init__(self, reader: Reader, connection: Connection, wanted: GetState):
-        self._reader, self._connection, self._wanted = reader, connection, wanted
+    def __init__(self, reader: Reader, connection: Connection, get_state: GetState):
+        self._reader, self._connection, self._get_state = reader, connection, get_state
         self._clock, self._is_over, self._turn = reader.clock, False, 0
 
     def expire(self) -> None:
         """The deadline: withdrawn, unless the answer came first."""
-        if not self._is_over and self._connection.inbox.cancel(self._wanted):
+        if not self._is_over and self._connection.inbox.cancel(self._get_state):
             self._finish("timed out")
 
     def answered(self) -> None:
-        if self._wanted.future.exception() is not None:
+        if self._get_state.future.exception() is not None:
             self._finish("failed")
             return
-        offer = self._wanted.future.result()
+        offer = self._get_state.future.result()
         self._connection.holds += 1
-        self._clock.say(self._reader.name, "has", self._wanted.key, offer)
-        progress = self._wanted.progress
+        self._clock.send(self._reader.name, "has", self._get_state.key, offer)
+        progress = self._get_state.progress
         assert bool(offer.draft) == (progress is not None)
         if progress is None:
             self._look(offer, range(LAYERS))
@@ -278,7 +278,7 @@ class WaitingGet:
 
     def _follow(self, offer: Offer, layer: int) -> None:
         """Take a stream's layers as they come; look again at all that came before."""
-        progress = self._wanted.progress
+        progress = self._get_state.progress
         assert progress is not None
         future = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
         goes_on = partial(self._next, offer, future, layer, self._turn)
@@ -307,15 +307,15 @@ class WaitingGet:
         """What is leased never changes: it is what was offered, whole."""
         block = self._connection.producer.memory.blocks[offer.location.arena]
         found = [block.get(layer) for layer in layers]
-        wanted = [(self._wanted.key, offer.epoch)] * len(layers)
-        assert found == wanted, f"{self._reader.name} sees {found}, offered was {wanted[:1]}"
+        get_state = [(self._get_state.key, offer.epoch)] * len(layers)
+        assert found == get_state, f"{self._reader.name} sees {found}, offered was {get_state[:1]}"
 
     def _let_go(self, offer: Offer, layers: range, outcome: str = "read") -> None:
         if self._connection.holds:  # its process still lives
             self._look(offer, layers)
             self._connection.holds -= 1
             said = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.inbox.release(self._wanted.number, offer.epoch, said)  # type: ignore[arg-type]
+            self._connection.inbox.release(self._get_state.number, offer.epoch, said)  # type: ignore[arg-type]
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:

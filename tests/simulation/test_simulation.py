@@ -62,7 +62,7 @@ class Story:
             "producer dies": (1, self._restart),
         }
         name = chance.choices(list(deeds), [weight for weight, _ in deeds.values()])[0]
-        self.clock.say(name, key, reader.name)
+        self.clock.send(name, key, reader.name)
         deeds[name][1]()
 
     def _restart(self) -> None:
@@ -77,7 +77,7 @@ class Story:
             # On wires that keep their order a stream goes on or ends; it never just stops.
             assert self.wild or not reader.outcomes["layer timed out"], reader.name
         for producer in self.producers:
-            stats = producer.exchange.stats()
+            stats = producer.transfers.stats()
             if producer.alive:
                 assert all(transfer.settled.is_set() for transfer in producer.transfers), stats
                 assert producer.memory.taken == 0, stats

@@ -35,7 +35,7 @@ class Clock:
             do()
         self.now = max(self.now, until)
 
-    def say(self, *words: Any) -> None:
+    def send(self, *words: Any) -> None:
         self.log.append(f"{self.now:9.4f}  " + " ".join(map(str, words)))
 
 
@@ -68,8 +68,8 @@ class Wire:
         wild: messages may also overtake each other and come twice.
     """
 
-    def __init__(self, clock: Clock, hear: Callable[..., None], *, wild: bool):
-        self._clock, self._hear, self._wild = clock, hear, wild
+    def __init__(self, clock: Clock, handle: Callable[..., None], *, wild: bool):
+        self._clock, self._handle, self._wild = clock, handle, wild
         self._last = 0.0
         self._lost_from = float("inf")
 
@@ -90,4 +90,4 @@ class Wire:
 
     def _arrive(self, at: float, data: bytes, *beside: bytes) -> None:
         if at < self._lost_from:
-            self._hear(decode(data), *beside)
+            self._handle(decode(data), *beside)

@@ -96,7 +96,7 @@ class FetchPlan(Generic[Label]):
         """Whether there is more to ask for, or to come."""
         return bool(self._queue) or self.unanswered > 0
 
-    def want(self, start: int, stop: int, label: Label) -> None:
+    def request(self, start: int, stop: int, label: Label) -> None:
         """These bytes are needed, after those wanted before; `finished` will give the label."""
         if not 0 <= start <= stop <= self.nbytes:
             raise ValueError(f"bytes {start}…{stop} of {self.nbytes}")

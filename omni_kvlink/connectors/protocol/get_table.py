@@ -32,7 +32,7 @@ class GetState:
 
     def __init__(self, number: int, key: str, streamed: bool = False):
         self.number, self.key, self.streamed = number, key, streamed
-        self.arrival: object = None  # of a connector that brings the bytes here first
+        self.inbound: object = None  # of a connector that brings the bytes here first
         self.phase = NEVER_ANNOUNCED
         self.started = time.monotonic()
         self.progress: Progress | None = None
@@ -66,7 +66,7 @@ class GetTable:
         self._number = 0
         self._over: KVLinkError | None = None
 
-    def want(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
+    def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
         """Ask for a key; streamed: also while it is being written.
 
         Args:
@@ -79,35 +79,35 @@ class GetTable:
             if self._over is not None:
                 raise type(self._over)(str(self._over))
             self._number += 1
-            wanted = self._open[self._number] = GetState(self._number, key, streamed)
-        self._send(Get(wanted.number, key, streamed or early))
-        return wanted
+            get_state = self._open[self._number] = GetState(self._number, key, streamed)
+        self._send(Get(get_state.number, key, streamed or early))
+        return get_state
 
-    def cancel(self, wanted: GetState) -> bool:
+    def cancel(self, get_state: GetState) -> bool:
         """Stop waiting; False if the answer came first, so that the caller must take it."""
         with self._lock:
-            if self._open.pop(wanted.number, None) is None:
+            if self._open.pop(get_state.number, None) is None:
                 return False
-        self._send(Cancel(wanted.number))
+        self._send(Cancel(get_state.number))
         return True
 
-    def wait(self, wanted: GetState, timeout: float) -> Offer:
+    def wait(self, get_state: GetState, timeout: float) -> Offer:
         """Sleep until the answer comes.
 
         Raises:
             TransferTimeout, TransferFailed, PeerLostError
         """
         try:
-            return wanted.future.result(max(0.0, timeout))
+            return get_state.future.result(max(0.0, timeout))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
-            if not self.cancel(wanted):
-                return wanted.future.result()
-            raise wanted.timed_out() from None
+            if not self.cancel(get_state):
+                return get_state.future.result()
+            raise get_state.timed_out() from None
         except BaseException:
-            if not self.cancel(wanted) and wanted.future.exception() is None:
-                self.release(wanted.number, wanted.future.result().epoch, "unread")
+            if not self.cancel(get_state) and get_state.future.exception() is None:
+                self.release(get_state.number, get_state.future.result().epoch, "unread")
             raise
 
     def find(self, number: int) -> GetState | None:
@@ -115,35 +115,35 @@ class GetTable:
         with self._lock:
             return self._open.get(number)
 
-    def release(self, want: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
-        self._streams.pop(want, None)
-        self._held.discard(want)
-        self._post(Release(want, epoch, outcome, reason))
+    def release(self, get_id: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
+        self._streams.pop(get_id, None)
+        self._held.discard(get_id)
+        self._post(Release(get_id, epoch, outcome, reason))
 
     def on_message(self, message: Message) -> None:
         """Wake the `get` a message is for; an offer that came too late goes back unread."""
         if isinstance(message, Status):
             with self._lock:
-                if message.want in self._open:
-                    self._open[message.want].phase = message.phase
+                if message.get_id in self._open:
+                    self._open[message.get_id].phase = message.phase
         elif isinstance(message, Offer):
-            wanted = self._take(message.want)
-            if message.want in self._held:
+            get_state = self._take(message.get_id)
+            if message.get_id in self._held:
                 return  # said twice: it is in use
-            if wanted is None:
-                self.release(message.want, message.epoch, "unread")
+            if get_state is None:
+                self.release(message.get_id, message.epoch, "unread")
             else:
-                self._held.add(message.want)
+                self._held.add(message.get_id)
                 if message.draft:
-                    wanted.progress = Progress()
-                    self._streams[message.want] = wanted
-                wanted.future.set_result(message)
+                    get_state.progress = Progress()
+                    self._streams[message.get_id] = get_state
+                get_state.future.set_result(message)
         elif isinstance(message, Failed):
-            wanted = self._take(message.want)
-            if wanted is not None:
-                wanted.future.set_exception(failure(wanted.key, message))
+            get_state = self._take(message.get_id)
+            if get_state is not None:
+                get_state.future.set_exception(failure(get_state.key, message))
             else:
-                self._end_stream(message.want, message)
+                self._end_stream(message.get_id, message)
         elif isinstance(message, (Layer, Committed)):
             self._on_progress(message)
         else:
@@ -155,19 +155,19 @@ class GetTable:
             if self._over is None:
                 self._over = error
             waiting, self._open = list(self._open.values()), {}
-        for wanted in waiting:
-            wanted.future.set_exception(type(error)(f"{error}; {wanted.key!r} was awaited"))
+        for get_state in waiting:
+            get_state.future.set_exception(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._end_streams(error)
         return waiting
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Wake every waiting `get` of one key with an error."""
         with self._lock:
-            waiting = [wanted for wanted in self._open.values() if wanted.key == key]
-            for wanted in waiting:
-                del self._open[wanted.number]
-        for wanted in waiting:
-            wanted.future.set_exception(error)
+            waiting = [get_state for get_state in self._open.values() if get_state.key == key]
+            for get_state in waiting:
+                del self._open[get_state.number]
+        for get_state in waiting:
+            get_state.future.set_exception(error)
         self._end_streams(error, key)
 
     @property
@@ -176,25 +176,29 @@ class GetTable:
 
     def _on_progress(self, message: Layer | Committed) -> None:
         """Of a stream that was let go of, nothing is wanted any more."""
-        wanted = self._streams.get(message.want)
-        if wanted is None or wanted.progress is None:
+        get_state = self._streams.get(message.get_id)
+        if get_state is None or get_state.progress is None:
             return
         if isinstance(message, Layer):
-            wanted.progress.announce(message.first, message.digests)
+            get_state.progress.announce(message.first, message.digests)
         else:
-            wanted.progress.commit()
+            get_state.progress.commit()
 
     def _end_stream(self, number: int, message: Failed) -> None:
-        wanted = self._streams.pop(number, None)
-        if wanted is not None and wanted.progress is not None:
-            wanted.progress.end(failure(wanted.key, message))
+        get_state = self._streams.pop(number, None)
+        if get_state is not None and get_state.progress is not None:
+            get_state.progress.end(failure(get_state.key, message))
 
     def _end_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for number in list(self._streams):  # of pairs, a finalizer could run in the midst
-            wanted = self._streams.get(number)
-            if wanted is not None and wanted.progress is not None and key in (None, wanted.key):
+            get_state = self._streams.get(number)
+            if (
+                get_state is not None
+                and get_state.progress is not None
+                and key in (None, get_state.key)
+            ):
                 self._streams.pop(number, None)
-                wanted.progress.end(error)
+                get_state.progress.end(error)
 
     def _take(self, number: int) -> GetState | None:
         with self._lock:

@@ -29,7 +29,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Hello(_Message, frozen=True, array_like=True, tag=True):
     """Both sides, first: the protocol versions spoken and who speaks (pids are reused).
 
-    Producer: `nonce` is the same at each of its doors, and `ways` names them.
+    Producer: `nonce` is the same at each of its doors, and `transports` names them.
     """
 
     versions: tuple[Number, Number]
@@ -38,7 +38,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     started: Number
     nonce: Text
     library: Text
-    ways: tuple[Text, ...] = ()
+    transports: tuple[Text, ...] = ()
 
 
 class Refused(_Message, frozen=True, array_like=True, tag=True):
@@ -51,7 +51,7 @@ class Refused(_Message, frozen=True, array_like=True, tag=True):
 class Get(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: give me `key`, now or as soon as it exists; streamed: as soon as it begins."""
 
-    want: Number
+    get_id: Number
     key: Text
     streamed: bool = False
 
@@ -59,7 +59,7 @@ class Get(_Message, frozen=True, array_like=True, tag=True):
 class Cancel(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: this want's deadline passed."""
 
-    want: Number
+    get_id: Number
 
 
 class Memory(_Message, frozen=True, array_like=True, tag=True):
@@ -90,7 +90,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
     behind it: then its layers are announced one by one, and at last its commit.
     """
 
-    want: Number
+    get_id: Number
     epoch: Number
     location: Location
     draft: Number = 0
@@ -109,7 +109,7 @@ class Layer(_Message, frozen=True, array_like=True, tag=True):
     `digests` has one entry a tensor: four bytes a MiB, as the manifest holds them, or none.
     """
 
-    want: Number
+    get_id: Number
     first: Number
     digests: tuple[bytes, ...]
 
@@ -117,20 +117,20 @@ class Layer(_Message, frozen=True, array_like=True, tag=True):
 class Committed(_Message, frozen=True, array_like=True, tag=True):
     """Producer: a streamed payload is whole."""
 
-    want: Number
+    get_id: Number
 
 
 class Status(_Message, frozen=True, array_like=True, tag=True):
     """Producer: the key is known, but there is nothing to offer yet; how far it is."""
 
-    want: Number
+    get_id: Number
     phase: Text
 
 
 class Failed(_Message, frozen=True, array_like=True, tag=True):
     """Producer: there will be no payload for this want."""
 
-    want: Number
+    get_id: Number
     reason: Text
     ending: Ending
 
@@ -138,7 +138,7 @@ class Failed(_Message, frozen=True, array_like=True, tag=True):
 class Release(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: the last view is gone (or the payload was never looked at, or was refused)."""
 
-    want: Number
+    get_id: Number
     epoch: Number
     outcome: Outcome
     reason: Text = ""
@@ -150,7 +150,7 @@ class FetchRange(_Message, frozen=True, array_like=True, tag=True):
     Bytes count from the payload's start; a draft's lie behind it.
     """
 
-    want: Number
+    get_id: Number
     epoch: Number
     start: Number
     stop: Number
@@ -159,7 +159,7 @@ class FetchRange(_Message, frozen=True, array_like=True, tag=True):
 class Chunk(_Message, frozen=True, array_like=True, tag=True):
     """Producer: beside this message travel fetched bytes, from `start` on."""
 
-    want: Number
+    get_id: Number
     epoch: Number
     start: Number
 
@@ -222,10 +222,10 @@ def short(reason: str) -> str:
     return reason if len(reason) <= 4096 else reason[:4093] + "..."
 
 
-def own_hello(nonce: str = "", ways: tuple[str, ...] = ()) -> Hello:
+def own_hello(nonce: str = "", transports: tuple[str, ...] = ()) -> Hello:
     """Who this process is: boot, pid and start time together are never reused."""
     nonce = nonce or os.urandom(8).hex()
-    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), nonce, __version__, ways)
+    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), nonce, __version__, transports)
 
 
 def agree(theirs: tuple[int, int]) -> int | None:

@@ -75,8 +75,8 @@ class TransferTable:
         self._epoch += 1
         transfer = self._live[key] = Transfer(key, self._epoch)
         self._tombstones.pop(key, None)
-        for peer, want in self._wants.get(key, ()):
-            self._send(peer, Status(want, _PHASE[TransferState.RESERVED]))
+        for peer, get_id in self._wants.get(key, ()):
+            self._send(peer, Status(get_id, _PHASE[TransferState.RESERVED]))
         return transfer
 
     def give_up(self, transfer: Transfer, reason: str, now: float) -> None:
@@ -132,8 +132,8 @@ class TransferTable:
         """
         self._check_writing(transfer)
         transfer.layers.append((first, digests))
-        for peer, want in transfer.leases:
-            self._send(peer, Layer(want, first, digests))
+        for peer, get_id in transfer.leases:
+            self._send(peer, Layer(get_id, first, digests))
 
     def took(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
         """Bytes have left for a reader."""
@@ -157,8 +157,8 @@ class TransferTable:
             transfer.direct.give_back()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
         self.counters["committed"] += 1
-        for peer, want in transfer.leases:
-            self._send(peer, Committed(want))
+        for peer, get_id in transfer.leases:
+            self._send(peer, Committed(get_id))
         self._offer(transfer)
         if not transfer.unclaimed and not transfer.leases:
             self._end(transfer, TransferState.RELEASED, "", "closed")
@@ -177,15 +177,15 @@ class TransferTable:
         transfer = self._live.get(key)
         if transfer is not None:
             self._end(transfer, TransferState.FAILED, reason, ending)
-        self._bury(key, reason, ending, now)
+        self._add_tombstone(key, reason, ending, now)
 
     def close(self, reason: str) -> None:
         """End everything; every want is answered."""
         for transfer in list(self._live.values()):
             self._end(transfer, TransferState.FAILED, reason, "closed")
         for claims in self._wants.values():
-            for peer, want in claims:
-                self._send(peer, Failed(want, reason, "closed"))
+            for peer, get_id in claims:
+                self._send(peer, Failed(get_id, reason, "closed"))
         self._wants.clear()
 
     def tick(self, now: float) -> float:
@@ -194,61 +194,65 @@ class TransferTable:
             if transfer.expires <= now and transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
                 self._end(transfer, TransferState.EXPIRED, reason, "expired")
-                self._bury(transfer.key, reason, "expired", now)
+                self._add_tombstone(transfer.key, reason, "expired", now)
         while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
             self._tombstones.popitem(last=False)
         return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
 
-    def is_awaited(self, key: str) -> bool:
+    def has_waiting_reader(self, key: str) -> bool:
         """Whether somebody waits who would take it while it is being written."""
         return any(self._wants.get(key, {}).values())
 
     # What peers say
 
-    def want(self, peer: Peer, want: int, key: str, now: float, *, streamed: bool = False) -> None:
+    def request(
+        self, peer: Peer, get_id: int, key: str, now: float, *, streamed: bool = False
+    ) -> None:
         """A reader asks, before or after the payload exists."""
-        transfer, claim, self._now = self._live.get(key), (peer, want), now
+        transfer, claim, self._now = self._live.get(key), (peer, get_id), now
         if transfer is None and key in self._tombstones:
             _, reason, ending = self._tombstones[key]
-            self._send(peer, Failed(want, reason, ending))
+            self._send(peer, Failed(get_id, reason, ending))
             return
         claims = self._wants.get(key, OrderedDict())
         if len(self._wants) >= MAX_WANTS or len(claims) >= MAX_WANTS:
-            self._send(peer, Failed(want, f"more than {MAX_WANTS} readers wait already", "failed"))
+            self._send(
+                peer, Failed(get_id, f"more than {MAX_WANTS} readers wait already", "failed")
+            )
             return
         self._wants.setdefault(key, claims)[claim] = streamed
         if transfer is not None:
             self._offer(transfer)
             if claim in self._wants.get(key, ()):
-                self._send(peer, Status(want, _PHASE[transfer.state]))
+                self._send(peer, Status(get_id, _PHASE[transfer.state]))
 
-    def unwant(self, peer: Peer, want: int) -> None:
+    def cancel(self, peer: Peer, get_id: int) -> None:
         """A reader waits no more; what was offered to it meanwhile goes back unread."""
         for key, claims in self._wants.items():
-            if (peer, want) in claims:
-                self._forget(key, (peer, want))
+            if (peer, get_id) in claims:
+                self._forget(key, (peer, get_id))
                 return
         for transfer, claim in self._held_by(peer):
-            if claim == (peer, want):
+            if claim == (peer, get_id):
                 self._drop_lease(transfer, claim, redeliver=True)
 
     def release(
-        self, peer: Peer, want: int, epoch: int, outcome: Outcome, reason: str, now: float
+        self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
     ) -> None:
         """A reader let go. Stale words (of an earlier epoch, or said twice) change nothing."""
         transfer = self._leased.get(epoch)
-        if transfer is None or (peer, want) not in transfer.leases:
+        if transfer is None or (peer, get_id) not in transfer.leases:
             self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
             self._end(transfer, TransferState.FAILED, f"a reader rejected it: {reason}", "failed")
-            self._bury(transfer.key, transfer.reason, "failed", now)
-        self._drop_lease(transfer, (peer, want), redeliver=outcome == "unread")
+            self._add_tombstone(transfer.key, transfer.reason, "failed", now)
+        self._drop_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
 
-    def leased(self, peer: Peer, want: int, epoch: int) -> Transfer | None:
+    def leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
         """What a reader has on lease and may fetch, ended or not; unless a stream broke off."""
         transfer = self._leased.get(epoch)
-        if transfer is None or (peer, want) not in transfer.leases:
+        if transfer is None or (peer, get_id) not in transfer.leases:
             return None
         return transfer if transfer.is_whole or not transfer.state.is_final else None
 
@@ -258,7 +262,7 @@ class TransferTable:
             for claim in [claim for claim in claims if claim[0] == peer]:
                 self._forget(key, claim)
 
-    def strand(self, peer: Peer) -> bool:
+    def detach(self, peer: Peer) -> bool:
         """A peer is cut off but lives, and may look at what it held until `lost` says otherwise.
 
         That can be delivered again, and ends as it would; only its memory is not reused.
@@ -314,15 +318,15 @@ class TransferTable:
         transfer.unclaimed -= 1
         transfer.leases.add(claim)
         self._leased[transfer.epoch] = transfer
-        peer, want = claim
+        peer, get_id = claim
         if transfer.state is not TransferState.STREAMING:
             transfer.state = TransferState.LEASED
-            self._send(peer, Offer(want, transfer.epoch, location))
+            self._send(peer, Offer(get_id, transfer.epoch, location))
             return
         direct = transfer.direct is not None
-        self._send(peer, Offer(want, transfer.epoch, location, transfer.draft, direct))
+        self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))
         for first, digests in transfer.layers:
-            self._send(peer, Layer(want, first, digests))
+            self._send(peer, Layer(get_id, first, digests))
         self._see_if_taken(transfer)
 
     def _drop_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
@@ -335,7 +339,7 @@ class TransferTable:
         if redeliver and transfer.is_whole and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
             self._end(transfer, TransferState.FAILED, reason, "failed")
-            self._bury(transfer.key, reason, "failed", self._now)
+            self._add_tombstone(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
             transfer.unclaimed += 1
@@ -362,8 +366,8 @@ class TransferTable:
         Who reads a stream is told; a payload that was committed is theirs whatever becomes of it.
         """
         if transfer.state is TransferState.STREAMING:
-            for peer, want in transfer.leases:
-                self._send(peer, Failed(want, short(reason), ending))
+            for peer, get_id in transfer.leases:
+                self._send(peer, Failed(get_id, short(reason), ending))
         transfer.state, transfer.reason = state, reason
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
@@ -380,14 +384,14 @@ class TransferTable:
         leased = self._leased.values()
         return [(t, claim) for t in leased for claim in t.leases if claim[0] == peer]
 
-    def _bury(self, key: str, reason: str, ending: Ending, now: float) -> None:
+    def _add_tombstone(self, key: str, reason: str, ending: Ending, now: float) -> None:
         reason = short(reason)
         self._tombstones.pop(key, None)
         self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-        for peer, want in self._wants.pop(key, ()):
-            self._send(peer, Failed(want, reason, ending))
+        for peer, get_id in self._wants.pop(key, ()):
+            self._send(peer, Failed(get_id, reason, ending))
 
     def _forget(self, key: str, claim: Claim) -> None:
         self._wants[key].pop(claim, None)

@@ -37,7 +37,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.header import MAX_HEADER
 
-_BLIP = 0.5
+_RECONNECT_SECONDS = 0.5
 """Seconds that a producer which is alive may take to answer again after its connection broke."""
 
 
@@ -54,7 +54,7 @@ class Session(ABC):
         """Whether the producer is gone."""
 
     @abstractmethod
-    def want(self, key: str, *, streamed: bool) -> PendingGet:
+    def request(self, key: str, *, streamed: bool) -> PendingGet:
         """Ask for a payload.
 
         Raises:
@@ -88,8 +88,8 @@ class MappedSession(Session):
             WireError: no such place; nothing a peer says is believed.
         """
 
-    def want(self, key: str, *, streamed: bool) -> PendingGet:
-        return MappedGet(self, self.inbox.want(key, streamed=streamed))
+    def request(self, key: str, *, streamed: bool) -> PendingGet:
+        return MappedGet(self, self.inbox.request(key, streamed=streamed))
 
 
 class SessionGet(PendingGet):
@@ -105,24 +105,24 @@ class SessionGet(PendingGet):
 class MappedGet(SessionGet):
     """A want at a producer whose payloads lie in memory that both sides map."""
 
-    def __init__(self, session: MappedSession, wanted: GetState):
+    def __init__(self, session: MappedSession, get_state: GetState):
         self.session = self._session = session
-        self._wanted = wanted
-        self.future = wanted.future
+        self._get_state = get_state
+        self.future = get_state.future
 
     def wait(self, *, timeout: float) -> Delivery:
-        left = self._wanted.started + timeout - time.monotonic()
-        return self._deliver(self._session.inbox.wait(self._wanted, left))
+        left = self._get_state.started + timeout - time.monotonic()
+        return self._deliver(self._session.inbox.wait(self._get_state, left))
 
     def cancel(self) -> None:
-        if not self._session.inbox.cancel(self._wanted):
-            error = self._wanted.future.exception()
+        if not self._session.inbox.cancel(self._get_state):
+            error = self._get_state.future.exception()
             if error is None:
-                epoch = self._wanted.future.result().epoch
-                self._session.inbox.release(self._wanted.number, epoch, "unread")
+                epoch = self._get_state.future.result().epoch
+                self._session.inbox.release(self._get_state.number, epoch, "unread")
 
     def _deliver(self, offer: Offer) -> Delivery:
-        release = partial(self._session.inbox.release, self._wanted.number, offer.epoch)
+        release = partial(self._session.inbox.release, self._get_state.number, offer.epoch)
         try:
             fault_points.point("get.offered")
             nbytes, draft = offer.location.nbytes, offer.draft
@@ -130,15 +130,15 @@ class MappedGet(SessionGet):
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
             slot = self._session.slot(offer.location, draft)
             if not holds(slot, offer.epoch, nbytes, committed=not draft):
-                raise IntegrityError(f"the slot offered for {self._wanted.key!r} holds another")
+                raise IntegrityError(f"the slot offered for {self._get_state.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
             fault_points.point("get.mapped")
         except BaseException as error:
             release("rejected", short(repr(error)))
             raise
-        progress = self._wanted.progress
-        return Delivery(self._wanted.key, region, release, draft=header, progress=progress)
+        progress = self._get_state.progress
+        return Delivery(self._get_state.key, region, release, draft=header, progress=progress)
 
 
 class SessionConsumer(Consumer):
@@ -172,11 +172,11 @@ class SessionConsumer(Consumer):
         self._sessions = 1
 
     def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
-        return self._live_session(timeout).want(key, streamed=streamed)
+        return self._live_session(timeout).request(key, streamed=streamed)
 
-    def is_back(self, want: PendingGet, *, timeout: float) -> bool:
-        assert isinstance(want, SessionGet)
-        lost, limit = want.session, min(timeout, _BLIP)
+    def is_back(self, get_id: PendingGet, *, timeout: float) -> bool:
+        assert isinstance(get_id, SessionGet)
+        lost, limit = get_id.session, min(timeout, _RECONNECT_SECONDS)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
             return False
         try:

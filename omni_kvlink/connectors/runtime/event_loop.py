@@ -92,7 +92,7 @@ class EventLoop:
             self._selector.unregister(what)
 
     @property
-    def is_here(self) -> bool:
+    def is_own_thread(self) -> bool:
         """Whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
 
@@ -100,7 +100,7 @@ class EventLoop:
         """Return when all that was called so far has run, or the time is over."""
         done = threading.Event()
         self.call(done.set)
-        if self._thread.is_alive() and not self.is_here:
+        if self._thread.is_alive() and not self.is_own_thread:
             done.wait(timeout)
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class EventLoop:
         if os.getpid() != self._pid:
             return  # a forked child has no such thread, and shares the descriptors
         self.call(self._finish)
-        if not self.is_here:
+        if not self.is_own_thread:
             self._thread.join()
 
     def _finish(self) -> None:

@@ -43,12 +43,12 @@ class InboundTransfer:
         self,
         key: str,
         offer: Offer,
-        store: ReceivePool,
+        receive_pool: ReceivePool,
         release: Callable[[Outcome, str], None],
         fetching: Callable[[InboundTransfer], None],
         *,
         streamed: bool,
-        gift: bytes = b"",
+        inline_bytes: bytes = b"",
         chunk: int = CHUNK,
     ):
         self.key, self.offer, self.streamed = key, offer, streamed
@@ -56,8 +56,8 @@ class InboundTransfer:
         self.progress = Progress() if streamed else None
         self.there: Future[None] = Future()
         self.there.set_running_or_notify_cancel()
-        self._store, self._release, self._fetching = store, release, fetching
-        self._gift = gift
+        self._receive_pool, self._release, self._fetching = receive_pool, release, fetching
+        self._inline_bytes = inline_bytes
         self._block: Block | None = None
         self._sink: Region | None = None
         self._header = b""
@@ -90,7 +90,7 @@ class InboundTransfer:
         """It is there: hand it over, once."""
         fault_points.point("get.mapped")
         assert self._block is not None
-        region = self._store.region(self._block).slice(0, self.offer.location.nbytes)
+        region = self._receive_pool.region(self._block).slice(0, self.offer.location.nbytes)
         region.readonly = True
         header, progress = self._header, self.progress
         return Delivery(self.key, region, self._release, draft=header, progress=progress, copies=1)
@@ -100,19 +100,19 @@ class InboundTransfer:
     def placed(self, block: Block) -> None:
         """There is room: ask for what a reader needs first."""
         self._block = block
-        self._sink = self._store.region(block)
+        self._sink = self._receive_pool.region(block)
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
         if draft:
-            self.fetch.want(nbytes, nbytes + draft, _HEAD)
+            self.fetch.request(nbytes, nbytes + draft, _HEAD)
         elif self.streamed:
-            self.fetch.want(0, min(nbytes, 8 + MAX_HEADER + ALIGN), _HEAD)
+            self.fetch.request(0, min(nbytes, 8 + MAX_HEADER + ALIGN), _HEAD)
         else:
-            self.fetch.want(0, nbytes, _WHOLE)
-        if self._gift:
-            self.fetch.ask(len(self._gift))  # as if: it came already
-            gift, self._gift = self._gift, b""
+            self.fetch.request(0, nbytes, _WHOLE)
+        if self._inline_bytes:
+            self.fetch.ask(len(self._inline_bytes))  # as if: it came already
+            inline_bytes, self._inline_bytes = self._inline_bytes, b""
             start, _ = self.offer.first
-            self.take(Chunk(self.offer.want, self.offer.epoch, start), memoryview(gift))
+            self.take(Chunk(self.offer.get_id, self.offer.epoch, start), memoryview(inline_bytes))
         else:
             self._fetching(self)
 
@@ -136,7 +136,7 @@ class InboundTransfer:
     def lend(self, start: int, stop: int) -> Region:
         """Memory for bytes that are written there by somebody else, who then says `landed`."""
         assert self._block is not None
-        return self._store.lend(self._block, start, stop - start)
+        return self._receive_pool.lend(self._block, start, stop - start)
 
     def landed(self, start: int, nbytes: int) -> None:
         """Bytes of it are in their place.
@@ -148,14 +148,14 @@ class InboundTransfer:
         self.fetch.came(start, nbytes)
         self._go_on()
 
-    def hear(self, message: Layer | Committed) -> None:
+    def handle(self, message: Layer | Committed) -> None:
         """The producer of a stream has written more."""
         if self._manifest is None:
             self._early.append(message)
             if len(self._early) > MAX_TENSORS:
                 raise WireError(f"more layers of {self.key!r} were announced than any payload has")
         elif isinstance(message, Committed):
-            self.fetch.want(0, self.offer.location.nbytes, _WHOLE)
+            self.fetch.request(0, self.offer.location.nbytes, _WHOLE)
         else:
             tensors = self._manifest.tensors[message.first :][: len(message.digests)]
             if len(tensors) != len(message.digests) or not tensors:
@@ -167,9 +167,9 @@ class InboundTransfer:
                 if len(self._uncommitted) > MAX_TENSORS:
                     raise WireError(f"more layers of {self.key!r} were announced than it has")
                 for spec in tensors:
-                    self.fetch.want(data + spec.start, data + spec.stop, _TENSOR)
+                    self.fetch.request(data + spec.start, data + spec.stop, _TENSOR)
             else:
-                self.fetch.want(data + tensors[0].start, data + tensors[-1].stop, message)
+                self.fetch.request(data + tensors[0].start, data + tensors[-1].stop, message)
         self._go_on()
 
     def fail(self, error: KVLinkError) -> bool:
@@ -186,11 +186,11 @@ class InboundTransfer:
     def let_go(self) -> None:
         """No view of it is left, or nobody wanted any: the memory goes back."""
         self._decide()
-        self._store.forget(self)
+        self._receive_pool.forget(self)
         self._sink = None
         block, self._block = self._block, None
         if block is not None:
-            self._store.give(block)
+            self._receive_pool.give(block)
 
     # Inside
 
@@ -232,7 +232,7 @@ class InboundTransfer:
         if self.streamed and self._decide():
             self.there.set_result(None)
         for message in news:
-            self.hear(message)
+            self.handle(message)
 
     def _complete(self) -> None:
         """Of a direct payload nothing counts before: its bytes may change until it is committed."""

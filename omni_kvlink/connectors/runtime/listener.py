@@ -11,18 +11,18 @@ from omni_kvlink.connectors.protocol.messages import Message
 class Listener(ABC):
     """One way to a producer: hands it what readers say, and carries what it says to them.
 
-    Everything but `say` and `forget` is called in the producer's loop.
+    Everything but `send` and `forget` is called in the producer's loop.
 
     Attributes:
         ways: by which a reader that comes here can have its bytes: "shm", "ucx", "zmq".
         became: what the URL said, and what it became: the system chose the port.
     """
 
-    ways: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
     bound_url: tuple[str, str] = ("", "")
 
     @property
-    def is_here(self) -> bool:
+    def is_own_thread(self) -> bool:
         """Whether the caller is a thread of the door's own, that `shut` waits for."""
         return False
 
@@ -31,14 +31,14 @@ class Listener(ABC):
         """Begin to hear who comes: the producer knows all its doors now."""
 
     @abstractmethod
-    def say(self, reader: Any, message: Message) -> None:
+    def send(self, reader: Any, message: Message) -> None:
         """Carry a message to a reader of this door; the lock is held, so it must not block."""
 
     def refuses(self, device: str) -> str:
         """Why no payload can be sent from a caller's own memory on this device; "" if it can."""
         return "readers look into the link's own memory here"
 
-    def hurry(self) -> None:  # noqa: B027 (most have said it by then)
+    def flush(self) -> None:  # noqa: B027 (most have said it by then)
         """Let what was said leave now; in the thread that said it, with no lock held."""
 
     @abstractmethod
@@ -60,5 +60,5 @@ class Listener(ABC):
 class PeerHandle:
     """A reader, as its producer knows it: a peer of the exchange."""
 
-    def __init__(self, door: Listener):
-        self.door = door
+    def __init__(self, listener: Listener):
+        self.listener = listener

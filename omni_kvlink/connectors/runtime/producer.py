@@ -57,8 +57,8 @@ class PooledProducer(Producer):
         self._pid = os.getpid()
         self._closed = False
         self.lock = threading.Lock()
-        self.exchange = TransferTable(self._send, self._free)
-        self.doors: list[Listener] = []
+        self.transfers = TransferTable(self._send, self._free)
+        self.listeners: list[Listener] = []
         self.nonce = os.urandom(8).hex()
         self._flying: Counter[Block] = Counter()
         self._doomed: set[Block] = set()
@@ -69,57 +69,61 @@ class PooledProducer(Producer):
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
         try:
             for opener in openers:
-                self.doors.append(opener(self))
+                self.listeners.append(opener(self))
         except BaseException:
             self.close()
             raise
-        for door in self.doors:
-            self.loop.call(door.open)
+        for listener in self.listeners:
+            self.loop.call(listener.open)
 
     # For doors
 
     @property
     def hello(self) -> Hello:
         """What it says to whoever comes."""
-        ways = tuple(way for door in self.doors for way in door.ways)
-        return own_hello(self.nonce, ways)
+        transports = tuple(
+            transport for listener in self.listeners for transport in listener.transports
+        )
+        return own_hello(self.nonce, transports)
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def handle(self, peer: Peer, message: Message) -> None:
         """What a greeted reader said; in the loop's thread. WireError if it may not say that."""
         now = time.monotonic()
         with self.lock:
             if isinstance(message, Get):
-                self.exchange.want(peer, message.want, message.key, now, streamed=message.streamed)
+                self.transfers.request(
+                    peer, message.get_id, message.key, now, streamed=message.streamed
+                )
             elif isinstance(message, Cancel):
-                self.exchange.unwant(peer, message.want)
+                self.transfers.cancel(peer, message.get_id)
             elif isinstance(message, Release):
-                self.exchange.release(
-                    peer, message.want, message.epoch, message.outcome, message.reason, now
+                self.transfers.release(
+                    peer, message.get_id, message.epoch, message.outcome, message.reason, now
                 )
             elif isinstance(message, Abort):
-                self.exchange.fail(message.key, message.reason, "aborted", now)
+                self.transfers.fail(message.key, message.reason, "aborted", now)
             else:
                 unexpected(message)
 
-    def lose(self, peer: Peer) -> None:
+    def on_peer_lost(self, peer: Peer) -> None:
         """A reader is gone."""
         with self.lock:
-            self.exchange.lost(peer)
+            self.transfers.lost(peer)
 
     def leave(self, peer: Peer) -> None:
         """A reader asks for nothing more; what it holds it will release."""
         with self.lock:
-            self.exchange.leave(peer)
+            self.transfers.leave(peer)
 
-    def strand(self, peer: Peer) -> bool:
+    def detach(self, peer: Peer) -> bool:
         """A reader is cut off, but lives; whether it may still look at what it held."""
         with self.lock:
-            return self.exchange.strand(peer)
+            return self.transfers.detach(peer)
 
-    def leased(self, peer: Peer, want: int, epoch: int) -> Transfer | None:
+    def leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
         """What a reader has on lease and may fetch."""
         with self.lock:
-            return self.exchange.leased(peer, want, epoch)
+            return self.transfers.leased(peer, get_id, epoch)
 
     def piece(self, transfer: Transfer, start: int, stop: int) -> Region:
         """Bytes of what a reader may fetch: the payload, and a stream's draft behind it.
@@ -135,7 +139,7 @@ class PooledProducer(Producer):
             raise WireError(f"bytes {start}…{stop} of {nbytes}")
         return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
-    def take_off(
+    def borrow_piece(
         self, transfer: Transfer, claim: Claim, start: int, stop: int, landed: Callable[[int], None]
     ) -> Region:
         """A piece of a payload to send from, later: its memory stays until the last view is gone.
@@ -150,7 +154,7 @@ class PooledProducer(Producer):
         block, piece = _block(transfer), self.piece(transfer, start, stop)
         with self.lock:
             self._flying[block] += piece.nbytes
-        took = partial(self.exchange.took, transfer, claim, start, stop)
+        took = partial(self.transfers.took, transfer, claim, start, stop)
         back = partial(self._landed, block, took, piece.nbytes, landed)
         weakref.finalize(piece.span, self.loop.call, back).atexit = False
         return piece
@@ -164,19 +168,21 @@ class PooledProducer(Producer):
 
     @property
     def bound_url(self) -> tuple[str, str]:
-        return next((door.bound_url for door in self.doors if door.bound_url[0]), ("", ""))
+        return next(
+            (listener.bound_url for listener in self.listeners if listener.bound_url[0]), ("", "")
+        )
 
-    def is_awaited(self, key: str) -> bool:
+    def has_waiting_reader(self, key: str) -> bool:
         with self.lock:
-            return self.exchange.is_awaited(key)
+            return self.transfers.has_waiting_reader(key)
 
     def refuses(self, device: str) -> str:
-        return next(filter(None, (door.refuses(device) for door in self.doors)), "")
+        return next(filter(None, (listener.refuses(device) for listener in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         self._check_open()
         with self.lock:
-            transfer = self.exchange.reserve(key)
+            transfer = self.transfers.reserve(key)
         try:
             transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
             slot = self.pool.region(block)
@@ -195,7 +201,7 @@ class PooledProducer(Producer):
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
         with self.lock:
-            self.exchange.lend(transfer)
+            self.transfers.lend(transfer)
         back = partial(self.loop.call, partial(self._take_back, transfer))
         weakref.finalize(region.span, back).atexit = False
         return region
@@ -223,7 +229,7 @@ class PooledProducer(Producer):
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         self._check_open()
         with self.lock:
-            self.exchange.announce(_transfer(lease), first, digests)
+            self.transfers.announce(_transfer(lease), first, digests)
 
     def publish(
         self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, until: float = 0.0
@@ -240,8 +246,8 @@ class PooledProducer(Producer):
             write_head(slot, transfer.epoch, region.nbytes, committed=True)
             while not self._commit(transfer, region.nbytes, readers, expires):
                 transfer.await_taken(until)
-            for door in self.doors:
-                door.hurry()
+            for listener in self.listeners:
+                listener.flush()
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
             self._discard(transfer)
@@ -261,13 +267,13 @@ class PooledProducer(Producer):
         self._check_open()
         with self.lock:
             now = time.monotonic()
-            self.exchange.fail(key, reason, "aborted" if aborted else "failed", now)
+            self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
 
     def health(self) -> dict[str, Any]:
         self._check_process()  # before the lock: the fork may have happened while it was held
         with self.lock:
-            transfers = self.exchange.stats()
-        doors = [door.health() for door in self.doors]
+            transfers = self.transfers.stats()
+        listeners = [listener.health() for listener in self.listeners]
         return {
             "role": "producer",
             "name": self._name,
@@ -275,7 +281,7 @@ class PooledProducer(Producer):
             "mode": self._options.mode,
             "transfers": transfers,
             "memory": self.pool.stats(),
-            **(doors[0] if len(doors) == 1 else {"doors": doors}),
+            **(listeners[0] if len(listeners) == 1 else {"doors": listeners}),
         }
 
     def close(self) -> None:
@@ -284,7 +290,9 @@ class PooledProducer(Producer):
             return
         self._closed = True
         self.loop.call(partial(self._shut, f"the producer {self._name!r} closed the link"))
-        if any(door.is_here for door in self.doors):  # a forgotten link, collected there
+        if any(
+            listener.is_own_thread for listener in self.listeners
+        ):  # a forgotten link, collected there
             threading.Thread(target=self.loop.stop, name="kvlink-close", daemon=True).start()
         else:
             self.loop.stop()
@@ -315,13 +323,13 @@ class PooledProducer(Producer):
         slot.view(SLOT + here, SLOT + here + len(draft))[:] = draft
         with self.lock:
             location = _location(transfer, nbytes)
-            self.exchange.begin(transfer, location, len(draft), readers, direct)
+            self.transfers.begin(transfer, location, len(draft), readers, direct)
 
     def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
         """Unless readers still need the caller's own memory."""
         with self.lock:
             if transfer.is_taken or transfer.state.is_final:
-                self.exchange.commit(transfer, _location(transfer, nbytes), readers, expires)
+                self.transfers.commit(transfer, _location(transfer, nbytes), readers, expires)
                 return True
             transfer.taken.clear()
             return False
@@ -329,15 +337,15 @@ class PooledProducer(Producer):
     def _discard(self, transfer: Transfer) -> None:
         if os.getpid() == self._pid:
             with self.lock:
-                self.exchange.discard(transfer)
+                self.transfers.discard(transfer)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         with self.lock:
-            self.exchange.give_up(transfer, reason, time.monotonic())
+            self.transfers.give_up(transfer, reason, time.monotonic())
 
     def _take_back(self, transfer: Transfer) -> None:
         with self.lock:
-            self.exchange.give_back(transfer)
+            self.transfers.give_back(transfer)
 
     def _free(self, transfer: Transfer) -> None:
         """The exchange says that no reader has a payload any more; a piece of it may be flying."""
@@ -368,22 +376,22 @@ class PooledProducer(Producer):
     def _send(self, peer: Peer, message: Message) -> None:
         """Called with the lock held."""
         assert isinstance(peer, PeerHandle)
-        peer.door.say(peer, message)
+        peer.listener.send(peer, message)
 
     def _retire(self, arena: int) -> None:
-        for door in self.doors:
-            door.forget(arena)
+        for listener in self.listeners:
+            listener.forget(arena)
 
     def _tick(self, now: float) -> float:
         with self.lock:
-            due = self.exchange.tick(now)
-        return min([due, *(door.tick(now) for door in self.doors)])
+            due = self.transfers.tick(now)
+        return min([due, *(listener.tick(now) for listener in self.listeners)])
 
     def _shut(self, reason: str) -> None:
         with self.lock:
-            self.exchange.close(reason)
-        for door in self.doors:
-            door.shut()
+            self.transfers.close(reason)
+        for listener in self.listeners:
+            listener.shut()
         self.pool.close()
 
     def _crashed(self, error: BaseException) -> None:

@@ -53,15 +53,15 @@ class ReceivePool:
         self._parked: set[Block] = set()
         self.blocks = 0
 
-    def take(self, nbytes: int, guest: AllocationWaiter) -> None:
+    def take(self, nbytes: int, waiter: AllocationWaiter) -> None:
         """Room for a payload: now, or as soon as there is some."""
-        self._waiting[guest] = nbytes
+        self._waiting[waiter] = nbytes
         self._serve()
 
-    def forget(self, guest: AllocationWaiter) -> None:
+    def forget(self, waiter: AllocationWaiter) -> None:
         """It wants no room any more."""
-        self._waiting.pop(guest, None)
-        self._refused.discard(guest)
+        self._waiting.pop(waiter, None)
+        self._refused.discard(waiter)
 
     def give(self, block: Block) -> None:
         """A block comes back; it is parked while somebody may still write to it."""
@@ -107,58 +107,58 @@ class ReceivePool:
 
     def _serve(self) -> None:
         """Whoever fits goes first: a large payload that waits for room holds up no small one."""
-        for guest, nbytes in list(self._waiting.items()):
+        for waiter, nbytes in list(self._waiting.items()):
             block = self._pool.place(nbytes)
             if block is not None:
-                self._let_in(guest, block)
+                self._let_in(waiter, block)
         if self._growing is None:
-            for guest, nbytes in self._waiting.items():
-                if guest not in self._refused:
-                    self._grow(guest, nbytes)
+            for waiter, nbytes in self._waiting.items():
+                if waiter not in self._refused:
+                    self._grow(waiter, nbytes)
                     return
 
-    def _grow(self, guest: AllocationWaiter, nbytes: int) -> None:
-        self._growing = guest
+    def _grow(self, waiter: AllocationWaiter, nbytes: int) -> None:
+        self._growing = waiter
         thread = threading.Thread(
-            target=self._map, args=(guest, nbytes), name="kvlink-memory", daemon=True
+            target=self._map, args=(waiter, nbytes), name="kvlink-memory", daemon=True
         )
         thread.start()
 
-    def _map(self, guest: AllocationWaiter, nbytes: int) -> None:
+    def _map(self, waiter: AllocationWaiter, nbytes: int) -> None:
         """In a thread: mapping and touching takes a second a gigabyte, and more."""
         try:
             block = self._pool.reserve(nbytes)
         except KVLinkError as error:
-            self._loop.call(partial(self._grown, guest, None, error))
+            self._loop.call(partial(self._grown, waiter, None, error))
         else:
-            self._loop.call(partial(self._grown, guest, block, None))
+            self._loop.call(partial(self._grown, waiter, block, None))
 
     def _grown(
-        self, guest: AllocationWaiter, block: Block | None, error: KVLinkError | None
+        self, waiter: AllocationWaiter, block: Block | None, error: KVLinkError | None
     ) -> None:
         self._growing = None
-        if guest not in self._waiting:
+        if waiter not in self._waiting:
             if block is not None:
                 self._pool.free(block)
         elif block is not None:
-            self._let_in(guest, block)
+            self._let_in(waiter, block)
         elif error is not None:
-            self._refuse(guest, error)
+            self._refuse(waiter, error)
         self._serve()
 
-    def _refuse(self, guest: AllocationWaiter, error: KVLinkError) -> None:
+    def _refuse(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
         """Wait for a block to come back, if one can, and if that would do."""
-        is_room = isinstance(error, CapacityError) and self._waiting[guest] <= self._pool.quota
+        is_room = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
         if is_room and (self.blocks or self._parked):
-            self._refused.add(guest)
+            self._refused.add(waiter)
         else:
-            del self._waiting[guest]
-            guest.turned_away(error)
+            del self._waiting[waiter]
+            waiter.turned_away(error)
 
-    def _let_in(self, guest: AllocationWaiter, block: Block) -> None:
-        del self._waiting[guest]
+    def _let_in(self, waiter: AllocationWaiter, block: Block) -> None:
+        del self._waiting[waiter]
         self.blocks += 1
-        guest.placed(block)
+        waiter.placed(block)
 
 
 def fill(place: Region, payload: memoryview) -> None:

@@ -44,48 +44,48 @@ from omni_kvlink.payload.header import MAX_HEADER
 class RemoteGet(SessionGet):
     """A payload that was asked for; its future ends when it is here, or with the error."""
 
-    def __init__(self, session: RemoteSession, wanted: GetState):
-        self.session, self._inbox, self._wanted = session, session.inbox, wanted
+    def __init__(self, session: RemoteSession, get_state: GetState):
+        self.session, self._inbox, self._get_state = session, session.inbox, get_state
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only the session ends it
-        wanted.future.add_done_callback(self._answered)
+        get_state.future.add_done_callback(self._answered)
 
     def wait(self, *, timeout: float) -> Delivery:
-        deadline = self._wanted.started + timeout
-        self._inbox.wait(self._wanted, deadline - time.monotonic())
-        arrival = self._arrival
+        deadline = self._get_state.started + timeout
+        self._inbox.wait(self._get_state, deadline - time.monotonic())
+        inbound = self._inbound
         try:
-            arrival.there.result(max(0.0, deadline - time.monotonic()))
+            inbound.there.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
-            self._wanted.phase = arrival.phase
-            if arrival.withdraw():
-                raise self._wanted.timed_out() from None
-            arrival.there.result()
+            self._get_state.phase = inbound.phase
+            if inbound.withdraw():
+                raise self._get_state.timed_out() from None
+            inbound.there.result()
         except KVLinkError:
             raise
         except BaseException:
             self.cancel()
             raise
-        return arrival.deliver()
+        return inbound.deliver()
 
     def cancel(self) -> None:
-        if self._inbox.cancel(self._wanted) or self._wanted.future.exception() is not None:
+        if self._inbox.cancel(self._get_state) or self._get_state.future.exception() is not None:
             return
-        arrival = self._arrival
-        if not arrival.withdraw() and arrival.there.exception() is None:
-            arrival.give_back()
+        inbound = self._inbound
+        if not inbound.withdraw() and inbound.there.exception() is None:
+            inbound.give_back()
 
     @property
-    def _arrival(self) -> InboundTransfer:
-        assert isinstance(self._wanted.arrival, InboundTransfer)
-        return self._wanted.arrival
+    def _inbound(self) -> InboundTransfer:
+        assert isinstance(self._get_state.inbound, InboundTransfer)
+        return self._get_state.inbound
 
     def _answered(self, offered: Future[Offer]) -> None:
         error = offered.exception()
         if error is None:
-            self._arrival.there.add_done_callback(self._ended)
+            self._inbound.there.add_done_callback(self._ended)
         else:
             self.future.set_exception(error)
 
@@ -100,13 +100,13 @@ class RemoteGet(SessionGet):
 class RemoteSession(Session):
     """One connection to one life of a producer; subclasses carry messages and bytes.
 
-    Everything but `want`, `send` and `fail` is the loop's.
+    Everything but `get_id`, `send` and `fail` is the loop's.
     """
 
-    def __init__(self, url: str, loop: EventLoop, store: ReceivePool):
-        self._url, self._loop, self._store = url, loop, store
+    def __init__(self, url: str, loop: EventLoop, receive_pool: ReceivePool):
+        self._url, self._loop, self._receive_pool = url, loop, receive_pool
         self._over = False
-        self._arrivals: dict[int, InboundTransfer] = {}
+        self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
         self.inbox = GetTable(self._say, self._post)
@@ -124,9 +124,9 @@ class RemoteSession(Session):
         """How it asks for bytes."""
         return FetchLimits(CHUNK, WINDOW)
 
-    def _ask(self, arrival: InboundTransfer, start: int, stop: int) -> None:
+    def _ask(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Have these bytes sent; in the loop."""
-        self._say(FetchRange(arrival.offer.want, arrival.offer.epoch, start, stop))
+        self._say(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
 
     # For any thread
 
@@ -134,8 +134,8 @@ class RemoteSession(Session):
     def is_over(self) -> bool:
         return self._over
 
-    def want(self, key: str, *, streamed: bool) -> PendingGet:
-        return RemoteGet(self, self.inbox.want(key, streamed=streamed, early=True))
+    def request(self, key: str, *, streamed: bool) -> PendingGet:
+        return RemoteGet(self, self.inbox.request(key, streamed=streamed, early=True))
 
     def send(self, message: Abort) -> None:
         self._say(message)
@@ -151,11 +151,11 @@ class RemoteSession(Session):
 
     def leave(self, error: KVLinkError) -> None:
         """Ask for nothing more; what readers hold keeps the connection, so that they can say so."""
-        for wanted in self.inbox.end(error):
-            self._say(Cancel(wanted.number))
-        for arrival in [*self._arrivals.values()]:
-            if arrival.fail(error):
-                arrival.give_back()
+        for get_state in self.inbox.end(error):
+            self._say(Cancel(get_state.number))
+        for inbound in [*self._inbound_transfers.values()]:
+            if inbound.fail(error):
+                inbound.give_back()
 
     def end(self, error: KVLinkError) -> None:
         """The connection is over. What is here stays; the rest will not come."""
@@ -183,12 +183,12 @@ class RemoteSession(Session):
         if isinstance(message, Offer):
             self._admit(message, beside)
         elif isinstance(message, (Layer, Committed)):
-            if message.want in self._arrivals:
-                self._arrivals[message.want].hear(message)
+            if message.get_id in self._inbound_transfers:
+                self._inbound_transfers[message.get_id].handle(message)
             return
-        elif isinstance(message, Failed) and message.want in self._arrivals:
-            arrival = self._arrivals[message.want]
-            self._drop_failed(arrival, failure(arrival.key, message))
+        elif isinstance(message, Failed) and message.get_id in self._inbound_transfers:
+            inbound = self._inbound_transfers[message.get_id]
+            self._drop_failed(inbound, failure(inbound.key, message))
         self.inbox.on_message(message)
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
@@ -197,40 +197,40 @@ class RemoteSession(Session):
         Raises:
             WireError: they were not asked for.
         """
-        arrival = self._arrivals.get(chunk.want)
-        if arrival is not None:
-            arrival.take(chunk, payload)
+        inbound = self._inbound_transfers.get(chunk.get_id)
+        if inbound is not None:
+            inbound.take(chunk, payload)
 
     def _admit(self, offer: Offer, beside: bytes) -> None:
         start, stop = offer.first
         if beside and len(beside) != stop - start:
             raise WireError(f"{self._url} sent another payload than it offered")
-        if offer.want in self._arrivals:
+        if offer.get_id in self._inbound_transfers:
             return  # said twice: it is in use
         if offer.draft > 8 + MAX_HEADER:
             raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
-        wanted = self.inbox.find(offer.want)
-        if wanted is None:
+        get_state = self.inbox.find(offer.get_id)
+        if get_state is None:
             return  # the inbox gives it back
-        release = partial(self.inbox.release, offer.want, offer.epoch)
-        wanted.arrival = arrival = InboundTransfer(
-            wanted.key,
+        release = partial(self.inbox.release, offer.get_id, offer.epoch)
+        get_state.inbound = inbound = InboundTransfer(
+            get_state.key,
             offer,
-            self._store,
+            self._receive_pool,
             release,
             self._fetch,
-            streamed=wanted.streamed,
-            gift=beside,
+            streamed=get_state.streamed,
+            inline_bytes=beside,
             chunk=self.pace.chunk,
         )
-        self._arrivals[offer.want] = arrival
+        self._inbound_transfers[offer.get_id] = inbound
         fault_points.point("get.offered")
-        self._store.take(arrival.fetch.nbytes, arrival)
+        self._receive_pool.take(inbound.fetch.nbytes, inbound)
 
-    def _fetch(self, arrival: InboundTransfer) -> None:
+    def _fetch(self, inbound: InboundTransfer) -> None:
         """Ask for as much as the window allows, in turns: a small payload overtakes a large one."""
-        if arrival not in self._fetching and arrival.fetch.is_hungry:
-            self._fetching.append(arrival)
+        if inbound not in self._fetching and inbound.fetch.is_hungry:
+            self._fetching.append(inbound)
         capacity = self.pace.window - sum(one.fetch.unanswered for one in self._fetching)
         idle = 0
         while idle < len(self._fetching):
@@ -247,16 +247,16 @@ class RemoteSession(Session):
             self._fetching.remove(one)
 
     def _fail_arrivals(self, error: KVLinkError, key: str | None = None) -> None:
-        for arrival in [*self._arrivals.values()]:
-            if key in (None, arrival.key):
-                self._drop_failed(arrival, error)
+        for inbound in [*self._inbound_transfers.values()]:
+            if key in (None, inbound.key):
+                self._drop_failed(inbound, error)
 
-    def _drop_failed(self, arrival: InboundTransfer, error: KVLinkError) -> None:
+    def _drop_failed(self, inbound: InboundTransfer, error: KVLinkError) -> None:
         """One that nobody has yet goes back; one that is read stays with its reader."""
-        if arrival.fail(error):
-            arrival.give_back()
-        elif arrival in self._fetching:
-            self._fetching.remove(arrival)
+        if inbound.fail(error):
+            inbound.give_back()
+        elif inbound in self._fetching:
+            self._fetching.remove(inbound)
 
     def _post(self, message: Message) -> None:
         """For finalizers: no lock, no socket."""
@@ -265,17 +265,17 @@ class RemoteSession(Session):
     def _release(self, message: Message) -> None:
         """Say it, then bring the memory back: with the last block a closed link ends."""
         assert isinstance(message, Release)
-        arrival = self._arrivals.pop(message.want, None)
+        inbound = self._inbound_transfers.pop(message.get_id, None)
         self._say(message)
-        if arrival is not None:
-            if arrival in self._fetching:
-                self._fetching.remove(arrival)
+        if inbound is not None:
+            if inbound in self._fetching:
+                self._fetching.remove(inbound)
             self._speak()  # not `flush`: it listens, and an offer would find the block still taken
-            arrival.let_go()
+            inbound.let_go()
 
     def _say(self, message: Message) -> None:
         self._outbox.append(message)
-        if not self._loop.is_here or len(self._outbox) == 1:
+        if not self._loop.is_own_thread or len(self._outbox) == 1:
             self._loop.call(self.flush)
 
     def flush(self) -> None:
@@ -297,7 +297,7 @@ class RemoteConsumer(SessionConsumer):
         self._leaving = self._finished = False
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
-            self._store = ReceivePool(
+            self._receive_pool = ReceivePool(
                 options.quota, self._loop, self._emptied, prefault=options.prefault
             )
         except BaseException:
@@ -308,7 +308,7 @@ class RemoteConsumer(SessionConsumer):
         """Close what subclasses opened; in the loop, once."""
 
     def health(self) -> dict[str, Any]:
-        return {**super().health(), "memory": self._store.stats()}
+        return {**super().health(), "memory": self._receive_pool.stats()}
 
     def close(self) -> None:
         is_first = not self._closed and os.getpid() == self._pid
@@ -316,7 +316,7 @@ class RemoteConsumer(SessionConsumer):
         if not is_first:
             return
         self._loop.call(partial(self._loop.call, self._leave))  # after what the session gives back
-        if not self._loop.is_here:  # else a forgotten link, collected in this very thread
+        if not self._loop.is_own_thread:  # else a forgotten link, collected in this very thread
             self._left.wait()
             if self._finished:
                 self._loop.stop()
@@ -324,7 +324,7 @@ class RemoteConsumer(SessionConsumer):
     def _leave(self) -> None:
         """Go now, or with the last view."""
         self._leaving = True
-        if not self._store.blocks:
+        if not self._receive_pool.blocks:
             self._finish()
         self._left.set()
 
@@ -339,7 +339,7 @@ class RemoteConsumer(SessionConsumer):
         if isinstance(self._session, RemoteSession):
             self._session.end(closed_here(self._url))
         self._shut()
-        self._store.close()
+        self._receive_pool.close()
         self._loop.stop()
 
     def _crashed(self, error: BaseException) -> None:

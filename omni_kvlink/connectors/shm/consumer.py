@@ -119,7 +119,7 @@ class ShmSession(MappedSession):
         self._channel.send(message)
 
     def close(self) -> None:
-        if self._loop.is_here:  # a forgotten link, collected in this very thread
+        if self._loop.is_own_thread:  # a forgotten link, collected in this very thread
             self._leave()
             return
         self._loop.call(self._leave)
@@ -164,8 +164,8 @@ class ShmSession(MappedSession):
     def _leave(self) -> None:
         """Wait for nothing more; go now, or with the last view."""
         self._leaving = True
-        for wanted in self.inbox.end(closed_here(self._url)):
-            self._channel.send(Cancel(wanted.number))
+        for get_state in self.inbox.end(closed_here(self._url)):
+            self._channel.send(Cancel(get_state.number))
         if not self._held:
             self._end(closed_here(self._url))
         self._left.set()
@@ -175,8 +175,8 @@ class ShmSession(MappedSession):
 
     def _rearm(self) -> None:
         if not self._over:
-            wanted = READ if self._channel.flush() else READ | WRITE
-            self._loop.watch(self._channel, wanted, self._on_events)
+            get_state = READ if self._channel.flush() else READ | WRITE
+            self._loop.watch(self._channel, get_state, self._on_events)
 
     def _on_events(self, events: int) -> None:
         if events & WRITE:

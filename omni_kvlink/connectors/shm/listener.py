@@ -33,8 +33,8 @@ MAX_PEERS = 1024
 class ShmPeerConnection(PeerHandle):
     """A connected peer: its channel, its life, which arenas it has."""
 
-    def __init__(self, door: ShmListener, channel: ShmChannel, pid: int, refusal: str):
-        super().__init__(door)
+    def __init__(self, listener: ShmListener, channel: ShmChannel, pid: int, refusal: str):
+        super().__init__(listener)
         self.channel, self.pid, self.refusal = channel, pid, refusal
         self.pidfd = readable_pidfd(pid) if pid > 0 else -1
         self.arenas: set[int] = set()
@@ -50,13 +50,13 @@ class ShmPeerConnection(PeerHandle):
 class ShmListener(Listener):
     """Readers map the producer's memory files; these have no names, so none can be left."""
 
-    ways = ("shm",)
+    transports = ("shm",)
 
     def __init__(self, name: str, directory: str, producer: PooledProducer):
         self._producer, self._loop = producer, producer.loop
         self._path = socket_path(name, directory)
         self._readers: set[ShmPeerConnection] = set()
-        self._ghosts: set[ShmPeerConnection] = set()
+        self._detached: set[ShmPeerConnection] = set()
         self._counts: Counter[str] = Counter()
         self._listener = listen(self._path)
 
@@ -72,7 +72,7 @@ class ShmListener(Listener):
 
     # Messages out
 
-    def say(self, reader: ShmPeerConnection, message: Message) -> None:
+    def send(self, reader: ShmPeerConnection, message: Message) -> None:
         if isinstance(message, Offer):
             self._pass_memory(reader, message.location.arena)
         reader.channel.send(message)
@@ -127,8 +127,8 @@ class ShmListener(Listener):
             self._counts["too slow"] += 1
             self._drop(reader)
             return
-        wanted = READ if reader.channel.flush() else READ | WRITE
-        self._loop.watch(reader.channel, wanted, partial(self._on_events, reader))
+        get_state = READ if reader.channel.flush() else READ | WRITE
+        self._loop.watch(reader.channel, get_state, partial(self._on_events, reader))
 
     def _on_events(self, reader: ShmPeerConnection, events: int) -> None:
         if events & WRITE:
@@ -149,7 +149,7 @@ class ShmListener(Listener):
 
     def _on_reader_message(self, reader: ShmPeerConnection, message: Message) -> None:
         if reader.hello is not None:
-            self._producer.hear(reader, message)
+            self._producer.handle(reader, message)
         elif not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
         elif reader.refusal or agree(message.versions) is None:
@@ -166,7 +166,7 @@ class ShmListener(Listener):
         if reader in self._readers:
             self._on_events(reader, READ)
             self._drop(reader)
-        self._bury(reader)
+        self._add_tombstone(reader)
 
     def _drop(self, reader: ShmPeerConnection) -> None:
         """End a connection. A process that lives may still look at what it was offered."""
@@ -175,25 +175,25 @@ class ShmListener(Listener):
         self._readers.discard(reader)
         self._loop.unwatch(reader.channel)
         reader.channel.close()
-        self._ghosts.add(reader)
-        is_looking = self._producer.strand(reader)
+        self._detached.add(reader)
+        is_looking = self._producer.detach(reader)
         if not is_looking or reader.pidfd < 0:
-            self._bury(reader)
+            self._add_tombstone(reader)
 
-    def _bury(self, reader: ShmPeerConnection) -> None:
+    def _add_tombstone(self, reader: ShmPeerConnection) -> None:
         """Nobody looks any more: the memory that the reader saw may be reused."""
-        if reader in self._ghosts:
-            self._ghosts.discard(reader)
+        if reader in self._detached:
+            self._detached.discard(reader)
             if reader.pidfd >= 0:
                 self._loop.unwatch(reader.pidfd)
             reader.close()
-            self._producer.lose(reader)
+            self._producer.on_peer_lost(reader)
 
     def shut(self) -> None:
         for reader in list(self._readers):
             reader.channel.flush()
             self._drop(reader)
-        for reader in list(self._ghosts):
-            self._bury(reader)
+        for reader in list(self._detached):
+            self._add_tombstone(reader)
         self._loop.unwatch(self._listener)
         unlink(self._path, self._listener)

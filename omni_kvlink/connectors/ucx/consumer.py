@@ -22,10 +22,10 @@ class UcxConsumer(ZmqConsumer):
     """The reading end of `ucx://host:port`; one plane, whatever becomes of its sessions."""
 
     def __init__(self, address: str, options: Options):
-        self._plane: UcxTransport | None = None
+        self._ucx_transport: UcxTransport | None = None
         super().__init__(endpoint_of(address), options)
         try:
-            self._plane = UcxTransport(settings_of(self._endpoint, options))
+            self._ucx_transport = UcxTransport(settings_of(self._endpoint, options))
         except BaseException:
             self.close()
             raise
@@ -34,32 +34,39 @@ class UcxConsumer(ZmqConsumer):
         return {**super().health(), "ucx": self._must().stats()}
 
     def close(self) -> None:
-        if self._plane is not None and self._plane.is_here:  # a forgotten link, collected there
+        if (
+            self._ucx_transport is not None and self._ucx_transport.is_own_thread
+        ):  # a forgotten link, collected there
             threading.Thread(target=super().close, name="kvlink-close", daemon=True).start()
         else:
             super().close()
 
     def _make_session(self) -> UcxSession:
         return UcxSession(
-            self._must(), self._endpoint, self._options, self._context, self._loop, self._store
+            self._must(),
+            self._endpoint,
+            self._options,
+            self._context,
+            self._loop,
+            self._receive_pool,
         )
 
     def _shut(self) -> None:
         super()._shut()
-        if self._plane is not None:
-            self._plane.close()
+        if self._ucx_transport is not None:
+            self._ucx_transport.close()
 
     def _must(self) -> UcxTransport:
-        assert self._plane is not None
-        return self._plane
+        assert self._ucx_transport is not None
+        return self._ucx_transport
 
 
 class UcxSession(ZmqSession):
     """One connection: ZMQ's, and beside it one of UCX."""
 
-    def __init__(self, plane: UcxTransport, *base: Any):
+    def __init__(self, ucx_transport: UcxTransport, *base: Any):
         super().__init__(*base)
-        self._plane, self._tags = plane, Tags.new()
+        self._ucx_transport, self._tags = ucx_transport, Tags.new()
         self._peer: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}
 
@@ -81,39 +88,39 @@ class UcxSession(ZmqSession):
         unexpected(chunk)
 
     def _welcomed(self) -> None:
-        self._carry(Meet(self._plane.address, self._tags.secret))
+        self._carry(Meet(self._ucx_transport.address, self._tags.secret))
 
     def _meet(self, meet: Meet) -> None:
         if self._peer is not None:
             raise WireError(f"{self._url} said twice where it is")
-        self._peer = self._plane.connect(meet.address)
+        self._peer = self._ucx_transport.connect(meet.address)
         self.answer()
 
-    def _ask(self, arrival: InboundTransfer, start: int, stop: int) -> None:
+    def _ask(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Receive first: UCX throws away what nobody waits for."""
         assert self._peer is not None
-        want, region = arrival.offer.want, arrival.lend(start, stop)
-        tag = self._tags.of(want, arrival.offer.epoch, start, stop)
-        came = partial(self._came, want, start, stop - start)
+        get_id, region = inbound.offer.get_id, inbound.lend(start, stop)
+        tag = self._tags.of(get_id, inbound.offer.epoch, start, stop)
+        came = partial(self._came, get_id, start, stop - start)
         try:
-            request = self._plane.receive(
+            request = self._ucx_transport.receive(
                 self._peer, region, tag, lambda error: self._loop.call(partial(came, error))
             )
         except ClosedError as error:
             self._loop.call(partial(self.end, PeerLostError(f"{self._url}: {error}")))
             return
-        self._requests.setdefault(want, {})[start] = request
-        super()._ask(arrival, start, stop)
+        self._requests.setdefault(get_id, {})[start] = request
+        super()._ask(inbound, start, stop)
 
-    def _came(self, want: int, start: int, nbytes: int, error: BaseException | None) -> None:
+    def _came(self, get_id: int, start: int, nbytes: int, error: BaseException | None) -> None:
         """UCX is done with a piece; of a payload that was let go of, nobody cares."""
-        self._requests.get(want, {}).pop(start, None)
-        arrival = self._arrivals.get(want)
-        if arrival is None or self._over:
+        self._requests.get(get_id, {}).pop(start, None)
+        inbound = self._inbound_transfers.get(get_id)
+        if inbound is None or self._over:
             return
         try:
             if error is None:
-                arrival.landed(start, nbytes)
+                inbound.landed(start, nbytes)
             elif isinstance(error, WireError):
                 raise error
             elif not isinstance(error, TimeoutError):
@@ -124,12 +131,12 @@ class UcxSession(ZmqSession):
     def _release(self, message: Message) -> None:
         super()._release(message)
         assert isinstance(message, Release)
-        for request in self._requests.pop(message.want, {}).values():
+        for request in self._requests.pop(message.get_id, {}).values():
             with contextlib.suppress(ClosedError):
-                self._plane.abandon(request)
+                self._ucx_transport.abandon(request)
 
     def _hang_up(self) -> None:
         super()._hang_up()
         if self._peer is not None:
             with contextlib.suppress(ClosedError):
-                self._plane.disconnect(self._peer)
+                self._ucx_transport.disconnect(self._peer)

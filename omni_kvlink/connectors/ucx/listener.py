@@ -46,38 +46,38 @@ class UcxListener(ZmqListener):
     ):
         self._met: dict[ZmqPeerConnection, Met] = {}
         self._is_optional = optional
-        self.ways = ("ucx", "zmq") if optional else ("ucx",)
+        self.transports = ("ucx", "zmq") if optional else ("ucx",)
         super().__init__(endpoint, options, producer)
 
     def _bind(self, options: Options) -> None:
-        self._plane = UcxTransport(settings_of(self._endpoint, options))
+        self._ucx_transport = UcxTransport(settings_of(self._endpoint, options))
         try:
             super()._bind(options)
         except BaseException:
-            self._plane.close()
+            self._ucx_transport.close()
             raise
 
     def health(self) -> dict[str, Any]:
-        return {**super().health(), "ucx": self._plane.stats()}
+        return {**super().health(), "ucx": self._ucx_transport.stats()}
 
     def refuses(self, device: str) -> str:
-        if device == "cpu" or (device.startswith("cuda") and self._plane.has_cuda):
+        if device == "cpu" or (device.startswith("cuda") and self._ucx_transport.has_cuda):
             is_for_all = device == "cpu" or not self._is_optional
             return "" if is_for_all else "readers without UCX could not have it"
-        tls = self._plane.settings.transports
+        tls = self._ucx_transport.settings.transports
         return f"UCX has {tls} alone, ucx_tls='{tls},cuda_copy' reaches a GPU"
 
     @property
-    def is_here(self) -> bool:
-        return self._plane.is_here
+    def is_own_thread(self) -> bool:
+        return self._ucx_transport.is_own_thread
 
     # In the loop's thread
 
-    def _hear(self, reader: ZmqPeerConnection, message: Message) -> None:
+    def _handle(self, reader: ZmqPeerConnection, message: Message) -> None:
         if isinstance(message, Meet):
             self._meet(reader, message)
         elif reader in self._met or self._is_optional:
-            super()._hear(reader, message)
+            super()._handle(reader, message)
         else:
             self._count("bad message")
             self._turn_out(reader, "this link is ucx://, and it did not say where UCX reaches it")
@@ -87,23 +87,23 @@ class UcxListener(ZmqListener):
             raise WireError("a reader says once where it is")
         try:
             tags = Tags(meet.secret)
-            self._met[reader] = Met(self._plane.connect(meet.address), tags)
+            self._met[reader] = Met(self._ucx_transport.connect(meet.address), tags)
         except ClosedError as error:
             self._turn_out(reader, str(error))
         except ValueError as error:
             raise WireError(str(error)) from None
         else:
-            self._say(reader, [encode(Meet(self._plane.address))])
+            self._say(reader, [encode(Meet(self._ucx_transport.address))])
 
     def _answer(self, reader: ZmqPeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         met = self._met.get(reader)
         if met is None:
             super()._answer(reader, fetch, transfer)
             return
-        tag = met.tags.of(fetch.want, fetch.epoch, fetch.start, fetch.stop)
-        piece = self._take_off(reader, fetch, transfer, fetch.start, fetch.stop)
+        tag = met.tags.of(fetch.get_id, fetch.epoch, fetch.start, fetch.stop)
+        piece = self._borrow_piece(reader, fetch, transfer, fetch.start, fetch.stop)
         try:
-            self._plane.send(met.endpoint, piece, tag, partial(self._sent, reader))
+            self._ucx_transport.send(met.endpoint, piece, tag, partial(self._sent, reader))
         except ClosedError as error:
             self._cut_off(reader, str(error))
 
@@ -114,7 +114,7 @@ class UcxListener(ZmqListener):
 
     def _cut_off(self, reader: ZmqPeerConnection, why: str) -> None:
         """Control may still stand: the reader would wait in vain."""
-        with self._port.turn:
+        with self._socket.turn:
             if reader in self._met:
                 self._turn_out(reader, f"UCX does not reach it: {why}")
 
@@ -123,10 +123,10 @@ class UcxListener(ZmqListener):
         met = self._met.pop(reader, None)
         if met is not None:
             with contextlib.suppress(ClosedError):
-                self._plane.disconnect(met.endpoint)
+                self._ucx_transport.disconnect(met.endpoint)
 
     def shut(self) -> None:
         """Last words first: a reader that UCX lost already would not wait for them."""
         super().shut()
-        self._plane.close()
+        self._ucx_transport.close()
         self._met.clear()

@@ -31,9 +31,9 @@ class Tags:
     def new(cls) -> Tags:
         return cls(os.urandom(SECRET))
 
-    def of(self, want: int, epoch: int, start: int, stop: int) -> int:
-        """The tag of bytes `start…stop` of what was offered for `want` in `epoch`."""
-        numbers = _NUMBERS.pack(want, epoch, start, stop)
+    def of(self, get_id: int, epoch: int, start: int, stop: int) -> int:
+        """The tag of bytes `start…stop` of what was offered for `get_id` in `epoch`."""
+        numbers = _NUMBERS.pack(get_id, epoch, start, stop)
         return int.from_bytes(
             hashlib.blake2b(numbers, key=self.secret, digest_size=8).digest(), "little"
         )

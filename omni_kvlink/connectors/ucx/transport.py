@@ -117,7 +117,7 @@ class UcxTransport:
 
         Such memory is free when the peer has answered or is gone, or when the plane is closed.
         """
-        self._call(lambda: self._lose(endpoint, PeerLostError("disconnected here")))
+        self._call(lambda: self._on_peer_lost(endpoint, PeerLostError("disconnected here")))
 
     def send(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
         """Send all bytes of `memory` as one message.
@@ -150,9 +150,9 @@ class UcxTransport:
         return bool(self._facts["cuda"])
 
     @property
-    def is_here(self) -> bool:
+    def is_own_thread(self) -> bool:
         """Whether the caller is the plane's own thread."""
-        return self._loop.is_here
+        return self._loop.is_own_thread
 
     def stats(self) -> dict[str, Any]:
         """What UCX uses, and counts of requests, messages and quarantined bytes, as JSON values."""
@@ -264,7 +264,7 @@ class UcxTransport:
             return float("inf")
         posted = self._match(worker)
         self._harvest(worker)
-        self._bury(worker)
+        self._add_tombstone(worker)
         return now if posted or not worker.arm() else float("inf")
 
     def _match(self, worker: UcxWorker) -> bool:
@@ -303,7 +303,7 @@ class UcxTransport:
                 self._counts["finished"] += 1
                 request.finish(None)
 
-    def _bury(self, worker: UcxWorker) -> None:
+    def _add_tombstone(self, worker: UcxWorker) -> None:
         """Close the endpoints that are over and that UCX has no memory for.
 
         Not earlier: UCX calls a receive whose endpoint is closed cancelled, and then writes what
@@ -311,7 +311,7 @@ class UcxTransport:
         """
         for endpoint in [endpoint for endpoint in self._endpoints if not endpoint.handle.alive]:
             self._counts["lost"] += 1
-            self._lose(endpoint, PeerLostError("the UCX peer is gone"))
+            self._on_peer_lost(endpoint, PeerLostError("the UCX peer is gone"))
         if self._ending:
             busy = {request.endpoint for request in self._active}
             for endpoint in self._ending - busy:
@@ -319,7 +319,7 @@ class UcxTransport:
                 worker.disconnect(endpoint.handle)
                 endpoint.handle = None
 
-    def _lose(self, endpoint: UcxEndpoint, error: Exception) -> None:
+    def _on_peer_lost(self, endpoint: UcxEndpoint, error: Exception) -> None:
         """End an endpoint and fail all its requests."""
         if endpoint.error is not None:
             return

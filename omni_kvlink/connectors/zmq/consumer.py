@@ -74,7 +74,9 @@ class ZmqConsumer(RemoteConsumer):
         return session
 
     def _make_session(self) -> ZmqSession:
-        return ZmqSession(self._endpoint, self._options, self._context, self._loop, self._store)
+        return ZmqSession(
+            self._endpoint, self._options, self._context, self._loop, self._receive_pool
+        )
 
     def _interrupt(self) -> None:
         for session in self._dialled:
@@ -101,14 +103,14 @@ class ZmqSession(RemoteSession):
         options: Options,
         context: zmq.Context[Any],
         loop: EventLoop,
-        store: ReceivePool,
+        receive_pool: ReceivePool,
     ):
-        super().__init__(endpoint.url, loop, store)
+        super().__init__(endpoint.url, loop, receive_pool)
         self._endpoint, self._options, self._context = endpoint, options, context
         self.ready: Future[None] = Future()
-        self._port: MonitoredSocket | None = None
+        self._socket: MonitoredSocket | None = None
         self._hello = own_hello()
-        self.no_wait, self.ways = False, tuple[str, ...]()
+        self.no_wait, self.transports = False, tuple[str, ...]()
         self._greeted = self._was_there = self._is_known = self._is_gone = False
         self._problem = ""
 
@@ -136,7 +138,7 @@ class ZmqSession(RemoteSession):
         if self.ready.done() or self._over:
             return
         try:
-            self._port = MonitoredSocket(
+            self._socket = MonitoredSocket(
                 self._context,
                 zmq.DEALER,
                 self._loop,
@@ -145,10 +147,10 @@ class ZmqSession(RemoteSession):
                 self._on_quiet,
                 longest=max(CHUNK, MAX_MESSAGE),
             )
-            protect_client(self._port.socket, self._options)
-            self._port.socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
-            self._port.socket.connect(self._endpoint.text)
-            self._port.watch()
+            protect_client(self._socket.socket, self._options)
+            self._socket.socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
+            self._socket.socket.connect(self._endpoint.text)
+            self._socket.watch()
         except KVLinkError as error:
             self.answer(error)
         except zmq.ZMQError as error:
@@ -159,27 +161,27 @@ class ZmqSession(RemoteSession):
 
     def flush(self) -> None:
         super().flush()
-        if self._port is not None:
-            self._port.drain()
+        if self._socket is not None:
+            self._socket.drain()
 
     def _carry(self, message: Message) -> None:
-        assert self._port is not None
+        assert self._socket is not None
         try:
-            self._port.send([encode(message)])
+            self._socket.send([encode(message)])
         except zmq.ZMQError:
             self._outbox.clear()
             self.end(PeerLostError(f"{self._url}: the producer takes no more messages"))
 
     def _hang_up(self) -> None:
-        if self._port is not None:
-            self._port.close()
+        if self._socket is not None:
+            self._socket.close()
 
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._was_there, self._is_known = True, False
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._port is not None:
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._socket is not None:
             self._problem, self._is_known = "", True
-            _ = self._port.socket.EVENTS  # makes ZMQ notice that it may send now
+            _ = self._socket.socket.EVENTS  # makes ZMQ notice that it may send now
             self._carry(self._hello)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.answer(
@@ -224,7 +226,7 @@ class ZmqSession(RemoteSession):
         if hello.nonce == self._hello.nonce:
             self._redial()
             return
-        self._greeted, self.nonce, self.ways = True, hello.nonce, hello.ways
+        self._greeted, self.nonce, self.transports = True, hello.nonce, hello.transports
         self._welcomed()
 
     def _welcomed(self) -> None:
@@ -233,8 +235,8 @@ class ZmqSession(RemoteSession):
 
     def _redial(self) -> None:
         """The kernel joined our knocking with itself: it chose the port knocked at as our own."""
-        assert self._port is not None
-        self._port.close()
+        assert self._socket is not None
+        self._socket.close()
         self.dial()
 
 

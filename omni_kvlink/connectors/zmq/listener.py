@@ -51,8 +51,8 @@ class ZmqPeerConnection(PeerHandle):
         line: the connection once more: it outlives ZMQ's, to tell how that ended.
     """
 
-    def __init__(self, door: ZmqListener, identity: bytes, line: socket.socket):
-        super().__init__(door)
+    def __init__(self, listener: ZmqListener, identity: bytes, line: socket.socket):
+        super().__init__(listener)
         self.identity, self.line = identity, line
         self.asked: deque[FetchRange] = deque()
         self.flying = 0
@@ -78,7 +78,7 @@ class ZmqPeerConnection(PeerHandle):
 class ZmqListener(Listener):
     """A ROUTER that hands out payloads in chunks, as its readers ask for them."""
 
-    ways: tuple[str, ...] = ("zmq",)
+    transports: tuple[str, ...] = ("zmq",)
     most_ahead = 2 * WINDOW
     """Bytes of one reader that may be on their way, and again that may wait for that."""
 
@@ -92,7 +92,7 @@ class ZmqListener(Listener):
         self._outbox: deque[tuple[ZmqPeerConnection, Message]] = deque()
         self._counts: Counter[str] = Counter()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate: ZapAuth | None = None
+        self._zap_auth: ZapAuth | None = None
         try:
             self._bind(options)
         except BaseException:
@@ -102,8 +102,8 @@ class ZmqListener(Listener):
     def _bind(self, options: Options) -> None:
         if options.keys:
             refused = partial(self._count, "key")
-            self._gate = ZapAuth(self._context, options.peers, self._loop, refused)
-        self._port = MonitoredSocket(
+            self._zap_auth = ZapAuth(self._context, options.peers, self._loop, refused)
+        self._socket = MonitoredSocket(
             self._context,
             zmq.ROUTER,
             self._loop,
@@ -112,7 +112,7 @@ class ZmqListener(Listener):
             self._on_quiet,
             longest=MAX_MESSAGE,
         )
-        socket = self._port.socket
+        socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self._endpoint.is_ipv6))
         protect_server(socket, options)
@@ -120,9 +120,9 @@ class ZmqListener(Listener):
         self.bound_url = self._endpoint.address, self._address
 
     def open(self) -> None:
-        if self._gate is not None:
-            self._gate.watch()
-        self._port.watch()
+        if self._zap_auth is not None:
+            self._zap_auth.watch()
+        self._socket.watch()
 
     def health(self) -> dict[str, Any]:
         return {
@@ -136,23 +136,23 @@ class ZmqListener(Listener):
 
     # Messages out
 
-    def say(self, reader: ZmqPeerConnection, message: Message) -> None:
+    def send(self, reader: ZmqPeerConnection, message: Message) -> None:
         self._outbox.append((reader, message))
         self._loop.call(self._flush)
 
-    def hurry(self) -> None:
-        if self._outbox and self._port.turn.acquire(blocking=False):
+    def flush(self) -> None:
+        if self._outbox and self._socket.turn.acquire(blocking=False):
             try:
                 self._speak()
             finally:
-                self._port.turn.release()
-            self._loop.call(self._port.drain)
+                self._socket.turn.release()
+            self._loop.call(self._socket.drain)
 
     def _flush(self) -> None:
         if self._outbox:
-            with self._port.turn:
+            with self._socket.turn:
                 self._speak()
-            self._port.drain()
+            self._socket.drain()
 
     def _speak(self) -> None:
         """Messages leave in the order they were made, whichever thread made them."""
@@ -169,7 +169,7 @@ class ZmqListener(Listener):
         start, stop = message.first
         if stop - start > EAGER:
             return []
-        transfer = self._producer.leased(reader, message.want, message.epoch)
+        transfer = self._producer.leased(reader, message.get_id, message.epoch)
         if transfer is None:
             return []
         return [bytes(self._producer.piece(transfer, start, stop).view())]
@@ -178,7 +178,7 @@ class ZmqListener(Listener):
         self, reader: ZmqPeerConnection, frames: list[bytes | memoryview], *, copy: bool = True
     ) -> None:
         try:
-            self._port.send([reader.identity, *frames], copy=copy)
+            self._socket.send([reader.identity, *frames], copy=copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
                 self._count("too slow")
@@ -199,19 +199,19 @@ class ZmqListener(Listener):
             if reader is None:
                 self._greet(identity, frames[1], message)
             else:
-                self._hear(reader, message)
+                self._handle(reader, message)
         except WireError:
             self._count("bad message")
             if reader is not None:
                 self._turn_out(reader, "it sent what is no message of this protocol")
 
-    def _hear(self, reader: ZmqPeerConnection, message: Message) -> None:
+    def _handle(self, reader: ZmqPeerConnection, message: Message) -> None:
         if isinstance(message, FetchRange):
             self._on_fetch(reader, message)
             return
         if isinstance(message, Release):
-            self._forget_fetches(reader, message.want)
-        self._producer.hear(reader, message)
+            self._forget_fetches(reader, message.get_id)
+        self._producer.handle(reader, message)
 
     def _greet(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
@@ -228,9 +228,9 @@ class ZmqListener(Listener):
             self._see_off()
             return
         # The end of whoever had this descriptor before must be known before it gets a new owner.
-        self._port.hear_events()
+        self._socket.hear_events()
         descriptor = int(frame.get(zmq.SRCFD))
-        line = self._port.keep(descriptor) if descriptor in self._connected else None
+        line = self._socket.keep(descriptor) if descriptor in self._connected else None
         if line is None:
             return  # it went already
         reader = ZmqPeerConnection(self, identity, line)
@@ -246,7 +246,7 @@ class ZmqListener(Listener):
             if reader is not None:
                 if reader.ended_unread():
                     self._count("too long")
-                self._port.let_go(reader.line)
+                self._socket.let_go(reader.line)
                 self._leaving.append(reader)
             elif stranger:  # ZMQ does not say of each why it was refused
                 self._count("no greeting")
@@ -255,7 +255,7 @@ class ZmqListener(Listener):
 
     def _on_quiet(self) -> None:
         """Last words were heard: who is gone, is gone."""
-        with self._port.turn:
+        with self._socket.turn:
             while self._leaving:
                 self._drop(self._leaving.pop())
         self._flush()
@@ -264,7 +264,7 @@ class ZmqListener(Listener):
         if self._readers.get(reader.identity) is reader:
             del self._readers[reader.identity]
             reader.asked.clear()
-            self._producer.lose(reader)
+            self._producer.on_peer_lost(reader)
 
     def _turn_out(self, reader: ZmqPeerConnection, why: str) -> None:
         """ROUTER cannot end a connection: the reader is told to, as soon as it takes a message."""
@@ -275,7 +275,7 @@ class ZmqListener(Listener):
     def _see_off(self) -> None:
         for identity, why in list(self._unwelcome.items()):
             try:
-                self._port.send([identity, encode(Refused(why, PROTOCOL))])
+                self._socket.send([identity, encode(Refused(why, PROTOCOL))])
             except zmq.Again:
                 continue
             except zmq.ZMQError:
@@ -284,9 +284,9 @@ class ZmqListener(Listener):
 
     def tick(self, now: float) -> float:
         if self._unwelcome:
-            with self._port.turn:
+            with self._socket.turn:
                 self._see_off()
-            self._port.drain()
+            self._socket.drain()
         return now + _RETRY_SECONDS if self._unwelcome else float("inf")
 
     # Bytes out, in the loop's thread
@@ -298,21 +298,21 @@ class ZmqListener(Listener):
         reader.asked.append(fetch)
         self._pour(reader)
 
-    def _forget_fetches(self, reader: ZmqPeerConnection, want: int) -> None:
-        reader.asked = deque(fetch for fetch in reader.asked if fetch.want != want)
+    def _forget_fetches(self, reader: ZmqPeerConnection, get_id: int) -> None:
+        reader.asked = deque(fetch for fetch in reader.asked if fetch.get_id != get_id)
 
     def _pour(self, reader: ZmqPeerConnection) -> None:
         """Send what was asked for, unless too much of it waits on its way already."""
         while reader.asked and reader.flying < self.most_ahead:
             fetch = reader.asked.popleft()
-            transfer = self._producer.leased(reader, fetch.want, fetch.epoch)
+            transfer = self._producer.leased(reader, fetch.get_id, fetch.epoch)
             if transfer is None:
-                self._producer.exchange.counters["stale"] += 1
+                self._producer.transfers.counters["stale"] += 1
                 continue
             try:
                 self._answer(reader, fetch, transfer)
             except WireError as error:
-                if self._producer.leased(reader, fetch.want, fetch.epoch) is None:
+                if self._producer.leased(reader, fetch.get_id, fetch.epoch) is None:
                     continue  # it ended this very moment, and a caller's tensors with it
                 self._count("bad message")
                 self._turn_out(reader, f"it asked for {error}")
@@ -320,11 +320,13 @@ class ZmqListener(Listener):
 
     def _answer(self, reader: ZmqPeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         for start in range(fetch.start, fetch.stop, CHUNK):
-            piece = self._take_off(reader, fetch, transfer, start, min(fetch.stop, start + CHUNK))
-            header = encode(Chunk(fetch.want, fetch.epoch, start))
+            piece = self._borrow_piece(
+                reader, fetch, transfer, start, min(fetch.stop, start + CHUNK)
+            )
+            header = encode(Chunk(fetch.get_id, fetch.epoch, start))
             self._say(reader, [header, piece.view()], copy=False)
 
-    def _take_off(
+    def _borrow_piece(
         self,
         reader: ZmqPeerConnection,
         fetch: FetchRange,
@@ -333,19 +335,19 @@ class ZmqListener(Listener):
         stop: int,
     ) -> Region:
         """A piece of a payload to send from."""
-        landed, claim = partial(self._landed, reader), (reader, fetch.want)
-        piece = self._producer.take_off(transfer, claim, start, stop, landed)
+        landed, claim = partial(self._landed, reader), (reader, fetch.get_id)
+        piece = self._producer.borrow_piece(transfer, claim, start, stop, landed)
         reader.flying += piece.nbytes
         return piece
 
     def _landed(self, reader: ZmqPeerConnection, nbytes: int) -> None:
         """A piece was let go of: more may follow."""
-        with self._port.turn:
+        with self._socket.turn:
             reader.flying -= nbytes
             if not reader.asked:
                 return
             self._pour(reader)
-        self._port.drain()
+        self._socket.drain()
 
     # The end
 
@@ -357,10 +359,10 @@ class ZmqListener(Listener):
             return
         self._flush()
         for reader in filter(None, self._connected.values()):
-            self._port.let_go(reader.line)
-        self._port.close()
-        if self._gate is not None:
-            self._gate.close()
+            self._socket.let_go(reader.line)
+        self._socket.close()
+        if self._zap_auth is not None:
+            self._zap_auth.close()
         for reader in self._readers.values():
             reader.asked.clear()  # what lands later asks for no more
         self._readers.clear()

@@ -64,7 +64,7 @@ def test_what_comes_while_the_owner_speaks(context: zmq.Context[Any]) -> None:
 
 def test_what_comes_while_a_producer_sends(sockets: str) -> None:
     with KVLink.serve(fresh_url("tcp", sockets)) as producer, greeted(producer.url) as peer:
-        peer.say(Get(1, "first"))
+        peer.send(Get(1, "first"))
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         end = producer._end
         holding, go_on = threading.Event(), threading.Event()
@@ -72,14 +72,14 @@ def test_what_comes_while_a_producer_sends(sockets: str) -> None:
         def hold() -> None:
             holding.set()
             go_on.wait(5)
-            swallow(end.doors[0]._port.socket)  # type: ignore[attr-defined]
+            swallow(end.listeners[0]._socket.socket)  # type: ignore[attr-defined]
 
         end.loop.call(hold)  # type: ignore[attr-defined]
         assert holding.wait(5)
         producer.fail("first", "so it goes")  # the loop will send this, and then must listen
-        peer.say(Get(2, "second"))
+        peer.send(Get(2, "second"))
         go_on.set()
-        assert isinstance(peer.hear()[0], Failed)
+        assert isinstance(peer.handle()[0], Failed)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the second was heard", 2)
 
 
@@ -96,7 +96,7 @@ def test_what_comes_while_a_reader_sends(sockets: str) -> None:
         def hold() -> None:
             holding.set()
             go_on.wait(5)
-            swallow(session._port.socket)
+            swallow(session._socket.socket)
 
         session._loop.call(hold)
         assert holding.wait(5)

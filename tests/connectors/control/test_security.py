@@ -55,7 +55,7 @@ def test_not_on_the_list_and_then_on_it(producer: KVLink, safe: Safe) -> None:
         KVLink.connect(producer.url, timeout=5, **how)
     assert producer.stats()["refused"]["key"] == 1
     assert producer.stats()["readers"] == 0
-    shutil.copy(safe.key("stranger.public"), safe.guests)
+    shutil.copy(safe.key("stranger.public"), safe.waiters)
     KVLink.connect(producer.url, timeout=5, **how).close()
 
 

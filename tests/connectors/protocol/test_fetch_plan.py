@@ -37,7 +37,7 @@ def everything(fetch: FetchPlan[str]) -> list[tuple[int, int]]:
 
 def test_in_order_and_in_chunks() -> None:
     fetch: FetchPlan[str] = FetchPlan(2 * CHUNK + 5)
-    fetch.want(0, fetch.nbytes, "all")
+    fetch.request(0, fetch.nbytes, "all")
     assert everything(fetch) == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
     assert fetch.unanswered == fetch.nbytes
     assert fetch.is_hungry
@@ -52,19 +52,19 @@ def test_in_order_and_in_chunks() -> None:
 
 def test_no_more_than_there_is_room_for() -> None:
     fetch: FetchPlan[str] = FetchPlan(3 * CHUNK)
-    fetch.want(0, fetch.nbytes, "all")
+    fetch.request(0, fetch.nbytes, "all")
     assert fetch.ask(CHUNK - 1) is None, "a sliver"
     assert fetch.ask(CHUNK) == (0, CHUNK)
 
 
 def test_what_was_wanted_before_is_not_asked_for_again() -> None:
     fetch: FetchPlan[str] = FetchPlan(100)
-    fetch.want(0, 20, "head")
-    fetch.want(10, 40, "layer")
+    fetch.request(0, 20, "head")
+    fetch.request(10, 40, "layer")
     assert everything(fetch) == [(0, 20), (20, 40)]
     fetch.came(0, 20)
     assert list(fetch.finished()) == ["head"]
-    fetch.want(0, 100, "all")
+    fetch.request(0, 100, "all")
     fetch.came(20, 20)
     assert list(fetch.finished()) == ["layer"]
     assert everything(fetch) == [(40, 100)]
@@ -74,12 +74,12 @@ def test_what_was_wanted_before_is_not_asked_for_again() -> None:
 
 def test_what_is_there_already_is_complete_at_once() -> None:
     fetch: FetchPlan[str] = FetchPlan(10)
-    fetch.want(3, 3, "nothing")
+    fetch.request(3, 3, "nothing")
     assert list(fetch.finished()) == ["nothing"]
-    fetch.want(0, 10, "all")
+    fetch.request(0, 10, "all")
     everything(fetch)
     fetch.came(0, 10)
-    fetch.want(2, 8, "again")
+    fetch.request(2, 8, "again")
     assert list(fetch.finished()) == ["all", "again"]
     assert fetch.ask(WINDOW) is None
 
@@ -90,8 +90,8 @@ def test_what_is_there_already_is_complete_at_once() -> None:
 )
 def test_what_nobody_asked_for_or_came_already(start: int, nbytes: int) -> None:
     fetch: FetchPlan[str] = FetchPlan(100)
-    fetch.want(0, 50, "half")
-    fetch.want(60, 70, "more")
+    fetch.request(0, 50, "half")
+    fetch.request(60, 70, "more")
     assert fetch.ask(WINDOW) == (0, 50)
     fetch.came(10, 5)
     with pytest.raises(WireError, match="came"):
@@ -103,7 +103,7 @@ def test_what_nobody_asked_for_or_came_already(start: int, nbytes: int) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (5, 4), (0, 11), (11, 11)])
 def test_a_want_lies_within_the_payload(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="of 10"):
-        FetchPlan[str](10).want(start, stop, "x")
+        FetchPlan[str](10).request(start, stop, "x")
 
 
 @given(
@@ -120,7 +120,7 @@ def test_any_order_of_arrival(seed: int, goals: list[tuple[int, int]]) -> None:
     while left or asked:
         if left and rng.random() < 0.4:
             number, (start, stop) = left.pop(0)
-            fetch.want(start, stop, number)
+            fetch.request(start, stop, number)
         while (span := fetch.ask(rng.choice([30, 400]))) is not None:
             asked += [(n, n + 1) for n in range(*span)]
         if asked:
@@ -128,8 +128,8 @@ def test_any_order_of_arrival(seed: int, goals: list[tuple[int, int]]) -> None:
             fetch.came(at[0], 1)
             there.add(at[0])
         told += fetch.finished()
-        wanted = [n for n, _ in enumerate(spans) if n not in [m for m, _ in left]]
-        full = {n for n in wanted if set(range(*spans[n])) <= there}
+        get_state = [n for n, _ in enumerate(spans) if n not in [m for m, _ in left]]
+        full = {n for n in get_state if set(range(*spans[n])) <= there}
         assert sorted(told) == sorted(full)
         while (span := fetch.ask(400)) is not None:
             asked += [(n, n + 1) for n in range(*span)]

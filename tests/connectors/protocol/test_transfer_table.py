@@ -15,11 +15,11 @@ def bench() -> Bench:
 
 
 def test_want_before_commit(bench: Bench) -> None:
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     assert bench.heard() == []
-    transfer = bench.exchange.reserve("k")
+    transfer = bench.transfers.reserve("k")
     assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
-    bench.exchange.commit(transfer, HERE, 1, 100.0)
+    bench.transfers.commit(transfer, HERE, 1, 100.0)
     assert bench.heard() == [("a", offer(1, transfer))]
     assert transfer.state is TransferState.LEASED
     bench.release("a", 1, transfer)
@@ -31,23 +31,23 @@ def test_want_before_commit(bench: Bench) -> None:
 def test_want_after_commit(bench: Bench) -> None:
     transfer = bench.put("k")
     assert transfer.state is TransferState.COMMITTED
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     assert bench.heard() == [("a", offer(1, transfer))]
 
 
 def test_want_while_it_is_written(bench: Bench) -> None:
-    bench.exchange.reserve("k")
-    bench.want("a", 1, "k")
+    bench.transfers.reserve("k")
+    bench.request("a", 1, "k")
     assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
 
 
 def test_offers_go_out_in_the_order_of_the_wants(bench: Bench) -> None:
     for number, peer in enumerate("cab"):
-        bench.want(peer, number, "k")
+        bench.request(peer, number, "k")
     transfer = bench.put("k", readers=2)
     assert bench.offers() == [("c", offer(0, transfer)), ("a", offer(1, transfer))]
-    assert bench.exchange.stats()["waiting"] == 1
-    bench.want("d", 9, "k")
+    assert bench.transfers.stats()["waiting"] == 1
+    bench.request("d", 9, "k")
     ((_, status),) = bench.heard()
     assert isinstance(status, Status)
     assert "every declared reader" in status.phase
@@ -55,8 +55,8 @@ def test_offers_go_out_in_the_order_of_the_wants(bench: Bench) -> None:
 
 def test_every_reader_must_let_go(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
-    bench.want("a", 1, "k")
-    bench.want("b", 1, "k")
+    bench.request("a", 1, "k")
+    bench.request("b", 1, "k")
     bench.release("a", 1, transfer)
     assert not transfer.settled.is_set()
     assert bench.freed == []
@@ -66,38 +66,38 @@ def test_every_reader_must_let_go(bench: Bench) -> None:
 
 def test_released_with_a_reader_missing_waits_for_it(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     bench.release("a", 1, transfer)
     assert transfer.state is TransferState.COMMITTED
-    bench.want("b", 1, "k")
+    bench.request("b", 1, "k")
     bench.release("b", 1, transfer)
     assert transfer.state is TransferState.RELEASED
 
 
 def test_one_peer_may_read_twice(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
-    bench.want("a", 1, "k")
-    bench.want("a", 2, "k")
+    bench.request("a", 1, "k")
+    bench.request("a", 2, "k")
     bench.release("a", 1, transfer)
     bench.release("a", 1, transfer)  # said twice
     assert transfer.state is TransferState.LEASED
-    assert bench.exchange.stats()["stale"] == 1
+    assert bench.transfers.stats()["stale"] == 1
     bench.release("a", 2, transfer)
     assert transfer.state is TransferState.RELEASED
 
 
 def test_stale_words_change_nothing(bench: Bench) -> None:
     first = bench.put("k")
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     bench.release("a", 1, first)
     second = bench.put("k")
-    bench.want("b", 1, "k")
+    bench.request("b", 1, "k")
     for peer, number, transfer in (("a", 1, first), ("a", 1, second), ("b", 2, second)):
         for outcome in ("read", "unread", "rejected"):
             bench.release(peer, number, transfer, outcome)
     assert second.state is TransferState.LEASED
     assert bench.freed == [first]
-    assert bench.exchange.stats()["stale"] == 9
+    assert bench.transfers.stats()["stale"] == 9
 
 
 def test_epochs_never_come_twice(bench: Bench) -> None:
@@ -105,7 +105,7 @@ def test_epochs_never_come_twice(bench: Bench) -> None:
     for _ in range(5):
         transfer = bench.put("k")
         epochs.append(transfer.epoch)
-        bench.want("a", 1, "k")
+        bench.request("a", 1, "k")
         bench.release("a", 1, transfer)
     assert len(set(epochs)) == 5
     assert 0 not in epochs, "an empty slot's commit word is 0"
@@ -113,36 +113,36 @@ def test_epochs_never_come_twice(bench: Bench) -> None:
 
 def test_lost_reader_is_replaced(bench: Bench) -> None:
     transfer = bench.put("k")
-    bench.want("a", 1, "k")
-    bench.want("b", 1, "k")
+    bench.request("a", 1, "k")
+    bench.request("b", 1, "k")
     bench.heard()
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert bench.heard() == [("b", offer(1, transfer))]
-    assert bench.exchange.stats()["redelivered"] == 1
+    assert bench.transfers.stats()["redelivered"] == 1
     bench.release("a", 1, transfer)  # its last words come late
     assert transfer.state is TransferState.LEASED
 
 
 def test_lost_reader_leaves_it_to_the_next(bench: Bench) -> None:
     transfer = bench.put("k", expires=10.0)
-    bench.want("a", 1, "k")
-    bench.want("a", 2, "other")
-    bench.exchange.lost("a")
+    bench.request("a", 1, "k")
+    bench.request("a", 2, "other")
+    bench.transfers.lost("a")
     assert transfer.state is TransferState.COMMITTED
-    assert bench.exchange.stats()["waiting"] == 0
-    assert bench.exchange.tick(5.0) == 10.0
-    bench.exchange.tick(10.0)
+    assert bench.transfers.stats()["waiting"] == 0
+    assert bench.transfers.tick(5.0) == 10.0
+    bench.transfers.tick(10.0)
     assert transfer.state is TransferState.EXPIRED
     assert bench.freed == [transfer]
 
 
 def test_leaving_reader_keeps_what_it_holds(bench: Bench) -> None:
     transfer = bench.put("k")
-    bench.want("a", 1, "k")
-    bench.want("a", 2, "other")
-    bench.exchange.leave("a")
+    bench.request("a", 1, "k")
+    bench.request("a", 2, "other")
+    bench.transfers.leave("a")
     assert transfer.state is TransferState.LEASED
-    assert bench.exchange.stats()["waiting"] == 0
+    assert bench.transfers.stats()["waiting"] == 0
     bench.release("a", 1, transfer)
     assert transfer.state is TransferState.RELEASED
 
@@ -151,70 +151,70 @@ def test_leaving_reader_keeps_what_it_holds(bench: Bench) -> None:
 def test_what_a_stranded_reader_sees_is_not_reused(bench: Bench, end: str) -> None:
     """It is delivered again and ends as it would; its memory waits for the reader's death."""
     transfer = bench.put("k", expires=10.0)
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     bench.heard()
-    assert bench.exchange.strand("a")
+    assert bench.transfers.detach("a")
     assert transfer.state is TransferState.COMMITTED
     if end == "released":
-        bench.want("b", 7, "k")
+        bench.request("b", 7, "k")
         assert bench.heard() == [("b", offer(7, transfer))]
         bench.release("b", 7, transfer)
     elif end == "expired":
-        bench.exchange.tick(10.0)
+        bench.transfers.tick(10.0)
     else:
-        bench.exchange.fail("k", "no", "failed", 1.0)
+        bench.transfers.fail("k", "no", "failed", 1.0)
     assert transfer.state.value == end
     assert transfer.settled.is_set()
     assert bench.freed == []
     bench.release("a", 1, transfer)  # too late to count
     assert bench.freed == []
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert bench.freed == [transfer]
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert bench.freed == [transfer]
 
 
 def test_a_dead_stranger_does_not_free_what_is_on_its_way(bench: Bench) -> None:
     transfer = bench.put("k")
-    bench.want("a", 1, "k")
-    bench.exchange.strand("a")
-    bench.exchange.lost("a")
+    bench.request("a", 1, "k")
+    bench.transfers.detach("a")
+    bench.transfers.lost("a")
     assert bench.freed == []
-    bench.want("b", 7, "k")
+    bench.request("b", 7, "k")
     bench.release("b", 7, transfer)
     assert bench.freed == [transfer]
-    assert not bench.exchange.strand("b")
+    assert not bench.transfers.detach("b")
 
 
 def test_unread_goes_to_the_next(bench: Bench) -> None:
     transfer = bench.put("k")
-    bench.want("a", 1, "k")
-    bench.want("b", 7, "k")
+    bench.request("a", 1, "k")
+    bench.request("b", 7, "k")
     bench.heard()
     bench.release("a", 1, transfer, "unread")
     assert bench.heard() == [("b", offer(7, transfer))]
 
 
 def test_unwant(bench: Bench) -> None:
-    bench.want("a", 1, "k")
-    bench.want("b", 1, "k")
-    bench.exchange.unwant("a", 1)
-    bench.exchange.unwant("a", 1)
-    bench.exchange.unwant("c", 5)
+    bench.request("a", 1, "k")
+    bench.request("b", 1, "k")
+    bench.transfers.cancel("a", 1)
+    bench.transfers.cancel("a", 1)
+    bench.transfers.cancel("c", 5)
     transfer = bench.put("k")
     assert bench.offers() == [("b", offer(1, transfer))]
 
 
 def test_unwant_gives_back_what_was_offered(bench: Bench) -> None:
     """A reader that closes says no more than this: it never looks at the offer on its way."""
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     transfer = bench.put("k")
-    bench.want("b", 7, "k")
+    bench.request("b", 7, "k")
     bench.heard()
-    bench.exchange.unwant("a", 2)
+    bench.transfers.cancel("a", 2)
     assert bench.heard() == []
-    bench.exchange.unwant("a", 1)
+    bench.transfers.cancel("a", 1)
     assert bench.heard() == [("b", offer(7, transfer))]
     bench.release("a", 1, transfer, "unread")  # the same once more, in the reader's own words
-    assert bench.exchange.stats()["stale"] == 1
-    assert not bench.exchange.strand("a")
+    assert bench.transfers.stats()["stale"] == 1
+    assert not bench.transfers.detach("a")

@@ -20,11 +20,11 @@ def bench() -> Bench:
 def test_expiry(bench: Bench) -> None:
     bench.put("late", expires=20.0)
     transfer = bench.put("k", expires=10.0)
-    assert bench.exchange.tick(9.9) == 10.0
+    assert bench.transfers.tick(9.9) == 10.0
     assert transfer.state is TransferState.COMMITTED
-    assert bench.exchange.tick(10.0) == 20.0
+    assert bench.transfers.tick(10.0) == 20.0
     assert transfer.state is TransferState.EXPIRED
-    bench.want("a", 1, "k", 11.0)
+    bench.request("a", 1, "k", 11.0)
     ((_, failed),) = bench.heard()
     assert isinstance(failed, Failed)
     assert failed.ending == "expired"
@@ -32,8 +32,8 @@ def test_expiry(bench: Bench) -> None:
 
 def test_expiry_spares_who_reads(bench: Bench) -> None:
     transfer = bench.put("k", readers=2, expires=10.0)
-    bench.want("a", 1, "k")
-    bench.exchange.tick(10.0)
+    bench.request("a", 1, "k")
+    bench.transfers.tick(10.0)
     assert transfer.state is TransferState.EXPIRED
     assert bench.freed == [], "freed under a reader"
     bench.release("a", 1, transfer)
@@ -42,54 +42,54 @@ def test_expiry_spares_who_reads(bench: Bench) -> None:
 
 def test_fully_leased_does_not_expire(bench: Bench) -> None:
     transfer = bench.put("k", expires=10.0)
-    bench.want("a", 1, "k")
-    assert bench.exchange.tick(99.0) == float("inf")
+    bench.request("a", 1, "k")
+    assert bench.transfers.tick(99.0) == float("inf")
     assert transfer.state is TransferState.LEASED
-    bench.exchange.lost("a")
-    bench.exchange.tick(99.0)
+    bench.transfers.lost("a")
+    bench.transfers.tick(99.0)
     assert transfer.state is TransferState.EXPIRED
 
 
 def test_tombstone_answers_until_it_is_old(bench: Bench) -> None:
-    bench.want("a", 1, "k")
-    bench.exchange.fail("k", "why", "failed", 0.0)
+    bench.request("a", 1, "k")
+    bench.transfers.fail("k", "why", "failed", 0.0)
     assert bench.heard() == [("a", Failed(1, "why", "failed"))]
-    bench.want("a", 2, "k", 1.0)
+    bench.request("a", 2, "k", 1.0)
     assert bench.heard() == [("a", Failed(2, "why", "failed"))]
-    bench.exchange.tick(TOMBSTONE_SECONDS)
-    bench.want("a", 3, "k", TOMBSTONE_SECONDS)
+    bench.transfers.tick(TOMBSTONE_SECONDS)
+    bench.request("a", 3, "k", TOMBSTONE_SECONDS)
     assert bench.heard() == []
 
 
 def test_tombstone_ends_with_the_next_put(bench: Bench) -> None:
-    bench.exchange.fail("k", "why", "failed", 0.0)
-    bench.exchange.reserve("k")
-    bench.want("a", 1, "k", 1.0)
+    bench.transfers.fail("k", "why", "failed", 0.0)
+    bench.transfers.reserve("k")
+    bench.request("a", 1, "k", 1.0)
     assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
 
 
 def test_tombstones_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
     for number in range(5):
-        bench.exchange.fail(f"k{number}", "why", "failed", float(number))
+        bench.transfers.fail(f"k{number}", "why", "failed", float(number))
     for number in range(5):
-        bench.want("a", number, f"k{number}", 5.0)
-    assert [said.want for _, said in bench.heard() if isinstance(said, Failed)] == [2, 3, 4]
+        bench.request("a", number, f"k{number}", 5.0)
+    assert [said.get_id for _, said in bench.heard() if isinstance(said, Failed)] == [2, 3, 4]
 
 
 def test_wants_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WANTS", 3)
     for number in range(5):
-        bench.want("a", number, "same")
+        bench.request("a", number, "same")
     assert [type(said) for _, said in bench.heard()] == [Failed, Failed]
     for number in range(5):
-        bench.want("b", number, f"k{number}")
+        bench.request("b", number, f"k{number}")
     assert [type(said) for _, said in bench.heard()] == [Failed, Failed, Failed]
 
 
 def test_long_reasons_are_cut(bench: Bench) -> None:
-    bench.exchange.fail("k", "x" * 10_000, "failed", 0.0)
-    bench.want("a", 1, "k", 0.0)
+    bench.transfers.fail("k", "x" * 10_000, "failed", 0.0)
+    bench.request("a", 1, "k", 0.0)
     ((_, failed),) = bench.heard()
     assert isinstance(failed, Failed)
     assert len(failed.reason) == 4096
@@ -97,8 +97,8 @@ def test_long_reasons_are_cut(bench: Bench) -> None:
 
 def test_fail_while_leased(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
-    bench.want("a", 1, "k")
-    bench.exchange.fail("k", "why", "failed", 0.0)
+    bench.request("a", 1, "k")
+    bench.transfers.fail("k", "why", "failed", 0.0)
     assert transfer.settled.is_set()
     assert bench.freed == []
     again = bench.put("k")
@@ -109,14 +109,14 @@ def test_fail_while_leased(bench: Bench) -> None:
 
 def test_late_rejection_spares_the_next_payload_of_the_key(bench: Bench) -> None:
     first = bench.put("k")
-    bench.want("a", 1, "k")
-    bench.exchange.fail("k", "why", "failed", 0.0)
+    bench.request("a", 1, "k")
+    bench.transfers.fail("k", "why", "failed", 0.0)
     second = bench.put("k")
     bench.release("a", 1, first, "rejected")
     assert second.state is TransferState.COMMITTED
-    assert bench.exchange.stats()["failed"] == 1, "counted twice"
+    assert bench.transfers.stats()["failed"] == 1, "counted twice"
     bench.heard()
-    bench.want("b", 1, "k", 1.0)
+    bench.request("b", 1, "k", 1.0)
     assert bench.heard() == [("b", offer(1, second))]
     assert bench.freed == [first]
 
@@ -124,12 +124,12 @@ def test_late_rejection_spares_the_next_payload_of_the_key(bench: Bench) -> None
 def test_rejection_fails_it_for_all(bench: Bench) -> None:
     transfer = bench.put("k", readers=3)
     for peer in "ab":
-        bench.want(peer, 1, "k")
+        bench.request(peer, 1, "k")
     bench.heard()
     bench.release("a", 1, transfer, "rejected")
     assert transfer.state is TransferState.FAILED
     assert transfer.reason == "a reader rejected it: bad"
-    bench.want("c", 1, "k", 1.0)
+    bench.request("c", 1, "k", 1.0)
     ((_, failed),) = bench.heard()
     assert isinstance(failed, Failed)
     assert bench.freed == []
@@ -139,22 +139,22 @@ def test_rejection_fails_it_for_all(bench: Bench) -> None:
 
 def test_abort_while_it_is_written(bench: Bench) -> None:
     """The writer still owns the memory; its commit is refused, its discard frees."""
-    transfer = bench.exchange.reserve("k")
-    bench.exchange.fail("k", "the user left", "aborted", 0.0)
+    transfer = bench.transfers.reserve("k")
+    bench.transfers.fail("k", "the user left", "aborted", 0.0)
     assert bench.freed == []
-    successor = bench.exchange.reserve("k")
+    successor = bench.transfers.reserve("k")
     with pytest.raises(TransferFailed, match="the user left"):
-        bench.exchange.commit(transfer, HERE, 1, 10.0)
-    bench.exchange.discard(transfer)
+        bench.transfers.commit(transfer, HERE, 1, 10.0)
+    bench.transfers.discard(transfer)
     assert bench.freed == [transfer]
-    bench.exchange.commit(successor, HERE, 1, 10.0)
+    bench.transfers.commit(successor, HERE, 1, 10.0)
     assert successor.state is TransferState.COMMITTED
 
 
 def test_discarded_reservation(bench: Bench) -> None:
-    bench.want("a", 1, "k")
-    transfer = bench.exchange.reserve("k")
-    bench.exchange.discard(transfer)
+    bench.request("a", 1, "k")
+    transfer = bench.transfers.reserve("k")
+    bench.transfers.discard(transfer)
     bench.heard()
     again = bench.put("k")
     assert bench.heard()[-1] == ("a", offer(1, again))
@@ -163,30 +163,30 @@ def test_discarded_reservation(bench: Bench) -> None:
 @pytest.mark.parametrize("state", ["reserved", "committed", "leased"])
 def test_duplicate_key(bench: Bench, state: str) -> None:
     if state == "reserved":
-        bench.exchange.reserve("k")
+        bench.transfers.reserve("k")
     else:
         bench.put("k")
     if state == "leased":
-        bench.want("a", 1, "k")
+        bench.request("a", 1, "k")
     with pytest.raises(DuplicateKeyError, match=f"'k'.*{state}"):
-        bench.exchange.reserve("k")
+        bench.transfers.reserve("k")
 
 
 def test_close_answers_everyone(bench: Bench) -> None:
     committed, leased = bench.put("c"), bench.put("l")
-    reserved = bench.exchange.reserve("r")
-    bench.want("a", 1, "l")
-    bench.want("a", 2, "w")
-    bench.want("b", 3, "r")
+    reserved = bench.transfers.reserve("r")
+    bench.request("a", 1, "l")
+    bench.request("a", 2, "w")
+    bench.request("b", 3, "r")
     bench.heard()
-    bench.exchange.close("good-bye")
+    bench.transfers.close("good-bye")
     said = sorted(bench.heard(), key=repr)
     assert said == [("a", Failed(2, "good-bye", "closed")), ("b", Failed(3, "good-bye", "closed"))]
     for transfer in (committed, leased, reserved):
         assert transfer.state is TransferState.FAILED
         assert transfer.settled.is_set()
     assert bench.freed == [committed]
-    bench.exchange.lost("a")
-    bench.exchange.discard(reserved)
+    bench.transfers.lost("a")
+    bench.transfers.discard(reserved)
     assert bench.freed == [committed, leased, reserved]
-    assert bench.exchange.stats()["live"] == 0
+    assert bench.transfers.stats()["live"] == 0

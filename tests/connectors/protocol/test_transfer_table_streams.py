@@ -17,20 +17,20 @@ class StreamBench(Bench):
     """The same with streams."""
 
     def begin(self, key: str = "k", readers: int = 1) -> Transfer:
-        transfer = self.exchange.reserve(key)
-        self.exchange.begin(transfer, HERE, DRAFT, readers)
+        transfer = self.transfers.reserve(key)
+        self.transfers.begin(transfer, HERE, DRAFT, readers)
         return transfer
 
     def follow(self, peer: str, number: int, key: str = "k") -> None:
         """Want the layers as they come."""
-        self.exchange.want(peer, number, key, 0.0, streamed=True)
+        self.transfers.request(peer, number, key, 0.0, streamed=True)
 
     def commit(self, transfer: Transfer, expires: float = 100.0) -> None:
-        self.exchange.commit(transfer, HERE, 99, expires)  # `begin` said how many readers
+        self.transfers.commit(transfer, HERE, 99, expires)  # `begin` said how many readers
 
     def failures(self) -> list[tuple[str, int, str]]:
         return [
-            (peer, said.want, said.reason)
+            (peer, said.get_id, said.reason)
             for peer, said in self.heard()
             if isinstance(said, Failed)
         ]
@@ -49,8 +49,8 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
     bench.follow("a", 1)
     transfer = bench.begin()
     assert transfer.state is TransferState.STREAMING
-    bench.exchange.announce(transfer, 0, K)
-    bench.exchange.announce(transfer, 2, V)
+    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
     assert bench.heard() == [
         ("a", Status(1, "announced, the producer is still writing it")),
@@ -69,19 +69,19 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
 def test_late_reader_hears_the_earlier_layers_first(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
-    bench.exchange.announce(transfer, 2, V)
+    bench.transfers.announce(transfer, 2, V)
     bench.heard()
     bench.follow("b", 7)
     assert bench.heard() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
-    bench.exchange.announce(transfer, 0, K)
+    bench.transfers.announce(transfer, 0, K)
     assert sorted(bench.heard(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
 
 
 def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
-    bench.want("a", 1, "k")
+    bench.request("a", 1, "k")
     bench.follow("b", 2)
-    bench.exchange.announce(transfer, 0, K)
+    bench.transfers.announce(transfer, 0, K)
     assert bench.heard() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("b", draft(2, transfer)),
@@ -98,7 +98,7 @@ def test_a_reader_of_layers_takes_a_whole_payload(bench: StreamBench) -> None:
     transfer = bench.put("k", readers=2)
     bench.follow("a", 1)
     stream = bench.begin("s")
-    bench.exchange.announce(stream, 0, K)
+    bench.transfers.announce(stream, 0, K)
     bench.commit(stream)
     bench.heard()
     bench.follow("b", 2, "s")
@@ -110,11 +110,11 @@ def test_no_more_readers_than_declared(bench: StreamBench) -> None:
     transfer = bench.begin(readers=1)
     bench.follow("a", 1)
     bench.follow("b", 2)
-    bench.want("c", 3, "k")
-    bench.exchange.announce(transfer, 0, K)
+    bench.request("c", 3, "k")
+    bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
     assert [peer for peer, said in bench.heard() if not isinstance(said, Status)] == ["a"] * 3
-    assert bench.exchange.stats()["waiting"] == 2
+    assert bench.transfers.stats()["waiting"] == 2
 
 
 @pytest.mark.parametrize("how", ["unread", "lost", "strand"])
@@ -122,47 +122,47 @@ def test_a_reader_that_is_lost_half_way_is_replaced(bench: StreamBench, how: str
     """The next one has the earlier layers too, while the writer goes on."""
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.want("w", 4, "k")
-    bench.exchange.announce(transfer, 0, K)
+    bench.request("w", 4, "k")
+    bench.transfers.announce(transfer, 0, K)
     bench.follow("b", 2)
     bench.heard()
     if how == "unread":
         bench.release("a", 1, transfer, "unread")
     elif how == "lost":
-        bench.exchange.lost("a")
+        bench.transfers.lost("a")
     else:
-        assert bench.exchange.strand("a")
+        assert bench.transfers.detach("a")
     assert bench.heard() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
     assert transfer.state is TransferState.STREAMING
-    assert bench.exchange.stats()["redelivered"] == 1
-    bench.exchange.announce(transfer, 2, V)
+    assert bench.transfers.stats()["redelivered"] == 1
+    bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
     assert bench.heard() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
     bench.release("b", 2, transfer)
     assert transfer.state is TransferState.RELEASED
     assert bench.freed == ([] if how == "strand" else [transfer])
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert bench.freed == [transfer]
 
 
 def test_the_last_reader_is_lost_and_the_stream_goes_on(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.exchange.lost("a")
-    bench.exchange.announce(transfer, 0, K)
+    bench.transfers.lost("a")
+    bench.transfers.announce(transfer, 0, K)
     assert transfer.state is TransferState.STREAMING
     bench.commit(transfer, expires=10.0)
     assert transfer.state is TransferState.COMMITTED
-    assert bench.exchange.tick(5.0) == 10.0
-    bench.exchange.tick(10.0)
+    assert bench.transfers.tick(5.0) == 10.0
+    bench.transfers.tick(10.0)
     assert transfer.state is TransferState.EXPIRED
     assert bench.freed == [transfer]
 
 
 def test_no_time_to_live_before_the_commit(bench: StreamBench) -> None:
     bench.begin()
-    assert bench.exchange.tick(1e6) == float("inf")
-    assert bench.exchange.stats()["expired"] == 0
+    assert bench.transfers.tick(1e6) == float("inf")
+    assert bench.transfers.stats()["expired"] == 0
 
 
 def test_commit_with_nobody_left(bench: StreamBench) -> None:
@@ -174,11 +174,11 @@ def test_commit_with_nobody_left(bench: StreamBench) -> None:
     assert transfer.state is TransferState.STREAMING
     assert not transfer.settled.is_set()
     assert bench.freed == []
-    bench.exchange.announce(transfer, 0, K)
+    bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
     assert transfer.state is TransferState.RELEASED
     assert bench.freed == [transfer]
-    assert bench.exchange.stats()["live"] == 0
+    assert bench.transfers.stats()["live"] == 0
 
 
 def test_commit_with_one_reader_missing(bench: StreamBench) -> None:
@@ -187,7 +187,7 @@ def test_commit_with_one_reader_missing(bench: StreamBench) -> None:
     bench.release("a", 1, transfer)
     bench.commit(transfer)
     assert transfer.state is TransferState.COMMITTED
-    bench.want("b", 2, "k")
+    bench.request("b", 2, "k")
     bench.release("b", 2, transfer)
     assert transfer.state is TransferState.RELEASED
 
@@ -196,14 +196,14 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     transfer = bench.begin(readers=3)
     bench.follow("a", 1)
     bench.follow("b", 2)
-    bench.want("c", 3, "k")
+    bench.request("c", 3, "k")
     bench.heard()
     bench.release("a", 1, transfer, "rejected")
     why = "a reader rejected it: bad"
     assert sorted(bench.failures()) == [("a", 1, why), ("b", 2, why), ("c", 3, why)]
     assert transfer.state is TransferState.FAILED
     for call in (
-        lambda: bench.exchange.announce(transfer, 0, K),
+        lambda: bench.transfers.announce(transfer, 0, K),
         lambda: bench.commit(transfer),
     ):
         with pytest.raises(TransferFailed, match="rejected it: bad"):
@@ -212,7 +212,7 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     assert bench.failures() == [("d", 4, why)]
     bench.release("b", 2, transfer)
     assert bench.freed == [], "freed under the writer"
-    bench.exchange.discard(transfer)
+    bench.transfers.discard(transfer)
     assert bench.freed == [transfer]
 
 
@@ -220,15 +220,15 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
 def test_who_reads_a_stream_is_told_of_its_failure(bench: StreamBench, ending: str) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
-    bench.want("b", 2, "k")
+    bench.request("b", 2, "k")
     bench.heard()
-    bench.exchange.fail("k", "why", ending, 0.0)  # type: ignore[arg-type]
+    bench.transfers.fail("k", "why", ending, 0.0)  # type: ignore[arg-type]
     assert sorted(bench.failures()) == [("a", 1, "why"), ("b", 2, "why")]
-    bench.exchange.discard(transfer)
+    bench.transfers.discard(transfer)
     assert bench.freed == [], "freed under a reader"
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
-    assert bench.exchange.stats()["failed"] == 1
+    assert bench.transfers.stats()["failed"] == 1
 
 
 def test_who_reads_what_was_committed_is_not_told(bench: StreamBench) -> None:
@@ -237,7 +237,7 @@ def test_who_reads_what_was_committed_is_not_told(bench: StreamBench) -> None:
     bench.follow("a", 1)
     bench.commit(transfer)
     bench.heard()
-    bench.exchange.fail("k", "why", "failed", 0.0)
+    bench.transfers.fail("k", "why", "failed", 0.0)
     assert bench.failures() == []
 
 
@@ -245,20 +245,20 @@ def test_discard_of_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
     bench.heard()
-    bench.exchange.discard(transfer)
+    bench.transfers.discard(transfer)
     assert bench.failures() == [("a", 1, "its producer gave it up")]
     assert transfer.state is TransferState.FAILED
-    bench.exchange.discard(transfer)
+    bench.transfers.discard(transfer)
     assert bench.freed == []
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert bench.freed == [transfer]
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_giving_up_tells_everyone_why(bench: StreamBench, begun: bool) -> None:
-    bench.want("a", 1, "k")
-    transfer = bench.begin() if begun else bench.exchange.reserve("k")
-    bench.exchange.give_up(transfer, "no layer 3", 0.0)
+    bench.request("a", 1, "k")
+    transfer = bench.begin() if begun else bench.transfers.reserve("k")
+    bench.transfers.give_up(transfer, "no layer 3", 0.0)
     bench.follow("b", 2)
     assert bench.failures() == [("a", 1, "no layer 3"), ("b", 2, "no layer 3")]
     assert transfer.state is TransferState.FAILED
@@ -268,27 +268,27 @@ def test_giving_up_tells_everyone_why(bench: StreamBench, begun: bool) -> None:
 
 def test_giving_up_too_late_spares_the_next_payload(bench: StreamBench) -> None:
     first = bench.begin()
-    bench.exchange.fail("k", "aborted", "aborted", 0.0)
+    bench.transfers.fail("k", "aborted", "aborted", 0.0)
     second = bench.begin()
     bench.follow("a", 1)
     bench.heard()
-    bench.exchange.give_up(first, "too late", 1.0)
+    bench.transfers.give_up(first, "too late", 1.0)
     assert bench.failures() == []
     assert second.state is TransferState.STREAMING
     assert bench.freed == [first]
     bench.commit(second)
-    bench.exchange.give_up(second, "after the commit", 2.0)
+    bench.transfers.give_up(second, "after the commit", 2.0)
     assert second.state is TransferState.LEASED
 
 
 def test_close_tells_who_reads_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
-    bench.want("b", 2, "k")
+    bench.request("b", 2, "k")
     bench.heard()
-    bench.exchange.close("good-bye")
+    bench.transfers.close("good-bye")
     assert sorted(bench.failures()) == [("a", 1, "good-bye"), ("b", 2, "good-bye")]
-    bench.exchange.discard(transfer)
+    bench.transfers.discard(transfer)
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
 
@@ -296,23 +296,23 @@ def test_close_tells_who_reads_a_stream(bench: StreamBench) -> None:
 def test_duplicate_key_of_a_stream(bench: StreamBench) -> None:
     bench.begin()
     with pytest.raises(DuplicateKeyError, match=r"'k'.*streaming"):
-        bench.exchange.reserve("k")
+        bench.transfers.reserve("k")
 
 
 @pytest.mark.parametrize("last", ["reader", "engine", "stranded"])
 def test_lent_memory_waits_for_the_last_of_all(bench: StreamBench, last: str) -> None:
-    transfer = bench.exchange.reserve("k")
-    bench.exchange.lend(transfer)
-    bench.exchange.commit(transfer, HERE, 1, 100.0)
-    bench.want("a", 1, "k")
+    transfer = bench.transfers.reserve("k")
+    bench.transfers.lend(transfer)
+    bench.transfers.commit(transfer, HERE, 1, 100.0)
+    bench.request("a", 1, "k")
     if last == "stranded":
-        bench.exchange.strand("a")
-        bench.exchange.fail("k", "why", "failed", 0.0)
-        bench.exchange.give_back(transfer)
+        bench.transfers.detach("a")
+        bench.transfers.fail("k", "why", "failed", 0.0)
+        bench.transfers.give_back(transfer)
         assert bench.freed == []
-        bench.exchange.lost("a")
+        bench.transfers.lost("a")
     elif last == "reader":
-        bench.exchange.give_back(transfer)
+        bench.transfers.give_back(transfer)
         assert bench.freed == []
         bench.release("a", 1, transfer)
     else:
@@ -320,34 +320,34 @@ def test_lent_memory_waits_for_the_last_of_all(bench: StreamBench, last: str) ->
         assert transfer.state is TransferState.RELEASED
         assert transfer.settled.is_set()
         assert bench.freed == []
-        bench.exchange.give_back(transfer)
+        bench.transfers.give_back(transfer)
     assert bench.freed == [transfer]
 
 
 @pytest.mark.parametrize("end", ["discard", "abort", "close", "expiry"])
 def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
-    transfer = bench.exchange.reserve("k")
-    bench.exchange.lend(transfer)
+    transfer = bench.transfers.reserve("k")
+    bench.transfers.lend(transfer)
     if end == "expiry":
-        bench.exchange.commit(transfer, HERE, 1, 10.0)
-        bench.exchange.tick(10.0)
+        bench.transfers.commit(transfer, HERE, 1, 10.0)
+        bench.transfers.tick(10.0)
     elif end == "abort":
-        bench.exchange.fail("k", "why", "aborted", 0.0)
+        bench.transfers.fail("k", "why", "aborted", 0.0)
     elif end == "close":
-        bench.exchange.close("good-bye")
-    bench.exchange.discard(transfer)
+        bench.transfers.close("good-bye")
+    bench.transfers.discard(transfer)
     assert bench.freed == []
-    bench.exchange.give_back(transfer)
+    bench.transfers.give_back(transfer)
     assert bench.freed == [transfer]
 
 
 def test_lent_memory_given_back_early(bench: StreamBench) -> None:
     """The engine dropped its tensors before the put: nothing is freed under the writer."""
-    transfer = bench.exchange.reserve("k")
-    bench.exchange.lend(transfer)
-    bench.exchange.give_back(transfer)
+    transfer = bench.transfers.reserve("k")
+    bench.transfers.lend(transfer)
+    bench.transfers.give_back(transfer)
     assert bench.freed == []
-    bench.exchange.commit(transfer, HERE, 1, 100.0)
-    bench.want("a", 1, "k")
+    bench.transfers.commit(transfer, HERE, 1, 100.0)
+    bench.request("a", 1, "k")
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]

@@ -15,23 +15,23 @@ class Bench:
     def __init__(self) -> None:
         self.said: list[tuple[str, Message]] = []
         self.freed: list[Transfer] = []
-        self.exchange = TransferTable(self._send, self.freed.append)
+        self.transfers = TransferTable(self._send, self.freed.append)
 
     def _send(self, peer: object, message: Message) -> None:
         self.said.append((str(peer), message))
 
     def put(self, key: str, readers: int = 1, expires: float = 100.0) -> Transfer:
-        transfer = self.exchange.reserve(key)
-        self.exchange.commit(transfer, HERE, readers, expires)
+        transfer = self.transfers.reserve(key)
+        self.transfers.commit(transfer, HERE, readers, expires)
         return transfer
 
-    def want(self, peer: str, number: int, key: str, now: float = 0.0) -> None:
-        self.exchange.want(peer, number, key, now)
+    def request(self, peer: str, number: int, key: str, now: float = 0.0) -> None:
+        self.transfers.request(peer, number, key, now)
 
     def release(
         self, peer: str, number: int, transfer: Transfer, outcome: str = "read", now: float = 0.0
     ) -> None:
-        self.exchange.release(peer, number, transfer.epoch, outcome, "bad", now)  # type: ignore[arg-type]
+        self.transfers.release(peer, number, transfer.epoch, outcome, "bad", now)  # type: ignore[arg-type]
 
     def heard(self) -> list[tuple[str, Message]]:
         said, self.said = self.said, []

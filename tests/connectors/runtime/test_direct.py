@@ -83,20 +83,20 @@ class DirectBench(Bench):
         self._direct = direct
 
     def begin(self, readers: int = 1) -> Transfer:
-        transfer = self.exchange.reserve("k")
-        self.exchange.begin(transfer, HERE, HEADER, readers, self._direct)
-        self.exchange.announce(transfer, 0, (b"", b""))
+        transfer = self.transfers.reserve("k")
+        self.transfers.begin(transfer, HERE, HEADER, readers, self._direct)
+        self.transfers.announce(transfer, 0, (b"", b""))
         return transfer
 
     def follow(self, peer: str, number: int = 1) -> None:
-        self.exchange.want(peer, number, "k", 0.0, streamed=True)
+        self.transfers.request(peer, number, "k", 0.0, streamed=True)
 
     def take(self, transfer: Transfer, peer: str, number: int = 1) -> None:
-        self.exchange.took(transfer, (peer, number), HEADER, HEADER + FIRST)
-        self.exchange.took(transfer, (peer, number), START, NBYTES)
+        self.transfers.took(transfer, (peer, number), HEADER, HEADER + FIRST)
+        self.transfers.took(transfer, (peer, number), START, NBYTES)
 
     def commit(self, transfer: Transfer) -> None:
-        self.exchange.commit(transfer, HERE, 99, 100.0)
+        self.transfers.commit(transfer, HERE, 99, 100.0)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_lost_before_the_commit_it_goes_to_another(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.take(transfer, "a")
-    bench.exchange.lost("a")
+    bench.transfers.lost("a")
     assert not transfer.is_taken
     bench.follow("b")
     assert len(bench.offers()) == 2
@@ -146,8 +146,8 @@ def test_lost_before_the_commit_it_goes_to_another(bench: DirectBench) -> None:
 @pytest.mark.parametrize(
     "leave",
     [
-        lambda bench, transfer: bench.exchange.lost("a"),
-        lambda bench, transfer: bench.exchange.unwant("a", 1),
+        lambda bench, transfer: bench.transfers.lost("a"),
+        lambda bench, transfer: bench.transfers.cancel("a", 1),
         lambda bench, transfer: bench.release("a", 1, transfer, "unread"),
     ],
 )
@@ -164,7 +164,7 @@ def test_lost_after_the_commit_it_has_failed(
     bench.follow("b", 2)
     ((peer, said),) = bench.heard()
     assert isinstance(said, Failed)
-    assert (peer, said.want) == ("b", 2)
+    assert (peer, said.get_id) == ("b", 2)
     assert "the caller's again" in said.reason
 
 
@@ -182,7 +182,7 @@ def test_a_reader_that_wants_no_more_of_it_needs_none(bench: DirectBench) -> Non
 def test_what_has_ended_is_waited_for_no_more(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
-    bench.exchange.fail("k", "enough", "failed", 1.0)
+    bench.transfers.fail("k", "enough", "failed", 1.0)
     assert transfer.taken.is_set()
     with pytest.raises(TransferFailed, match="enough"):
         bench.commit(transfer)

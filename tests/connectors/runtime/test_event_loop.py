@@ -27,10 +27,10 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_call_runs_in_the_loop() -> None:
     loop, done, where = EventLoop("t"), threading.Event(), list[bool]()
-    loop.call(lambda: (where.append(loop.is_here), done.set()))  # type: ignore[func-returns-value]
+    loop.call(lambda: (where.append(loop.is_own_thread), done.set()))  # type: ignore[func-returns-value]
     assert done.wait(5)
     assert where == [True]
-    assert not loop.is_here
+    assert not loop.is_own_thread
     loop.stop()
 
 

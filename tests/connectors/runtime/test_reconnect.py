@@ -25,7 +25,7 @@ class Cable:
     """Carries bytes between two ports of this machine until it is cut; then it carries anew."""
 
     def __init__(self, port: int):
-        self._port = port
+        self._socket = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._ends = list[socket.socket]()
@@ -50,7 +50,7 @@ class Cable:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self._port))
+                far = socket.create_connection(("127.0.0.1", self._socket))
             except OSError:
                 near.close()
                 continue
@@ -171,12 +171,12 @@ def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
         KVLink.serve("shm://b", directory=sockets) as producer,
         KVLink.connect("shm://b", timeout=5, directory=sockets) as reader,
     ):
-        want = threading.Thread(target=lambda: reader.get("k", timeout=PATIENCE).release())
-        want.start()
+        get_id = threading.Thread(target=lambda: reader.get("k", timeout=PATIENCE).release())
+        get_id.start()
         until(lambda: waiting(producer), "the want arrived")
         end = producer._end
-        (peer,) = end.doors[0]._readers  # type: ignore[attr-defined]
-        end.loop.call(lambda: end.doors[0]._drop(peer))  # type: ignore[attr-defined]
+        (peer,) = end.listeners[0]._readers  # type: ignore[attr-defined]
+        end.loop.call(lambda: end.listeners[0]._drop(peer))  # type: ignore[attr-defined]
         until(lambda: reader.stats()["sessions"] == 2, "it came back")
         producer.put(Recipe("k").make()).wait(timeout=5)
-        want.join(5)
+        get_id.join(5)

@@ -35,24 +35,24 @@ UCX = pytest.param(
 
 
 @pytest.fixture(params=["tcp", UCX])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def field(way: str, battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=fresh_url(way, battlefield))
+def field(transport: str, battlefield: str) -> Iterator[Field]:
+    field = Field(battlefield, url=fresh_url(transport, battlefield))
     yield field
     field.close()
 
 
 @pytest.fixture
-def noticed(way: str) -> float:
+def noticed(transport: str) -> float:
     """Seconds from a kill to every survivor's answer."""
-    return 1.0 if way == "ucx" else 0.5
+    return 1.0 if transport == "ucx" else 0.5
 
 
-EACH = pytest.mark.parametrize("way", ["tcp", "ipc", UCX])
+EACH = pytest.mark.parametrize("transport", ["tcp", "ipc", UCX])
 
 
 # The producer dies

@@ -44,12 +44,12 @@ class Hostile:
         sock, _ = self._listener.accept()
         with sock:
             peer = Raw(sock)
-            peer.hear()
-            peer.say(own_hello())
-            want, _ = peer.hear()
-            assert isinstance(want, Get)
+            peer.handle()
+            peer.send(own_hello())
+            get_id, _ = peer.handle()
+            assert isinstance(get_id, Get)
             with contextlib.suppress(BrokenPipeError):
-                self._answer(peer, want)
+                self._answer(peer, get_id)
             peer.is_dropped()
 
     def __enter__(self) -> Hostile:
@@ -70,10 +70,10 @@ def arena(nbytes: int, *, sealed: bool = True, head: bytes = b"") -> int:
 
 
 def pass_arena(fd: int, *, claimed: int = 8192, location: Location | None = None, epoch: int = 3):  # type: ignore[no-untyped-def]
-    def answer(peer: Raw, want: Get) -> None:
-        peer.say(Memory(0, claimed), fd)
+    def answer(peer: Raw, get_id: Get) -> None:
+        peer.send(Memory(0, claimed), fd)
         os.close(fd)
-        peer.say(Offer(want.want, epoch, location or Location(0, 0, 1000)))
+        peer.send(Offer(get_id.get_id, epoch, location or Location(0, 0, 1000)))
 
     return answer
 
@@ -90,10 +90,10 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "not a memfd": (lambda: pass_arena(os.open("/dev/zero", os.O_RDONLY)), WireError),
     "a directory": (lambda: pass_arena(os.open("/", os.O_RDONLY)), WireError),
     "no arena": (
-        lambda: lambda peer, want: peer.say(Offer(want.want, 1, Location(5, 0, 100))),
+        lambda: lambda peer, get_id: peer.send(Offer(get_id.get_id, 1, Location(5, 0, 100))),
         WireError,
     ),
-    "no descriptor": (lambda: lambda peer, want: peer.say(Memory(0, 4096)), WireError),
+    "no descriptor": (lambda: lambda peer, get_id: peer.send(Memory(0, 4096)), WireError),
     "beyond": (lambda: pass_arena(arena(8192), location=Location(0, 4096, 8192)), WireError),
     "far beyond": (lambda: pass_arena(arena(8192), location=Location(0, 2**52, 100)), WireError),
     "huge": (lambda: pass_arena(arena(8192), location=Location(0, 0, 2**53)), WireError),
@@ -103,10 +103,10 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "another epoch": (lambda: pass_arena(arena(8192, head=_slot(2, 1000, 2))), IntegrityError),
     "another size": (lambda: pass_arena(arena(8192, head=_slot(3, 999, 3))), IntegrityError),
     "no payload": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 3))), WireError),
-    "garbage": (lambda: lambda peer, want: peer.say(b"\xff" * 100), WireError),
-    "too long": (lambda: lambda peer, want: peer.say(b"\xff" * 66_000), WireError),
-    "a want": (lambda: lambda peer, want: peer.say(Get(1, "k")), WireError),
-    "nothing": (lambda: lambda peer, want: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
+    "garbage": (lambda: lambda peer, get_id: peer.send(b"\xff" * 100), WireError),
+    "too long": (lambda: lambda peer, get_id: peer.send(b"\xff" * 66_000), WireError),
+    "a want": (lambda: lambda peer, get_id: peer.send(Get(1, "k")), WireError),
+    "nothing": (lambda: lambda peer, get_id: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
 }
 
 
@@ -127,8 +127,8 @@ def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None
     def answer() -> None:
         sock, _ = listener.accept()
         with sock:
-            Raw(sock).hear()
-            Raw(sock).say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+            Raw(sock).handle()
+            Raw(sock).send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
             Raw(sock).is_dropped()
 
     thread = threading.Thread(target=answer)

@@ -53,31 +53,31 @@ class Answer:
         self._epochs = other.get("epochs", (3, 3))
         self.heard: list[Message] = []
 
-    def __call__(self, peer: Raw, want: Get) -> None:
+    def __call__(self, peer: Raw, get_id: Get) -> None:
         fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, self._arena)
         epoch, written = self._epochs
         os.pwrite(fd, struct.pack("<8sQQQ", b"kvlslot1", written, PLAN.nbytes, 0), 0)
         os.pwrite(fd, self._header, 256 + PLAN.nbytes)
         seal(fd)
-        peer.say(Memory(0, self._arena), fd)
+        peer.send(Memory(0, self._arena), fd)
         os.close(fd)
-        peer.say(Offer(want.want, epoch, Location(0, 0, PLAN.nbytes), self._draft))
+        peer.send(Offer(get_id.get_id, epoch, Location(0, 0, PLAN.nbytes), self._draft))
         with contextlib.suppress(ConnectionError):
-            self._say(peer, want.want)
+            self._say(peer, get_id.get_id)
         for _ in range(2):  # what it did not read comes as a reset, before its last words
             with contextlib.suppress(OSError):
                 while True:
-                    self.heard.append(peer.hear()[0])
+                    self.heard.append(peer.handle()[0])
 
-    def _say(self, peer: Raw, want: int) -> None:
+    def _say(self, peer: Raw, get_id: int) -> None:
         for step in self._said:
             if isinstance(step, threading.Event):
                 step.wait(5)
             elif isinstance(step, str):
                 peer.sock.shutdown(socket.SHUT_RDWR)
             else:
-                peer.say(step(want))
+                peer.send(step(get_id))
 
     @property
     def rejections(self) -> list[str]:
@@ -85,7 +85,7 @@ class Answer:
 
 
 def layer(first: int, *digests: bytes) -> Callable[[int], Message]:
-    return lambda want: Layer(want, first, digests)
+    return lambda get_id: Layer(get_id, first, digests)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ FATAL = {
     "far out of range": [layer(2**53, *GOOD)],
     "twice": [layer(0, *GOOD)],
     "too many bytes": [layer(number, b"x" * 60_000) for number in range(2, 22)],
-    "what readers say": [lambda want: Get(want, "k")],
+    "what readers say": [lambda get_id: Get(get_id, "k")],
 }
 
 
@@ -189,17 +189,17 @@ def test_numbers_in_range_that_the_payload_has_not(sockets: str, path: str) -> N
 @pytest.mark.parametrize(
     ("last", "error"),
     [
-        (lambda want: Failed(want, "no more", "failed"), TransferFailed),
-        (lambda want: Failed(want, "no more", "closed"), PeerLostError),
+        (lambda get_id: Failed(get_id, "no more", "failed"), TransferFailed),
+        (lambda get_id: Failed(get_id, "no more", "closed"), PeerLostError),
     ],
 )
 def test_words_for_other_streams_change_nothing(
     sockets: str, path: str, last: Callable[[int], Message], error: type[KVLinkError]
 ) -> None:
     answer = Answer(
-        lambda want: Committed(want + 7),
-        lambda want: Layer(want + 7, 0, GOOD),
-        lambda want: Failed(want + 7, "not yours", "failed"),
+        lambda get_id: Committed(get_id + 7),
+        lambda get_id: Layer(get_id + 7, 0, GOOD),
+        lambda get_id: Failed(get_id + 7, "not yours", "failed"),
         layer(0, *GOOD),
         last,
         Committed,

@@ -23,15 +23,15 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -
     with KVLink.serve("shm://words", directory=sockets) as producer:
         out, layers = begin(producer, Recipe("s", layers=8))
         with greeted(producer.stats()["socket"]) as peer:
-            peer.say(Get(1, "s", True))
+            peer.send(Get(1, "s", True))
             until(lambda: producer.stats()["transfers"]["leased"] == 1, "it was offered")
-            _, fds = peer.hear()
-            offer, _ = peer.hear()
+            _, fds = peer.handle()
+            offer, _ = peer.handle()
             assert isinstance(offer, Offer)
             write(out, layers)
             gate = threading.Event()  # both come at once, as they do on a busy machine
             producer._end.loop.call(lambda: gate.wait(5) or None)  # type: ignore[union-attr]
-            peer.say(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
+            peer.send(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
             peer.sock.close()
             gate.set()
         _close(fds)

@@ -25,20 +25,20 @@ def cache(key: str, value: int) -> KVCacheTransferData:
 def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
     url = f"shm://living?directory={battlefield}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
-        want = reader.begin_get("a", timeout=5)  # before the time starts to run
+        get_id = reader.begin_get("a", timeout=5)  # before the time starts to run
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         first = producer.put(cache("a", 1), ttl=0.3)
-        delivery = want.wait(timeout=5)
+        delivery = get_id.wait(timeout=5)
         with reader.open_delivery(delivery, started=time.perf_counter(), verify="auto") as data:
             seen = data.layer_blocks["key_cache"][0]
         session = reader._end._session  # type: ignore[union-attr]
         if side == "reader":
             session._loop.call(session._channel.close)  # not while its thread reads
         else:
-            (peer,) = producer._end.doors[0]._readers  # type: ignore[union-attr]
-            producer._end.loop.call(lambda: producer._end.doors[0]._drop(peer))  # type: ignore[union-attr]
+            (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
+            producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
-                session.inbox.want("b").future.result(5)
+                session.inbox.request("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
             first.wait(timeout=5)
@@ -74,8 +74,8 @@ def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> 
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:
             seen = data.layer_blocks["key_cache"][0]
-        (peer,) = producer._end.doors[0]._readers  # type: ignore[union-attr]
-        producer._end.loop.call(lambda: producer._end.doors[0]._drop(peer))  # type: ignore[union-attr]
+        (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
+        producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
         with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
             assert int(data.layer_blocks["key_cache"][0].max()) == 1
         receipt.wait(timeout=5)

@@ -59,7 +59,7 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_before_the_greeting(producer: KVLink, path: str, garbage: bytes) -> None:
     with dialled(path) as peer:
-        peer.say(garbage)
+        peer.send(garbage)
         assert peer.is_dropped()
     assert producer.stats()["refused"] == {"bad message": 1}
     assert producer.stats()["readers"] == 0
@@ -87,7 +87,7 @@ def test_forbidden_after_the_greeting(
         KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
         greeted(path) as peer,
     ):
-        peer.say(message)
+        peer.send(message)
         assert peer.is_dropped()
         assert producer.stats()["refused"] == {"bad message": 1}
         receipt = producer.put(Recipe("k").make())
@@ -100,7 +100,7 @@ def test_forbidden_after_the_greeting(
 def test_descriptors_are_not_taken_from_readers(producer: KVLink, path: str) -> None:
     for number in (1, 4, 20):
         with greeted(path) as peer, open("/dev/null") as null:
-            peer.say(Get(1, "k"), *[null.fileno()] * number)
+            peer.send(Get(1, "k"), *[null.fileno()] * number)
             assert peer.is_dropped()
     assert producer.stats()["refused"] == {"bad message": 3}
 
@@ -110,15 +110,15 @@ def test_releases_of_what_was_never_offered(producer: KVLink, path: str) -> None
     with greeted(path) as peer:
         for epoch in range(5):
             for outcome in ("read", "unread", "rejected"):
-                peer.say(Release(1, epoch, outcome))  # type: ignore[arg-type]
+                peer.send(Release(1, epoch, outcome))  # type: ignore[arg-type]
         until(lambda: producer.stats()["transfers"]["stale"] == 15, "they were heard")
     assert receipt.state == "committed"
 
 
 def test_other_version_is_refused_by_the_producer(producer: KVLink, path: str) -> None:
     with dialled(path) as peer:
-        peer.say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
-        refused, _ = peer.hear()
+        peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+        refused, _ = peer.handle()
         assert type(refused).__name__ == "Refused"
         assert peer.is_dropped()
     assert producer.stats()["refused"] == {"other version": 1}
@@ -136,8 +136,8 @@ def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> Non
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             with dialled(path) as peer:
-                peer.say(own_hello())
-                refused, fds = peer.hear()
+                peer.send(own_hello())
+                refused, fds = peer.handle()
                 said = getattr(refused, "reason", "")
                 code = 0 if f"uid {NOBODY} may not read" in said and not fds else 2
         finally:
@@ -154,9 +154,9 @@ def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> Non
 def test_reader_cannot_change_the_memory(producer: KVLink, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
-        peer.say(Get(1, "k"))
-        memory, (fd,) = peer.hear()
-        offer, _ = peer.hear()
+        peer.send(Get(1, "k"))
+        memory, (fd,) = peer.handle()
+        offer, _ = peer.handle()
         assert isinstance(memory, Memory)
         assert isinstance(offer, Offer)
         assert fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
@@ -174,7 +174,7 @@ def test_reader_cannot_change_the_memory(producer: KVLink, path: str) -> None:
         with mmap.mmap(fd, memory.nbytes, prot=mmap.PROT_READ) as pages:
             assert bytes(pages[offer.location.offset :][:8]) == b"kvlslot1"
         os.close(fd)
-        peer.say(Release(1, offer.epoch, "read"))
+        peer.send(Release(1, offer.epoch, "read"))
         receipt.wait(timeout=5)
 
 
@@ -183,8 +183,8 @@ def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
         producer.put(Recipe("secret", seed=1).make())
         producer.put(Recipe("k", seed=2).make())
         with greeted(path) as peer:
-            peer.say(Get(1, "k"))
-            memory, (fd,) = peer.hear()
+            peer.send(Get(1, "k"))
+            memory, (fd,) = peer.handle()
             assert isinstance(memory, Memory)
             seen = os.pread(fd, memory.nbytes, 0)
             assert b'\\"request_id\\":\\"k\\"' in seen
@@ -195,12 +195,12 @@ def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
 def test_rejected_payload_is_reported(producer: KVLink, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
-        peer.say(Get(1, "k"))
-        _, (fd,) = peer.hear()
+        peer.send(Get(1, "k"))
+        _, (fd,) = peer.handle()
         os.close(fd)
-        offer, _ = peer.hear()
+        offer, _ = peer.handle()
         assert isinstance(offer, Offer)
-        peer.say(Release(1, offer.epoch, "rejected", "the bytes are bad"))
+        peer.send(Release(1, offer.epoch, "rejected", "the bytes are bad"))
         error = expect(TransferFailed, lambda: receipt.wait(timeout=5))
         assert "the bytes are bad" in error.reason
     until_freed(producer)

@@ -17,12 +17,12 @@ class Raw:
         self.sock = sock
         sock.settimeout(5)
 
-    def say(self, message: Message | bytes, *fds: int) -> None:
+    def send(self, message: Message | bytes, *fds: int) -> None:
         data = message if isinstance(message, bytes) else encode(message)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.sock.sendmsg([data], rights)
 
-    def hear(self) -> tuple[Message, list[int]]:
+    def handle(self) -> tuple[Message, list[int]]:
         data, fds, _, _ = socket.recv_fds(self.sock, 65536, 4)
         if not data:
             raise ConnectionError("closed")
@@ -45,6 +45,6 @@ def dialled(path: str) -> Iterator[Raw]:
 @contextlib.contextmanager
 def greeted(path: str) -> Iterator[Raw]:
     with dialled(path) as peer:
-        peer.say(own_hello())
-        peer.hear()
+        peer.send(own_hello())
+        peer.handle()
         yield peer

@@ -168,8 +168,8 @@ BAD: list[list[Message]] = [
 @pytest.mark.parametrize("said", BAD, ids=range(len(BAD)))
 def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message]) -> None:
     with greeted(producer) as peer:
-        peer.say(*map(encode, said))
-        assert isinstance(peer.hear()[0], Refused)
+        peer.send(*map(encode, said))
+        assert isinstance(peer.handle()[0], Refused)
         until(lambda: producer.stats()["readers"] == 0, "it was dropped")
     assert producer.stats()["refused"] == {"bad message": 1}
     with connect(producer.url) as reader:
@@ -180,31 +180,31 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message])
 def greeted(producer: KVLink) -> Iterator[Raw]:
     """A peer that shook hands, and says next what it likes."""
     with dialled(producer.url.replace("ucx:", "tcp:")) as peer:
-        peer.say(own_hello())
-        peer.hear()
+        peer.send(own_hello())
+        peer.handle()
         yield peer
 
 
 def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
-    plane = UcxTransport()
+    ucx_transport = UcxTransport()
     with greeted(producer) as peer:
-        peer.say(Meet(plane.address, SECRET))
-        assert isinstance(peer.hear()[0], Meet)
-        peer.say(Meet(plane.address, SECRET))
-        assert isinstance(peer.hear()[0], Refused)
-    plane.close()
+        peer.send(Meet(ucx_transport.address, SECRET))
+        assert isinstance(peer.handle()[0], Meet)
+        peer.send(Meet(ucx_transport.address, SECRET))
+        assert isinstance(peer.handle()[0], Refused)
+    ucx_transport.close()
     assert producer.stats()["refused"] == {"bad message": 1}
 
 
 def test_a_producer_that_sends_too_little(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_off = UcxListener._take_off
+    borrow_piece = UcxListener._borrow_piece
 
     def cut(
         self: UcxListener, reader: Any, fetch: FetchRange, transfer: Any, start: int, stop: int
     ) -> Any:
-        return take_off(self, reader, fetch, transfer, start, stop - 1)
+        return borrow_piece(self, reader, fetch, transfer, start, stop - 1)
 
     monkeypatch.setattr(UcxListener, "_take_off", cut)
     with connect(producer.url) as reader:
@@ -219,8 +219,8 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
     """Nobody waits for a deadline in vain."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        broken: Any = producer._end.doors[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
-        broken._plane.close()
+        broken: Any = producer._end.listeners[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
+        broken._ucx_transport.close()
         producer.put(BIG.make())
         with pytest.raises(PeerLostError):
             reader.get("k", timeout=10)
@@ -242,14 +242,14 @@ def test_a_message_that_never_comes_keeps_no_memory(
 
 
 def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
-    end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
+    end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        want = reader.begin_get("never", timeout=5)
+        get_id = reader.begin_get("never", timeout=5)
         [one] = end._met
         end._sent(one, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
-            want.wait(timeout=5)
+            get_id.wait(timeout=5)
         deliver(producer, reader)
 
 
@@ -260,8 +260,8 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         raise ClosedError("it is closed")
 
     with connect(producer.url) as reader:
-        end: Any = producer._end.doors[0]  # type: ignore[attr-defined]
-        monkeypatch.setattr(end._plane, "send", send)
+        end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
+        monkeypatch.setattr(end._ucx_transport, "send", send)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
             reader.get("k", timeout=5)
@@ -275,8 +275,8 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
 
     with connect(producer.url) as reader:
         end: Any = reader._end
-        monkeypatch.setattr(end._plane, "receive", receive)
-        monkeypatch.setattr(end._plane, "abandon", lambda request: None)
+        monkeypatch.setattr(end._ucx_transport, "receive", receive)
+        monkeypatch.setattr(end._ucx_transport, "abandon", lambda request: None)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="it was cut"):
             reader.get("k", timeout=5)

@@ -46,7 +46,7 @@ def test_a_whole_cache_in_one_message_into_an_arena(pair: Pair) -> None:
     region = Mapping.anonymous(nbytes + 1).region
     region.view()[-1] = 0x5A
     outcome = Outcome()
-    pair.plane.receive(pair.peer, region.slice(0, nbytes), 9, outcome)
+    pair.ucx_transport.receive(pair.peer, region.slice(0, nbytes), 9, outcome)
     number = pair.victim.ask("send", to=pair.me, nbytes=nbytes, tag=9, seed=3)
     assert (outcome.wait(), pair.victim.answer(number)) == (None, None)
     assert region.view()[:nbytes] == pattern(nbytes, 3)
@@ -61,7 +61,7 @@ def test_readonly_memory_can_be_sent(pair: Pair) -> None:
 
 def test_memory_with_gaps_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match="gaps"):
-        pair.plane.send(pair.peer, memoryview(bytearray(10))[::2], 1, Outcome())
+        pair.ucx_transport.send(pair.peer, memoryview(bytearray(10))[::2], 1, Outcome())
 
 
 def test_many_at_once_do_not_mix(pair: Pair) -> None:
@@ -103,7 +103,7 @@ def test_a_message_that_nobody_waits_for_is_thrown_away(pair: Pair, nbytes: int)
     old, new = (secret.of(1, epoch, 0, nbytes) for epoch in (1, 2))
     memory = bytearray(nbytes)
     outcome = Outcome()
-    pair.plane.receive(pair.peer, memory, new, outcome)
+    pair.ucx_transport.receive(pair.peer, memory, new, outcome)
     stale = pair.victim.ask("send", to=pair.me, nbytes=nbytes, tag=old, seed=1)
     assert pair.victim.answer(stale) is None
     until(lambda: pair.stat("stale") == 1, "the stale message was counted")
@@ -117,8 +117,8 @@ def test_a_message_that_nobody_waits_for_is_thrown_away(pair: Pair, nbytes: int)
 def test_a_receive_that_was_abandoned_early_is_gone(pair: Pair) -> None:
     memory, outcome = bytearray(500_000), Outcome()
     gone = Marked(memory)
-    request = pair.plane.receive(pair.peer, gone.memory, 12, outcome)
-    pair.plane.abandon(request)
+    request = pair.ucx_transport.receive(pair.peer, gone.memory, 12, outcome)
+    pair.ucx_transport.abandon(request)
     assert isinstance(outcome.wait(), TimeoutError)
     until(gone.is_free, "the memory is free")
     assert pair.stat("quarantined") == 0
@@ -130,14 +130,14 @@ def test_a_receive_that_was_abandoned_early_is_gone(pair: Pair) -> None:
 def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
     """Its message may come in the same turn, and is not thrown away."""
     pair.warm()
-    plane, memory, outcome = pair.plane, bytearray(70_000), Outcome()
-    worker = plane._must()
+    ucx_transport, memory, outcome = pair.ucx_transport, bytearray(70_000), Outcome()
+    worker = ucx_transport._must()
     progress, asked = worker.progress, list[int]()
 
     def busy() -> None:
         progress()
         if not asked:
-            plane.receive(pair.peer, memory, 14, outcome)
+            ucx_transport.receive(pair.peer, memory, 14, outcome)
             asked.append(pair.victim.ask("send", to=pair.me, nbytes=len(memory), tag=14))
             deadline = time.monotonic() + PATIENCE
             while not worker._worker.tag_probe(*worker._any, False).matched:
@@ -145,7 +145,7 @@ def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
                 progress()
 
     worker.progress = busy  # type: ignore[method-assign]
-    plane._call(lambda: None)
+    ucx_transport._call(lambda: None)
     assert outcome.wait() is None
     assert pair.victim.answer(asked[0]) is None
     assert memory == pattern(len(memory), 1)
@@ -156,7 +156,7 @@ def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
 def test_a_tag_is_waited_for_once(pair: Pair) -> None:
     first, second = Outcome(), Outcome()
     for outcome in (first, second):
-        pair.plane.receive(pair.peer, bytearray(10), 13, outcome)
+        pair.ucx_transport.receive(pair.peer, bytearray(10), 13, outcome)
     assert isinstance(second.wait(), WireError)
     assert pair.victim.do("send", to=pair.me, nbytes=10, tag=13) is None
     assert first.wait() is None

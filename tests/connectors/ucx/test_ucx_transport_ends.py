@@ -40,7 +40,7 @@ def test_the_sender_is_killed(doomed: Pair) -> None:
     doomed.victim.process.wait(PATIENCE)
     assert isinstance(outcome.wait(NOTICED), PeerLostError)
     late = Outcome()
-    doomed.plane.send(doomed.peer, b"x", 21, late)
+    doomed.ucx_transport.send(doomed.peer, b"x", 21, late)
     assert isinstance(late.wait(), PeerLostError)
     assert not doomed.peer.alive
     until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
@@ -60,9 +60,9 @@ def test_the_sender_is_killed_while_bytes_come(doomed: Pair) -> None:
 def test_the_receiver_is_killed(doomed: Pair) -> None:
     memory = pattern(100_000_000, 1)
     idle, waiting = Outcome(), Outcome()
-    doomed.plane.receive(doomed.peer, bytearray(10), 22, waiting)
+    doomed.ucx_transport.receive(doomed.peer, bytearray(10), 22, waiting)
     doomed.victim.signal(signal.SIGSTOP)
-    doomed.plane.send(doomed.peer, memory, 23, idle)
+    doomed.ucx_transport.send(doomed.peer, memory, 23, idle)
     until(lambda: doomed.stat("active") == 1, "the send is on its way")
     doomed.victim.signal(signal.SIGKILL)
     for outcome in (idle, waiting):
@@ -75,7 +75,7 @@ def test_a_frozen_sender(doomed: Pair) -> None:
     memory = bytearray(BIG)
     kept = Marked(memory)
     request, outcome, number = doomed.freeze_amid(kept.memory)
-    doomed.plane.abandon(request)
+    doomed.ucx_transport.abandon(request)
     assert isinstance(outcome.wait(), TimeoutError)
     assert doomed.stat("quarantined") == 1
     assert doomed.stat("quarantined_nbytes") == len(memory)
@@ -94,11 +94,11 @@ def test_a_frozen_sender_is_disconnected(doomed: Pair) -> None:
     memory = bytearray(BIG)
     kept = Marked(memory)
     _, outcome, number = doomed.freeze_amid(kept.memory)
-    doomed.plane.disconnect(doomed.peer)
+    doomed.ucx_transport.disconnect(doomed.peer)
     assert isinstance(outcome.wait(NOTICED), PeerLostError)
     for _ in range(3):  # each a turn of the plane, in which it could let go too early
         late = Outcome()
-        doomed.plane.send(doomed.peer, b"x", 61, late)
+        doomed.ucx_transport.send(doomed.peer, b"x", 61, late)
         assert isinstance(late.wait(), PeerLostError)
     assert (doomed.stat("quarantined"), kept.is_free()) == (1, False)
     doomed.victim.signal(signal.SIGCONT)
@@ -110,10 +110,10 @@ def test_close_with_requests_on_their_way(doomed: Pair) -> None:
     memory, outcomes = bytearray(BIG), [Outcome(), Outcome()]
     kept = Marked(memory)
     _, matched, _ = doomed.freeze_amid(kept.memory)
-    doomed.plane.receive(doomed.peer, bytearray(10), 30, outcomes[0])
-    doomed.plane.send(doomed.peer, bytearray(10), 31, outcomes[1])
+    doomed.ucx_transport.receive(doomed.peer, bytearray(10), 30, outcomes[0])
+    doomed.ucx_transport.send(doomed.peer, bytearray(10), 31, outcomes[1])
     started = time.monotonic()
-    doomed.plane.close()
+    doomed.ucx_transport.close()
     assert time.monotonic() - started < CLOSED
     for outcome in (outcomes[0], matched):
         assert isinstance(outcome.wait(0), ClosedError)
@@ -124,30 +124,30 @@ def test_close_with_requests_on_their_way(doomed: Pair) -> None:
     doomed.victim.do("stats")
     assert memory == before
     with pytest.raises(ClosedError):
-        doomed.plane.send(doomed.peer, b"x", 34, Outcome())
-    doomed.plane.close()
+        doomed.ucx_transport.send(doomed.peer, b"x", 34, Outcome())
+    doomed.ucx_transport.close()
 
 
 def test_an_address_where_nobody_is(bystander: Victim) -> None:
     gone = UcxTransport()
     gone.close()
-    plane, outcome, answer = UcxTransport(), Outcome(), Outcome()
-    peer = plane.connect(gone.address)
-    plane.receive(peer, bytearray(10), 2, answer)
-    plane.send(peer, bytearray(100_000), 1, outcome)
+    ucx_transport, outcome, answer = UcxTransport(), Outcome(), Outcome()
+    peer = ucx_transport.connect(gone.address)
+    ucx_transport.receive(peer, bytearray(10), 2, answer)
+    ucx_transport.send(peer, bytearray(100_000), 1, outcome)
     assert isinstance(outcome.wait(), PeerLostError)
     assert isinstance(answer.wait(), PeerLostError)
-    plane.close()
+    ucx_transport.close()
 
 
 @pytest.mark.parametrize("what", ["empty", "noise", "cut", "flipped"])
 def test_an_address_that_is_none(pair: Pair, what: str) -> None:
-    address = bytearray(pair.plane.address)
+    address = bytearray(pair.ucx_transport.address)
     if what == "flipped":
         address[20] ^= 1
     bad = {"empty": b"", "noise": os.urandom(60), "cut": address[:-1], "flipped": address}[what]
     with pytest.raises(WireError):
-        pair.plane.connect(bytes(bad))
+        pair.ucx_transport.connect(bytes(bad))
 
 
 # Rest
@@ -163,7 +163,7 @@ def test_an_idle_pair_sleeps(pair: Pair) -> None:
 
 
 def test_it_listens_on_loopback_alone(pair: Pair) -> None:
-    stats = pair.plane.stats()
+    stats = pair.ucx_transport.stats()
     assert stats["devices"] == ["tcp/lo"]
     listening = {
         line.split()[1].split(":")[0]

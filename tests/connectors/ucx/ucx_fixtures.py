@@ -52,16 +52,16 @@ class Pair:
     """A plane here, connected to a victim's."""
 
     def __init__(self, victim: Victim):
-        self.victim, self.plane = victim, UcxTransport()
-        self.me = self.plane.address.hex()
-        self.peer: UcxEndpoint = self.plane.connect(
+        self.victim, self.ucx_transport = victim, UcxTransport()
+        self.me = self.ucx_transport.address.hex()
+        self.peer: UcxEndpoint = self.ucx_transport.connect(
             bytes.fromhex(victim.do("connect", address=self.me))
         )
 
     def fetch(self, memory: Any, tag: int, **how: Any) -> tuple[Outcome, int]:
         """Receive `memory` from the victim, which is asked once the receive waits."""
         outcome = Outcome()
-        self.plane.receive(self.peer, memory, tag, outcome)
+        self.ucx_transport.receive(self.peer, memory, tag, outcome)
         how.setdefault("nbytes", len(memory))
         return outcome, self.victim.ask("send", to=self.me, tag=tag, **how)
 
@@ -71,20 +71,20 @@ class Pair:
         how.setdefault("nbytes", len(memory))
         number = self.victim.ask("receive", to=self.me, tag=tag, **how)
         assert self.victim.answer(number) == "waiting"
-        self.plane.send(self.peer, memory, tag, outcome)
+        self.ucx_transport.send(self.peer, memory, tag, outcome)
         return outcome, -number
 
     def warm(self) -> None:
         """Connected both ways: the next message leaves when it is sent, also a long one's offer."""
-        for way in (self.fetch, self.push):
-            outcome, number = way(pattern(100_000, 1), 1)
+        for transport in (self.fetch, self.push):
+            outcome, number = transport(pattern(100_000, 1), 1)
             assert (outcome.wait(), self.victim.answer(number)) == (None, None)
 
     def freeze_amid(self, memory: Any) -> tuple[UcxRequest, Outcome, int]:
         """Stop the victim when it has sent a part of `memory`."""
         for tag in range(50, 60):
             outcome = Outcome()
-            request = self.plane.receive(self.peer, memory, tag, outcome)
+            request = self.ucx_transport.receive(self.peer, memory, tag, outcome)
             number = self.victim.ask("send", to=self.me, nbytes=len(memory), tag=tag)
             until(lambda it=outcome: self.stat("active") == 1 or it.calls, "it was matched")
             self.victim.signal(signal.SIGSTOP)
@@ -94,10 +94,10 @@ class Pair:
         raise AssertionError("the victim could not be stopped in time")
 
     def stat(self, name: str) -> int:
-        return int(self.plane.stats()[name])
+        return int(self.ucx_transport.stats()[name])
 
     def close(self) -> None:
-        self.plane.close()
+        self.ucx_transport.close()
 
 
 @pytest.fixture(scope="module")

@@ -83,50 +83,52 @@ class Puppet:
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # UCX writes what it has to say to the standard output
-        self._plane = UcxTransport()
+        self._ucx_transport = UcxTransport()
 
     def run(self) -> None:
         for line in sys.stdin:
             command = json.loads(line)
             number, verb = command.pop("id"), command.pop("verb")
             getattr(self, verb)(number, **command)
-        self._plane.close()
+        self._ucx_transport.close()
 
     def _say(self, number: int, answer: Any) -> None:
         with self._lock:
             print(json.dumps({"id": number, "answer": answer}), file=self._out, flush=True)
 
     def connect(self, number: int, address: str) -> None:
-        self._endpoints[address] = self._plane.connect(bytes.fromhex(address))
-        self._say(number, self._plane.address.hex())
+        self._endpoints[address] = self._ucx_transport.connect(bytes.fromhex(address))
+        self._say(number, self._ucx_transport.address.hex())
 
     def send(
         self, number: int, to: str, nbytes: int, tag: int, seed: int = 1, then: int = 0
     ) -> None:
         """`then`: a signal to itself between the first word to the peer and everything else."""
-        plane, data = self._plane, pattern(nbytes, seed)
+        ucx_transport, data = self._ucx_transport, pattern(nbytes, seed)
 
         def post() -> None:
             # In the plane's thread: nothing comes between what these two put in its queue.
-            plane.send(self._endpoints[to], data, tag, lambda e: self._say(number, _name(e)))
+            ucx_transport.send(
+                self._endpoints[to], data, tag, lambda e: self._say(number, _name(e))
+            )
             if then:
-                plane._call(lambda: os.kill(os.getpid(), then))
+                ucx_transport._call(lambda: os.kill(os.getpid(), then))
 
-        plane._call(post)
+        ucx_transport._call(post)
 
     def receive(self, number: int, to: str, nbytes: int, tag: int, seed: int = 1) -> None:
         """Answers twice: with `number` when it waits, with `-number` when it is over."""
-        plane, data = self._plane, bytearray(nbytes)
+        ucx_transport, data = self._ucx_transport, bytearray(nbytes)
 
         def done(error: BaseException | None) -> None:
             wrong = error is None and data != pattern(nbytes, seed)
             self._say(-number, "wrong bytes" if wrong else _name(error))
 
-        plane.receive(self._endpoints[to], data, tag, done)
-        plane._call(lambda: self._say(number, "waiting"))
+        ucx_transport.receive(self._endpoints[to], data, tag, done)
+        ucx_transport._call(lambda: self._say(number, "waiting"))
 
     def stats(self, number: int) -> None:
-        self._say(number, self._plane.stats())
+        self._say(number, self._ucx_transport.stats())
 
     def cpu(self, number: int) -> None:
         self._say(number, time.process_time())

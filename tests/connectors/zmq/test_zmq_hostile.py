@@ -50,20 +50,20 @@ class Liar:
         self._hello, self._peer = hello, b""
 
     def greet(self) -> None:
-        self.hear()
-        self.say(self._hello)
+        self.handle()
+        self.send(self._hello)
 
-    def hear(self) -> Message:
+    def handle(self) -> Message:
         assert self._socket.poll(5000), "the reader says nothing"
         self._peer, first = self._socket.recv_multipart()
         return decode(first)
 
     def hear_until(self, kind: type[Message]) -> Message:
-        while not isinstance(message := self.hear(), kind):
+        while not isinstance(message := self.handle(), kind):
             pass
         return message
 
-    def say(self, *parts: Message | bytes) -> None:
+    def send(self, *parts: Message | bytes) -> None:
         data = [part if isinstance(part, bytes) else encode(part) for part in parts]
         self._socket.send_multipart([self._peer, *data])
 
@@ -127,30 +127,30 @@ LIES: dict[str, list[list[Message | bytes]]] = {
 def test_lies_about_bytes_end_the_connection(liar: Liar, reader: KVLink, lie: str) -> None:
     ended = get(reader)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, NBYTES)))
+    liar.send(Offer(1, 7, Location(0, 0, NBYTES)))
     asked = liar.hear_until(FetchRange)
     assert asked == FetchRange(1, 7, 0, CHUNK)
     for words in LIES[lie]:
-        liar.say(*words)
+        liar.send(*words)
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
     until(lambda: not reader.stats()["connected"], "the session is over")
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
 
 
 def test_late_bytes_never_land_in_memory_that_is_reused(liar: Liar, reader: KVLink) -> None:
-    want = reader.begin_get("k", timeout=5)
+    get_id = reader.begin_get("k", timeout=5)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, NBYTES)))
+    liar.send(Offer(1, 7, Location(0, 0, NBYTES)))
     liar.hear_until(FetchRange)
-    want.cancel()
+    get_id.cancel()
     assert liar.hear_until(Release) == Release(1, 7, "unread")
-    liar.say(Chunk(1, 7, 0), b"late" * 100)
+    liar.send(Chunk(1, 7, 0), b"late" * 100)
     other = reader.begin_get("other", timeout=5)
     liar.hear_until(Get)
-    liar.say(Offer(2, 8, Location(0, 0, 4)))
+    liar.send(Offer(2, 8, Location(0, 0, 4)))
     assert liar.hear_until(FetchRange) == FetchRange(2, 8, 0, 4)
-    liar.say(Chunk(1, 7, 0), b"late" * 100)
-    liar.say(Chunk(2, 8, 0), b"good")
+    liar.send(Chunk(1, 7, 0), b"late" * 100)
+    liar.send(Chunk(2, 8, 0), b"good")
     region = other.wait(timeout=5).region
     assert region is not None
     assert bytes(region.view()) == b"good"
@@ -165,19 +165,19 @@ def test_gifts_that_are_not_what_was_offered(
 ) -> None:
     ended = get(reader)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
+    liar.send(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
 
 
 def test_an_offer_said_twice_is_one(liar: Liar, reader: KVLink) -> None:
     data = Recipe("k").make()
     payload = _payload(data)
-    want = reader.begin_get("k", timeout=5)
+    get_id = reader.begin_get("k", timeout=5)
     liar.hear_until(Get)
     for _ in range(3):
-        liar.say(Offer(1, 7, Location(0, 0, len(payload))), payload)
-    delivery = want.wait(timeout=5)
-    liar.say(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
+        liar.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    delivery = get_id.wait(timeout=5)
+    liar.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
     with reader.open_delivery(delivery, started=0.0, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
     del found, delivery
@@ -189,7 +189,7 @@ def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
     payload = _payload(Recipe("other").make(), "other")
     ended = get(reader)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    liar.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
     error = ended.exception(5)
     assert type(error) is WireError
     assert "asked for 'k', the payload says it is 'other'" in str(error)
@@ -207,11 +207,11 @@ def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int, beside: b
     liar.hear_until(Get)
     offer, nonsense = Offer(1, 7, Location(0, 0, 1000), draft), b"\x09" * (draft or 1000)
     if beside:
-        liar.say(offer, nonsense)
+        liar.send(offer, nonsense)
     else:
-        liar.say(offer)
+        liar.send(offer)
         assert liar.hear_until(FetchRange) == FetchRange(1, 7, *offer.first)
-        liar.say(Chunk(1, 7, offer.first[0]), nonsense)
+        liar.send(Chunk(1, 7, offer.first[0]), nonsense)
     assert type(ended.exception(5)) is WireError
     released = liar.hear_until(Release)
     assert isinstance(released, Release)
@@ -223,26 +223,26 @@ def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int, beside: b
 def test_layers_before_the_header(liar: Liar, reader: KVLink) -> None:
     get(reader, streamed=True)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, 1000), 512))
+    liar.send(Offer(1, 7, Location(0, 0, 1000), 512))
     for _ in range(5000):
-        liar.say(Layer(1, 0, (b"",)))
+        liar.send(Layer(1, 0, (b"",)))
     until(lambda: not reader.stats()["connected"], "the session is over")
 
 
 def test_words_about_nothing_change_nothing(liar: Liar, reader: KVLink) -> None:
     for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
-        liar.say(message)
-    liar.say(Chunk(9, 9, 0), b"bytes")
-    want = reader.begin_get("k", timeout=5)
+        liar.send(message)
+    liar.send(Chunk(9, 9, 0), b"bytes")
+    get_id = reader.begin_get("k", timeout=5)
     liar.hear_until(Get)
     assert reader.stats()["connected"]
-    want.cancel()
+    get_id.cancel()
 
 
 def test_offers_of_what_fits_nowhere(liar: Liar, reader: KVLink) -> None:
     ended = get(reader)
     liar.hear_until(Get)
-    liar.say(Offer(1, 7, Location(0, 0, 2**53)))
+    liar.send(Offer(1, 7, Location(0, 0, 2**53)))
     assert "quota" in str(ended.exception(5))
     assert reader.stats()["connected"]
 
@@ -250,7 +250,7 @@ def test_offers_of_what_fits_nowhere(liar: Liar, reader: KVLink) -> None:
 def test_being_turned_out_says_why(liar: Liar, reader: KVLink) -> None:
     ended = get(reader)
     liar.hear_until(Get)
-    liar.say(Refused("too slow", (1, 1)))
+    liar.send(Refused("too slow", (1, 1)))
     error = ended.exception(5)
     assert isinstance(error, PeerLostError)
     assert "too slow" in str(error)
@@ -261,7 +261,7 @@ def test_a_connection_with_itself_is_none() -> None:
     liar = Liar(own_hello())
 
     def echo_then_greet() -> None:
-        liar.say(liar.hear())
+        liar.send(liar.handle())
         liar.greet()
 
     thread = threading.Thread(target=echo_then_greet)
@@ -298,7 +298,7 @@ def _payload(data: Any, key: str = "k") -> bytes:
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
         with KVLink.connect(producer.url, timeout=1) as reader:
-            want = reader.begin_get(key, timeout=1)
-            region = want.wait(timeout=1).region
+            get_id = reader.begin_get(key, timeout=1)
+            region = get_id.wait(timeout=1).region
             assert region is not None
             return bytes(region.view())

@@ -139,9 +139,9 @@ def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.M
     most = []
     fetch = remote.RemoteSession._fetch
 
-    def watched(session: remote.RemoteSession, arrival: remote.Arrival) -> None:
-        fetch(session, arrival)
-        most.append(sum(one.fetch.unanswered for one in session._arrivals.values()))
+    def watched(session: remote.RemoteSession, inbound: remote.Arrival) -> None:
+        fetch(session, inbound)
+        most.append(sum(one.fetch.unanswered for one in session._inbound_transfers.values()))
 
     monkeypatch.setattr(remote.RemoteSession, "_fetch", watched)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
@@ -149,9 +149,9 @@ def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.M
         wants = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())
-        for recipe, want in zip(recipes, wants, strict=True):
+        for recipe, get_id in zip(recipes, wants, strict=True):
             started = time.perf_counter()
-            delivery = want.wait(timeout=5)
+            delivery = get_id.wait(timeout=5)
             with reader.open_delivery(delivery, started=started, verify="full") as found:
                 assert fingerprint(found) == fingerprint(recipe.make())
             del found, delivery
@@ -168,10 +168,10 @@ def test_a_small_payload_overtakes_a_large_one(
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
         wants = [reader.begin_get(key, timeout=5) for key in ("large", "small")]
-        for want, key in zip(wants, ("large", "small"), strict=True):
-            want.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
-        for want in wants:
-            want.wait(timeout=5).drop()
+        for get_id, key in zip(wants, ("large", "small"), strict=True):
+            get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
+        for get_id in wants:
+            get_id.wait(timeout=5).drop()
     assert ended == ["small", "large"]
 
 
@@ -205,9 +205,9 @@ def test_asyncio(producer: KVLink) -> None:
 
 def test_an_idle_pair_sleeps(producer: KVLink) -> None:
     with KVLink.connect(producer.url, timeout=5) as reader:
-        want = reader.begin_get("never", timeout=5)
+        get_id = reader.begin_get("never", timeout=5)
         before = time.process_time()
         time.sleep(1.5)
         used = time.process_time() - before
-        want.cancel()
+        get_id.cancel()
     assert used < 0.015 * 2, "two ends, one percent of a core each"

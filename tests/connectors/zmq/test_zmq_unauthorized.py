@@ -83,7 +83,7 @@ def test_garbage_before_the_greeting(
     producer: KVLink, unharmed: None, garbage: list[bytes]
 ) -> None:
     with dialled(producer.url) as peer:
-        peer.say(*garbage)
+        peer.send(*garbage)
         until(lambda: refused(producer, "bad message") == 1, "it was counted")
         assert producer.stats()["readers"] == 0
         assert producer.stats()["transfers"]["waiting"] == 0
@@ -92,10 +92,10 @@ def test_garbage_before_the_greeting(
 @pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
 def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
     with greeted(producer.url, RECONNECT_IVL=-1) as peer, greeted(producer.url) as other:
-        peer.say(b"x" * nbytes)
+        peer.send(b"x" * nbytes)
         until(lambda: producer.stats()["readers"] == 1, "it was dropped")
         assert refused(producer, "too long") == 1
-        other.say(Get(1, "k"))
+        other.send(Get(1, "k"))
     until(lambda: producer.stats()["readers"] == 0, "the other left")
     assert refused(producer, "too long") == 1, "the other was counted"
 
@@ -117,8 +117,8 @@ def test_what_does_not_even_speak_zmq(producer: KVLink, unharmed: None, what: st
 
 def test_other_versions(producer: KVLink, unharmed: None) -> None:
     with dialled(producer.url) as peer:
-        peer.say(msgspec.structs.replace(own_hello(), versions=(7, 9)))
-        answer, _ = peer.hear()
+        peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
+        answer, _ = peer.handle()
         assert isinstance(answer, Refused)
         assert answer.versions == (1, 1)
     assert refused(producer, "other version") == 1
@@ -144,8 +144,8 @@ def test_what_no_reader_says_turns_it_out(
     producer: KVLink, unharmed: None, words: list[Message | bytes]
 ) -> None:
     with greeted(producer.url) as peer:
-        peer.say(*words)
-        answer, _ = peer.hear()
+        peer.send(*words)
+        answer, _ = peer.handle()
         assert isinstance(answer, Refused)
         assert producer.stats()["readers"] == 0
         assert refused(producer, "bad message") == 1
@@ -153,8 +153,8 @@ def test_what_no_reader_says_turns_it_out(
 
 def leased(producer: KVLink, peer: Raw) -> Offer:
     producer.put(BIG.make())
-    peer.say(Get(1, "big"))
-    offer, beside = peer.hear()
+    peer.send(Get(1, "big"))
+    offer, beside = peer.handle()
     assert isinstance(offer, Offer)
     assert beside == b""
     return offer
@@ -164,15 +164,15 @@ def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None
     """Another's, an older one's, and what was let go of: nothing comes."""
     with greeted(producer.url) as peer, greeted(producer.url) as other:
         offer = leased(producer, peer)
-        other.say(FetchRange(1, offer.epoch, 0, 100))
-        peer.say(FetchRange(2, offer.epoch, 0, 100))
-        peer.say(FetchRange(1, offer.epoch + 1, 0, 100))
-        peer.say(FetchRange(1, offer.epoch, 10, 30))
-        chunk, payload = peer.hear()
+        other.send(FetchRange(1, offer.epoch, 0, 100))
+        peer.send(FetchRange(2, offer.epoch, 0, 100))
+        peer.send(FetchRange(1, offer.epoch + 1, 0, 100))
+        peer.send(FetchRange(1, offer.epoch, 10, 30))
+        chunk, payload = peer.handle()
         assert chunk == Chunk(1, offer.epoch, 10)
         assert len(payload) == 20
-        peer.say(Release(1, offer.epoch, "read"))
-        peer.say(FetchRange(1, offer.epoch, 0, 100))
+        peer.send(Release(1, offer.epoch, "read"))
+        peer.send(FetchRange(1, offer.epoch, 0, 100))
         until(lambda: producer.stats()["transfers"]["stale"] == 4, "all were refused")
         for one in (peer, other):
             assert not one.socket.poll(0)
@@ -183,8 +183,8 @@ def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None)
     with greeted(producer.url) as peer:
         offer = leased(producer, peer)
         producer.fail("big", "changed my mind")
-        peer.say(FetchRange(1, offer.epoch, 5, 30))
-        chunk, payload = peer.hear()
+        peer.send(FetchRange(1, offer.epoch, 5, 30))
+        chunk, payload = peer.handle()
         assert chunk == Chunk(1, offer.epoch, 5)
         assert len(payload) == 25
 
@@ -192,18 +192,18 @@ def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None)
 def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: None) -> None:
     with greeted(producer.url) as peer:
         writer = producer.stream_put(Recipe("s").make())
-        peer.say(Get(1, "s", True))
-        offer, draft = peer.hear()
+        peer.send(Get(1, "s", True))
+        offer, draft = peer.handle()
         assert isinstance(offer, Offer)
-        peer.say(FetchRange(1, offer.epoch, *offer.first))
-        chunk, header = peer.hear()
+        peer.send(FetchRange(1, offer.epoch, *offer.first))
+        chunk, header = peer.handle()
         assert isinstance(chunk, Chunk)
         assert header == draft, "it came with the offer"
         assert Manifest.decode(draft, offer.location.nbytes).request_id == "s"
         producer.fail("s", "no more")
-        failed, _ = peer.hear()
+        failed, _ = peer.handle()
         assert isinstance(failed, Failed)
-        peer.say(FetchRange(1, offer.epoch, 0, 10))
+        peer.send(FetchRange(1, offer.epoch, 0, 10))
         until(lambda: producer.stats()["transfers"]["stale"] == 1, "it was refused")
         writer.fail("it was ended")
 
@@ -212,8 +212,8 @@ def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: N
 def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int) -> None:
     with greeted(producer.url) as peer:
         stop = leased(producer, peer).location.nbytes + beyond
-        peer.say(FetchRange(1, 1, stop - beyond - 5, stop))
-        answer, _ = peer.hear()
+        peer.send(FetchRange(1, 1, stop - beyond - 5, stop))
+        answer, _ = peer.handle()
         assert isinstance(answer, Refused)
         producer.abort("big")
 
@@ -223,9 +223,9 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
     with greeted(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
         offer = leased(producer, peer)
         for start in range(0, 3 * WINDOW, CHUNK):
-            peer.say(FetchRange(1, offer.epoch, start, start + CHUNK))
+            peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
         flying = producer._end._flying  # type: ignore[attr-defined]
-        (slow,) = producer._end.doors[0]._readers.values()  # type: ignore[attr-defined]
+        (slow,) = producer._end.listeners[0]._readers.values()  # type: ignore[attr-defined]
         until(lambda: slow.waiting > 0, "the rest waits")
         assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
@@ -233,12 +233,12 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
                 producer.put(sized(f"k{number}", 3 << 20, seed=number).make())
                 with reader.get(f"k{number}", timeout=5, verify="full"):
                     pass
-        peer.say(Release(1, offer.epoch, "read"))
+        peer.send(Release(1, offer.epoch, "read"))
         until(lambda: producer.stats()["transfers"]["released"] == 4, "all were let go of")
         assert sum(flying.values()) > WINDOW
         assert producer.stats()["memory"]["used"] > 3 * WINDOW, "reused under ZMQ"
         for start in range(0, 5 * WINDOW, CHUNK):
-            peer.say(FetchRange(1, offer.epoch, start, start + CHUNK))
+            peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
     until(lambda: not flying, "ZMQ let go")
 
 
@@ -252,13 +252,13 @@ def test_a_reader_that_lets_messages_pile_up(
         count = 0
         while refused(producer, "too slow") == 0:
             for _ in range(200):  # quickly: who takes no byte for 4 s is given up for that
-                peer.say(Get(count + 1, key))
+                peer.send(Get(count + 1, key))
                 count += 1
             assert count < 100_000
         assert producer.stats()["readers"] == 0
         heard: Message | None = None
         while not isinstance(heard, Refused):
-            heard, _ = peer.hear()
+            heard, _ = peer.handle()
         assert heard.reason == "too slow"
 
 
@@ -274,11 +274,11 @@ def test_a_name_that_is_taken(producer: KVLink, unharmed: None) -> None:
         greeted(producer.url, ROUTING_ID=b"name") as peer,
         dialled(producer.url, ROUTING_ID=b"name") as other,
     ):
-        other.say(own_hello())
-        peer.say(Get(1, "k"))
+        other.send(own_hello())
+        peer.send(Get(1, "k"))
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         producer.fail("k", "so it goes")
-        peer.hear()
+        peer.handle()
         assert not other.socket.poll(50)
 
 
@@ -286,14 +286,14 @@ def test_hello_is_of_one_life(producer: KVLink) -> None:
     with greeted(producer.url), dialled(producer.url) as one, dialled(producer.url) as other:
         answers = []
         for peer in (one, other):
-            peer.say(own_hello())
-            answers.append(peer.hear()[0])
+            peer.send(own_hello())
+            answers.append(peer.handle()[0])
         assert isinstance(answers[0], Hello)
         assert answers[0] == answers[1]
 
 
 def test_options_of_every_socket(producer: KVLink) -> None:
-    socket = producer._end.doors[0]._port.socket  # type: ignore[attr-defined]
+    socket = producer._end.listeners[0]._socket.socket  # type: ignore[attr-defined]
     assert socket.getsockopt(zmq.SNDHWM) == zmq_sockets.MOST_MESSAGES
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == zmq_sockets.HEARTBEAT_MS

@@ -39,7 +39,7 @@ SOON = 8.0
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_two_stage.py"
 IN_AND_OUT = """
 import ray, sys
-from omni_kvlink.engine.ray_cluster import Cluster
+from omni_kvlink.engine.ray.cluster import Cluster
 one, two = Cluster(sys.argv[1]), Cluster("auto")
 one.leave(), one.leave()
 assert ray.is_initialized()
