@@ -1,0 +1,322 @@
+"""Checks of the package's layout and vocabulary, read from the source; `python tests/layout.py`.
+
+The script prints each rule with its result and exits 1 if one is broken. `test_layout.py` runs the
+same rules, and shows that each of them can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "omni_kvlink"
+
+LAYERS = (
+    "errors _version",
+    "memory",
+    "_native",
+    "payload",
+    "copier",
+    "adapters topology",
+    "connectors.protocol",
+    "connectors.base",
+    "connectors.runtime",
+    "connectors.control",
+    "connectors.inproc connectors.shm connectors.zmq connectors.ucx",
+    "connectors.auto",
+    "connectors.registry connectors",
+    "link",
+    "__init__",
+    "lowlevel",
+    "aio lookup models",
+    "engine.config engine.request engine.sampling engine.outputs engine.errors",
+    "engine.ipc engine.parallel",
+    "engine.kv engine.step_cache",
+    "engine.sched",
+    "engine.worker",
+    "engine.executor",
+    "engine.core",
+    "engine.stage",
+    "engine.ray",
+    "engine.models",
+    "engine.entrypoints",
+    "engine",
+    "integrations.vllm integrations.vllm_omni",
+    "integrations",
+    "testing",
+    "bench",
+    "cli",
+)
+"""The folders and modules of the package, lowest first. A file imports from its own entry and from
+lines above, never from a neighbour on its line; imports inside functions count."""
+
+PUBLIC = {"", "errors", "lowlevel", "adapters", "topology", "aio", "lookup"}
+"""What the engine and the integrations may import of the library; `""` is `omni_kvlink` itself."""
+
+ONLY = {
+    "connectors": {"errors", "_version", "memory", "_native", "payload.manifest", "connectors"},
+    "models": {"errors", "models"},
+    "engine": PUBLIC | {"models", "engine"},
+    "integrations": PUBLIC | {"integrations"},
+}
+"""Where the order alone allows more than it should."""
+
+THIRD_PARTY = {
+    "errors": set[str](),
+    "_version": set[str](),
+    "memory": {"numpy"},
+    "_native": {"numpy"},
+    "connectors": {"msgspec", "numpy", "zmq", "ucxx"},
+    "models": {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "PIL"},
+}
+"""Packages that a folder may import; one that is not here may import any."""
+
+MOST_MODULES = {"": 4, "engine": 8, "connectors": 6}
+"""Python files that may lie directly in a folder of the package."""
+
+FORBIDDEN = {
+    r"\b(c|cloud)?pickle\b|\bdill\b|\bshelve\b|allow_pickle=True": "pickle runs what a peer sends",
+    r"\bmarshal\b": "marshal crashes on what a peer sends",
+    r"\btorch\.load\b": "torch.load is pickle",
+    r"(?<![.\w])(eval|exec)\(": "text must not become code",
+    r"\brecv_pyobj\b|\bsend_pyobj\b": "these are pickle",
+    r"tcp://\*|\b0\.0\.0\.0\b|INADDR_ANY": "a listener binds to a named interface",
+    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": "only the monotonic clock counts",
+    r"\bshared_memory\b": "an attaching process unlinks the owner's segment",
+}
+"""Patterns that no file of the package may contain."""
+
+FORBIDDEN_EXCEPT = {
+    r"\bdatetime\b(?! import timedelta\n)": ("a date is not a deadline", {"bench"}),
+    r"\btime\.sleep\(": (
+        "a waiting thread is woken, it does not poll",
+        {"connectors.runtime.fault_points", "testing", "bench"},
+    ),
+    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.views"}),
+}
+"""Patterns that only the named files and folders may contain."""
+
+RETIRED = frozenset(
+    """
+    Door Visitor Reader Want Wanted Unwant Exchange Arrival Store Guest Sending Landing Landings
+    Fetch Place Paged Pages ViewWords Plane Gate Port Mates Agreement Holding Share Child RayChild
+    Host Groups Yardstick Marks
+    door doors visitor want wanted unwant exchange arrival arrivals guest guests gift landing
+    landings place places paint paints painted mate mates meeting letter letters sheet sheets
+    holding division handover parcel parcels hurry strand bury ghost ghosts blip blips hasty way
+    ways became life lives wish wishes room words spoiler marks yardstick yardsticks limits battle
+    stranger strangers safe victim victims plane gate exposure asked asking heard told tell ask
+    hear say said house
+    """.split()
+)
+"""Names of a former vocabulary; `docs/architecture.md` has the present one."""
+
+
+class Import(NamedTuple):
+    """One imported name: its dotted path, and the line of the import."""
+
+    target: str
+    line: int
+
+
+class Module(NamedTuple):
+    """One Python file of the package."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def path(self) -> str:
+        """Below the package, dotted: `connectors.shm.rendezvous`; `__init__` for the root."""
+        return self.name.partition(".")[2] or "__init__"
+
+
+def modules(root: Path = ROOT) -> list[Module]:
+    """Every Python file of the package."""
+    found = []
+    for path in sorted((root / NAME).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        found.append(Module(name, path.read_text(), is_package))
+    return found
+
+
+def imports(module: Module) -> Iterator[Import]:
+    """Everything a file imports, wherever in the file the import stands."""
+    package = module.name.split(".")[: None if module.is_package else -1]
+    for node in ast.walk(ast.parse(module.source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            yield from (Import(f"{source}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def home(target: str, known: Mapping[str, object]) -> str:
+    """The module that a dotted name lives in; empty if it is none of the package's."""
+    while target and target not in known:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def layer_of(path: str) -> tuple[int, str]:
+    """The line of `LAYERS` that a path belongs to, and its entry there; (-1, "") if there is none."""
+    at = {entry: number for number, line in enumerate(LAYERS) for entry in line.split()}
+    entry = path
+    while entry and entry not in at:
+        entry = entry.rpartition(".")[0]
+    return (at[entry], entry) if entry else (-1, "")
+
+
+def is_below(path: str, prefixes: Iterable[str]) -> bool:
+    """Whether a dotted path is one of the prefixes or lies below one."""
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
+def import_errors(module: Module, known: Mapping[str, object]) -> Iterator[str]:
+    """Imports that point up, sideways, past the public names, or to a package not allowed here."""
+    number, entry = layer_of(module.path)
+    if number < 0:
+        yield f"{module.name}: no line of LAYERS names its folder"
+        return
+    top = module.path.split(".")[0]
+    for target, line in imports(module):
+        where = f"{module.name}:{line}"
+        outside = target.split(".")[0]
+        if outside != NAME:
+            allowed = THIRD_PARTY.get(top, {outside})
+            if outside not in sys.stdlib_module_names and outside not in allowed:
+                yield f"{where} imports {target}"
+            continue
+        there = home(target, known).partition(".")[2] or "__init__"
+        if not is_below(there.replace("__init__", ""), ONLY.get(top, {there, ""})):
+            yield f"{where} imports {target}: {top} uses {', '.join(sorted(ONLY[top]))} alone"
+        level, other = layer_of(there)
+        if level > number or (level == number and other != entry):
+            yield f"{where} imports {target}, which is not below {entry}"
+
+
+def source_errors(module: Module) -> Iterator[str]:
+    """Forbidden patterns and bare excepts."""
+    for pattern, why in FORBIDDEN.items():
+        if re.search(pattern, module.source):
+            yield f"{module.name} has {pattern}: {why}"
+    for pattern, (why, places) in FORBIDDEN_EXCEPT.items():
+        if not is_below(module.path, places) and re.search(pattern, module.source):
+            yield f"{module.name} has {pattern}: {why}"
+    for node in ast.walk(ast.parse(module.source)):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{module.name}:{node.lineno} has a bare except"
+
+
+def cycle_errors(files: Iterable[Module]) -> Iterator[str]:
+    """Import cycles, imports inside functions and under TYPE_CHECKING included."""
+    known = {module.name: module for module in files}
+    graph = {
+        name: {home(target, known) for target, _ in imports(module)} - {name, ""}
+        for name, module in known.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"import cycle: {' -> '.join(error.args[1])}"
+
+
+def count_errors(files: Iterable[Module]) -> Iterator[str]:
+    """Folders with more files directly in them than `MOST_MODULES` allows."""
+    direct: dict[str, list[str]] = defaultdict(list)
+    for module in files:
+        folder, _, leaf = module.name.partition(".")[2].rpartition(".")
+        if module.is_package:
+            folder, leaf = module.name.partition(".")[2], "__init__"
+        direct[folder].append(leaf)
+    for folder, most in MOST_MODULES.items():
+        if len(direct[folder]) > most:
+            yield f"{folder or NAME} has {len(direct[folder])} modules, {most} allowed: {direct[folder]}"
+
+
+def class_errors(files: Iterable[Module]) -> Iterator[str]:
+    """Class names that are defined in two files."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in files:
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module.name)
+    for name, where in found.items():
+        if len(where) > 1:
+            yield f"class {name} is defined {len(where)} times: {', '.join(where)}"
+
+
+def retired_in_python(source: str) -> Iterator[tuple[str, int]]:
+    """Identifiers of the former vocabulary, with their lines; strings and comments do not count."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string.lstrip("_") in RETIRED:
+            yield token.string, token.start[0]
+
+
+def retired_in_text(source: str) -> Iterator[tuple[str, int]]:
+    """The same in `code spans` of a page; code blocks are compared word by word, too."""
+    is_code = False
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.startswith("```"):
+            is_code = line != "```"
+            continue
+        spans = re.findall(r"[A-Za-z_]\w*", line.split("#")[0]) if is_code else []
+        for span in re.findall(r"`([^`]+)`", line):
+            spans += re.findall(r"[A-Za-z_]\w*", span)
+        yield from ((word, number) for word in spans if word in RETIRED)
+
+
+def vocabulary_errors(root: Path = ROOT) -> Iterator[str]:
+    """Retired names in the package, tests, examples, benchmarks and docs."""
+    for folder in (NAME, "tests", "examples", "benchmarks"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for word, line in retired_in_python(path.read_text()):
+                yield f"{path.relative_to(root)}:{line} uses {word}"
+    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        for word, line in retired_in_text(path.read_text()):
+            yield f"{path.relative_to(root)}:{line} uses {word}"
+
+
+def all_errors() -> dict[str, list[str]]:
+    """Every rule with what breaks it."""
+    files = modules()
+    known = {module.name: module for module in files}
+    return {
+        "imports point down": [e for module in files for e in import_errors(module, known)],
+        "no import cycle, lazy imports included": list(cycle_errors(files)),
+        "few modules directly in a folder": list(count_errors(files)),
+        "no class name defined twice": list(class_errors(files)),
+        "no forbidden call": [e for module in files for e in source_errors(module)],
+        "no retired name": list(vocabulary_errors()),
+    }
+
+
+def main() -> int:
+    """Print each rule and what breaks it; the exit status is 1 if anything does."""
+    found = all_errors()
+    for rule, errors in found.items():
+        print(f"{'ok  ' if not errors else 'FAIL'} {rule}")
+        for error in errors:
+            print(f"       {error}")
+    lines = sum(module.source.count("\n") for module in modules())
+    print(f"     {len(modules())} files, {lines:,} lines in {NAME}/")
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
