@@ -9,10 +9,15 @@ from typing import TypeAlias
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import Branch, Reuse, check_branches
-from omni_kvlink.payload.manifest import Manifest, kind_of
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData, Reserve, branch_tensors, cache_at
+from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, check_branches
+from omni_kvlink.payload.safetensors_file import map_file, write_file
+from omni_kvlink.payload.schema import (
+    KVCacheTransferData,
+    KVMetadata,
+    Reserve,
+    branch_tensors,
+    cache_at,
+)
 from omni_kvlink.payload.tensor_data import TensorTransferData, tensors_at
 from omni_kvlink.payload.views import TensorView
 
@@ -115,8 +120,8 @@ class KVCacheBundle:
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:
         """The caches as they lie in a payload, without copying."""
-        if not manifest.bundle:
-            raise SchemaError(f"payload {manifest.request_id!r} is a {kind_of(manifest)}")
+        if manifest.kind != cls.__name__:
+            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
         branches: dict[str, BundleBranch] = {}
         for branch in manifest.branches:
             if branch.tree is not None:
@@ -132,9 +137,7 @@ class KVCacheBundle:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the payload as a .safetensors file that any stock tool opens."""
-        from omni_kvlink.payload.files import save
-
-        save(self, path)
+        write_file(path, self.plan(), self.tensors())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheBundle:
@@ -144,13 +147,7 @@ class KVCacheBundle:
             WireError: not such a file, or changed since; names branch, layer, K or V.
             SchemaError: the file holds another kind of payload.
         """
-        from omni_kvlink.payload.files import load
-
-        data = load(path)
-        if not isinstance(data, cls):
-            kind = type(data).__name__
-            raise SchemaError(f"{os.fspath(path)} holds a {kind}: {kind}.load reads it")
-        return data
+        return cls.from_region(*map_file(path, cls.__name__))
 
     def difference(self, other: KVCacheBundle) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -245,4 +242,4 @@ _KINDS: dict[str, type[Payload]] = {
 
 def open_payload(manifest: Manifest, region: Region) -> Payload:
     """What was put, as views of the payload; nothing is copied."""
-    return _KINDS[kind_of(manifest)].from_region(manifest, region)
+    return _KINDS[manifest.kind].from_region(manifest, region)

@@ -11,13 +11,18 @@ import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import MAX_DEPTH, Branch, check_branches, flatten, tensor_branch
-from omni_kvlink.payload.dtypes import dtype_code, tensor_views
-from omni_kvlink.payload.manifest import MAX_RANK, Manifest, kind_of
-from omni_kvlink.payload.metadata import json_copy
+from omni_kvlink.payload.manifest import (
+    MAX_DEPTH,
+    MAX_RANK,
+    Branch,
+    Manifest,
+    check_branches,
+    flatten,
+)
 from omni_kvlink.payload.paged import PagedTensor, check_strided
-from omni_kvlink.payload.schema import Reserve, check_request_id, same_bytes
-from omni_kvlink.payload.views import TensorView
+from omni_kvlink.payload.safetensors_file import map_file, write_file
+from omni_kvlink.payload.schema import Reserve, check_request_id, json_copy
+from omni_kvlink.payload.views import TensorView, dtype_code, same_bytes, tensor_views
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""
@@ -127,15 +132,13 @@ class TensorTransferData:
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> TensorTransferData:
         """The tensors as views of a payload; nothing is copied."""
-        if kind_of(manifest) != "TensorTransferData":
-            raise SchemaError(f"payload {manifest.request_id!r} is a {kind_of(manifest)}")
+        if manifest.kind != cls.__name__:
+            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
         return tensors_at(manifest, manifest.branches[0], region)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the payload as a .safetensors file that any stock tool opens."""
-        from omni_kvlink.payload.files import save
-
-        save(self, path)
+        write_file(path, self.plan(), self.tensors())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TensorTransferData:
@@ -145,13 +148,7 @@ class TensorTransferData:
             WireError: the file is no payload, or was changed; names the tensor.
             SchemaError: the file holds another kind of payload.
         """
-        from omni_kvlink.payload.files import load
-
-        data = load(path)
-        if not isinstance(data, cls):
-            kind = type(data).__name__
-            raise SchemaError(f"{os.fspath(path)} holds a {kind}: {kind}.load reads it")
-        return data
+        return cls.from_region(*map_file(path, cls.__name__))
 
     def difference(self, other: TensorTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -170,7 +167,7 @@ class TensorTransferData:
 
     def as_branch(self, name: str) -> Branch:
         """The structure and the metadata, as the wire carries them."""
-        return tensor_branch(name, _skeleton(self.tree), json_copy(self.metadata, "an object"))
+        return Branch.of_tree(name, _skeleton(self.tree), json_copy(self.metadata, "an object"))
 
     def reserve(self, branch: str) -> Iterator[Reserve]:
         """Name, dtype code and shape of each tensor, in the order of the wire."""

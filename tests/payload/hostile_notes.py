@@ -147,7 +147,7 @@ def _digest(first_digest: str) -> bytes:
 # ---- branches
 case("no branch", "0 branches", lambda: bundle())
 case("300 branches", "300 branches", lambda: bundle(*_many_branches(300)))
-case("two branches, no bundle", "single cache", lambda: payload(note(branches=[branch()] * 2)))
+case("two branches, no bundle", "exactly one branch", lambda: payload(note(branches=[branch()] * 2)))
 case("two branches of one name", "same name", lambda: bundle(branch(), branch()))
 for _bad in (
     "",
@@ -189,7 +189,7 @@ case("alias to missing", "no tensors of its own", lambda: bundle(branch(), alias
 case("alias of an alias", "no tensors", lambda: bundle(branch(), alias("b", "kv"), alias("c", "b")))
 case("alias of itself", "no tensors of its own", lambda: bundle(branch(), alias("b", "b")))
 case("aliases in a ring", "no tensors", lambda: bundle(branch(), alias("b", "c"), alias("c", "b")))
-case("alias in a single cache", "single cache", lambda: payload(note(branches=[alias("a", "a")])))
+case("alias in a single cache", "exactly one branch", lambda: payload(note(branches=[alias("a", "a")])))
 case("alias of too many tokens", "reuses 4", lambda: bundle(branch(), _prefix(4)))
 case("alias of no tokens", "reuses 0", lambda: bundle(branch(), _prefix(0)))
 case("alias of an empty branch", "reuses", lambda: _alias_of_empty())

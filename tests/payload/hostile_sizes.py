@@ -15,7 +15,7 @@ from headers import ALIGN, branch, dump, entry, names, note, payload, sealed, sp
 from hostile import CASES, case, inner, raw, tensors
 
 from omni_kvlink.errors import WireError
-from omni_kvlink.payload.header import MAX_HEADER
+from omni_kvlink.payload.manifest import MAX_HEADER
 from omni_kvlink.payload.manifest import Manifest
 
 MEASURED = 32 << 10

@@ -17,7 +17,7 @@ from omni_kvlink import (
     SameAs,
     SchemaError,
 )
-from omni_kvlink.payload.branch import MAX_BRANCHES
+from omni_kvlink.payload.manifest import MAX_BRANCHES
 
 
 def about(tokens: int, **other: Any) -> KVMetadata:

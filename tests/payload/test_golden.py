@@ -12,7 +12,7 @@ import safetensors.torch
 from payloads import bits
 
 from omni_kvlink.payload.bundle import Payload
-from omni_kvlink.payload.header import KV_VERSION, VERSION
+from omni_kvlink.payload.manifest import KV_VERSION, VERSION
 from omni_kvlink.payload.manifest import Manifest
 
 HERE = Path(__file__).parent / "golden"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from payloads import written
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
-from omni_kvlink.payload.header import MAX_HEADER
+from omni_kvlink.payload.manifest import MAX_HEADER
 from omni_kvlink.payload.manifest import Manifest
 
 MOST_SECONDS = 0.05

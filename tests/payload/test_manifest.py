@@ -24,7 +24,7 @@ from omni_kvlink import (
     VersionError,
     WireError,
 )
-from omni_kvlink.payload.header import ALIGN, MAX_TENSORS
+from omni_kvlink.payload.manifest import ALIGN, MAX_TENSORS
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -136,7 +136,7 @@ def test_a_tensor_tells_its_place_in_words() -> None:
     manifest = KVCacheBundle("r", {"gen": cache(), "mla": cache(shape=(3, 4))}).plan()
     assert manifest.tensors[3].where() == "branch 'gen', layer 1, V"
     assert manifest.tensors[-1].where() == "branch 'mla', layer 1, latent"
-    assert manifest.branch("mla").layout == "ND"
+    assert {b.name: b.layout for b in manifest.branches}["mla"] == "ND"
 
 
 def test_too_much_for_a_header_is_the_callers_error() -> None:

@@ -15,7 +15,7 @@ from payloads import DTYPES, bits, cache, empty, noise, written
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.payload.dtypes import tensor_view
+from omni_kvlink.payload.views import tensor_view
 
 ABOUT: dict[str, Any] = {"kv_lens": [3], "ropes": [3], "num_layers": 3}
 
@@ -311,12 +311,12 @@ def test_difference_finds_what_is_not_a_byte(other: KVCacheTransferData, word: s
 
 def test_closed_is_closed() -> None:
     data, kept = cache(), cache().tensors()[0]
-    assert "given back" not in repr(data)
+    assert "released" not in repr(data)
     data.close()
     for use in (data.tensors, data.plan, data.to_dict, lambda: data.layer_blocks):
         with pytest.raises(ClosedError, match="'r'"):
             use()
-    assert "given back" in repr(data)
+    assert "released" in repr(data)
     assert kept.shape == (3, 2, 4)
 
 
