@@ -22,7 +22,7 @@ def noise(seed: int, shape: Sequence[int], dtype: str = "float32") -> torch.Tens
     size = torch.Size(shape).numel() * kind.itemsize
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     raw[::7] = 0xFF
-    return raw.view(kind).view(*shape)
+    return raw.view(kind).view(tuple(shape))
 
 
 def cache(

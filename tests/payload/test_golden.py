@@ -12,8 +12,7 @@ import safetensors.torch
 from payloads import bits
 
 from omni_kvlink.payload.bundle import Payload
-from omni_kvlink.payload.manifest import KV_VERSION, VERSION
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import KV_VERSION, VERSION, Manifest
 
 HERE = Path(__file__).parent / "golden"
 MAKE: dict[str, Any] = runpy.run_path(str(HERE / "make.py"))

@@ -24,8 +24,7 @@ from omni_kvlink import (
     VersionError,
     WireError,
 )
-from omni_kvlink.payload.manifest import ALIGN, MAX_TENSORS
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest
+from omni_kvlink.payload.manifest import ALIGN, DIGEST_CHUNK, MAX_TENSORS, Manifest
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
