@@ -1,4 +1,4 @@
-"""`KVCacheBundle`: all caches of one request as one atomic transfer, no byte of it sent twice."""
+"""`KVCacheBundle`: all caches of one request in one payload; and how any payload is opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from omni_kvlink.payload.views import TensorView
 class PrefixOf:
     """A branch whose bytes are the first `tokens` tokens of another branch.
 
-    `metadata` is its own: the next position of a prefix cannot be derived.
+    It has `metadata` of its own, since the next position of a prefix cannot be derived.
     """
 
     branch: str
@@ -36,14 +36,13 @@ class PrefixOf:
 
 @dataclasses.dataclass(frozen=True)
 class SameAs:
-    """A branch whose bytes are another's; its metadata too, unless given."""
+    """A branch whose bytes are those of another branch; so is its metadata, unless given."""
 
     branch: str
     metadata: KVMetadata | None = None
 
 
 BundleBranch: TypeAlias = KVCacheTransferData | TensorTransferData | PrefixOf | SameAs
-
 
 OWNERS = (KVCacheTransferData, TensorTransferData)
 """The kinds of branches that have tensors of their own."""
@@ -52,13 +51,15 @@ OWNERS = (KVCacheTransferData, TensorTransferData)
 class KVCacheBundle:
     """The caches of one request, by name; BAGEL's are `gen`, `cfg_text` and `cfg_img`.
 
+    They are sent as one payload, in which no byte occurs twice.
     `bundle[name]` is a cache with tensors, also where the branch is declared as `PrefixOf` or
     `SameAs` another cache (then its tensors are views of that one's). A branch may be a
     `TensorTransferData` instead: those are in `bundle.tensor_data`, and iteration leaves them out.
     `bundle.branches[name]` is what was declared.
 
     Raises:
-        SchemaError: a branch refers to none, lengths disagree, or request ids differ.
+        SchemaError: a branch refers to one that does not exist or has no tensors of its own,
+            lengths disagree, or request ids differ.
     """
 
     def __init__(self, request_id: str, branches: Mapping[str, BundleBranch]):
@@ -84,15 +85,20 @@ class KVCacheBundle:
         return source.first_tokens(metadata.seq_len, metadata)
 
     def __iter__(self) -> Iterator[str]:
-        return (n for n, b in self.branches.items() if not isinstance(b, TensorTransferData))
+        others = self.tensor_data
+        return (name for name in self.branches if name not in others)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.branches) - len(self.tensor_data)
 
     @property
     def tensor_data(self) -> dict[str, TensorTransferData]:
-        """The branches that are no caches, by name."""
-        return {n: b for n, b in self.branches.items() if isinstance(b, TensorTransferData)}
+        """The branches that are a `TensorTransferData`, by name."""
+        return {
+            name: branch
+            for name, branch in self.branches.items()
+            if isinstance(branch, TensorTransferData)
+        }
 
     def tensors(self) -> list[TensorView]:
         """The tensors that are sent, in the order of the wire."""
@@ -104,13 +110,13 @@ class KVCacheBundle:
         total = 0
         for name, branch in self.branches.items():
             if isinstance(branch, (PrefixOf, SameAs)):
-                sent = [place.nbytes for place in self._source(name, branch).tensors()]
+                sent = [view.nbytes for view in self._source(name, branch).tensors()]
                 source = self._source(name, branch).metadata.seq_len
                 total += sum(sent) * self._metadata(name).seq_len // source
         return total
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Sizes and places of everything, before a byte is copied; `capacity` as in `lay_out`."""
+        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         branches = self._wire_branches()
         tensors = (spec for branch in branches for spec in self._reserve(branch))
         return Manifest.lay_out(
@@ -119,7 +125,7 @@ class KVCacheBundle:
 
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:
-        """The caches as they lie in a payload, without copying."""
+        """The caches as views of a payload; nothing is copied."""
         if manifest.kind != cls.__name__:
             raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
         branches: dict[str, BundleBranch] = {}
@@ -144,7 +150,7 @@ class KVCacheBundle:
         """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
 
         Raises:
-            WireError: not such a file, or changed since; names branch, layer, K or V.
+            WireError: the file is no payload, or was changed; names branch, layer, K or V.
             SchemaError: the file holds another kind of payload.
         """
         return cls.from_region(*map_file(path, cls.__name__))
@@ -153,15 +159,12 @@ class KVCacheBundle:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
         if self.request_id != other.request_id or list(self.branches) != list(other.branches):
             return f"{self!r} here, {other!r} there"
-        for name in self.branches:
-            if self._reuse(name) != other._reuse(name):
-                return f"branch {name!r}: {self._reuse(name)} here, {other._reuse(name)} there"
-            if (name in self.tensor_data) != (name in other.tensor_data):
-                return (
-                    f"branch {name!r}: {self.branches[name]!r} here, {other.branches[name]!r} there"
-                )
-            if name in self.tensor_data:
-                found = self.tensor_data[name].difference(other.tensor_data[name])
+        for name, mine in self.branches.items():
+            theirs = other.branches[name]
+            if type(mine) is not type(theirs) or self._reuse(name) != other._reuse(name):
+                return f"branch {name!r}: {mine!r:.200} here, {theirs!r:.200} there"
+            if isinstance(mine, TensorTransferData) and isinstance(theirs, TensorTransferData):
+                found = mine.difference(theirs)
             else:
                 found = self[name].difference(other[name])
             if found:
@@ -169,9 +172,9 @@ class KVCacheBundle:
         return ""
 
     def close(self) -> None:
-        """Let go of the tensors; those kept elsewhere live on."""
-        for cache in self._owners():
-            cache.close()
+        """Release the tensors; those that the caller kept stay valid."""
+        for owner in self._owners():
+            owner.close()
 
     def __repr__(self) -> str:
         return f"<KVCacheBundle {self.request_id!r}: {', '.join(self.branches)}>"

@@ -87,7 +87,7 @@ class KVMetadata:
         try:
             put(self, "kv_lens", tuple(self.kv_lens))
             put(self, "ropes", tuple(self.ropes))
-            put(self, "extra", json_copy(self.extra, "extra"))
+            put(self, "extra", json_copy(self.extra, "metadata: extra"))
             if self.image_shape is not None:
                 put(self, "image_shape", tuple(self.image_shape))
             if self.seq_len == -1:
@@ -110,7 +110,7 @@ class KVMetadata:
         if missing:
             raise SchemaError(f"metadata lacks {', '.join(missing)}")
         known = {name: value for name, value in values.items() if name in names}
-        known["extra"] = json_copy(known.get("extra", {}), "extra") | {
+        known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
             name: value for name, value in values.items() if name not in names
         }
         if isinstance(known.get("shard"), Mapping):
@@ -498,10 +498,9 @@ def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         copy = msgspec.json.decode(msgspec.json.encode(values))
     except (TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"metadata: {where} is not JSON: {error}") from None
+        raise SchemaError(f"{where} is not JSON: {error}") from None
     if not isinstance(copy, dict) or copy != values:
         raise SchemaError(
-            f"metadata: {where} changes when written as JSON; "
-            "use string keys, lists and finite numbers"
+            f"{where} changes when written as JSON; use string keys, lists and finite numbers"
         )
     return copy

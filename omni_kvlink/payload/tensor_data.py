@@ -41,9 +41,9 @@ class TensorTransferData:
     the payload.
 
     Args:
-        request_id: names the payload; the consumer asks for it.
-        tensors: a dict of tensors, or of dicts and lists of them, nested up to 31 deep. A tuple
-            becomes a list. Any shape of at most 8 dimensions, zero-sized and 0-d ones too; any
+        request_id: names the payload; the consumer gets it by this name.
+        tensors: a dict of tensors, or of dicts and lists of them, nested at most 32 levels deep;
+            a tuple becomes a list. Any shape of at most 8 dimensions, zero-sized and 0-d ones too; any
             strides, device, and dtype of `DTYPES`; a `PagedTensor` may stand for a tensor.
         metadata: a JSON object: string keys, lists, no tuples, no NaN. It is copied.
 
@@ -63,13 +63,13 @@ class TensorTransferData:
         if not isinstance(metadata, (Mapping, type(None))):
             raise SchemaError(f"metadata: a {type(metadata).__name__}, wanted a dict")
         self.request_id = request_id
-        self.metadata: dict[str, Any] = json_copy(dict(metadata or {}), "an object")
+        self.metadata: dict[str, Any] = json_copy(dict(metadata or {}), "metadata")
         self._tree: dict[str, TensorTree] | None = _checked_dict(tensors, "", 1)
         check_branches([self.as_branch(TENSORS)], bundle=False, error=SchemaError)
 
     @property
     def tree(self) -> dict[str, TensorTree]:
-        """The tensors in the dicts and lists they were given in.
+        """The tensors in the dicts and lists in which they were given.
 
         Raises:
             ClosedError: the payload was released.
@@ -167,7 +167,7 @@ class TensorTransferData:
 
     def as_branch(self, name: str) -> Branch:
         """The structure and the metadata, as the wire carries them."""
-        return Branch.of_tree(name, _skeleton(self.tree), json_copy(self.metadata, "an object"))
+        return Branch.of_tree(name, _skeleton(self.tree), json_copy(self.metadata, "metadata"))
 
     def reserve(self, branch: str) -> Iterator[Reserve]:
         """Name, dtype code and shape of each tensor, in the order of the wire."""

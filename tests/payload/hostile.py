@@ -13,6 +13,7 @@ import resource
 import struct
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from headers import ALIGN, branch, dump, entry, names, note, payload, sealed, spans, text
@@ -113,7 +114,7 @@ for _where, _old in (("a name", "kv.0.key"), ("the note", "producer"), ("a value
         ("a surrogate", b"\xed\xa0\x80"),
         ("a cut sequence", b"\xe2\x82"),
     ):
-        case(f"{_what} in {_where}", "UTF-8", lambda o=_old, b=_bytes: raw(o, b))
+        case(f"{_what} in {_where}", "UTF-8", partial(raw, _old, _bytes))
 case("stray byte in an unknown field", "UTF-8", lambda: raw('"dtype"', b'"x":"\xff","dtype"'))
 case("lone surrogate", "not a kvlink", lambda: raw('"kv.0.key"', '"\\ud800"'))
 case("lone surrogate in the note", "not a kvlink", lambda: inner('"r"', '"\\udc00"'))
@@ -159,9 +160,9 @@ case("shape not the branch's", "branch says", lambda: tensors(shape=[3, 4, 2]))
 case("rank not the branch's", "branch says", lambda: tensors(shape=[24]))
 case("dtype not the branch's", "branch says", lambda: tensors(dtype="U8", shape=[3, 2, 16]))
 for _dtype, _shape in (("F64", [3, 2, 2]), ("I64", [3, 4]), ("BOOL", [96])):
-    case(f"dtype {_dtype!r}", "branch says", lambda d=_dtype, s=_shape: tensors(dtype=d, shape=s))
+    case(f"dtype {_dtype!r}", "branch says", partial(tensors, dtype=_dtype, shape=_shape))
 for _dtype in ("C64", "F4", "f32", "", "torch.float32", "__class__", "os.system", "F32\0"):
-    case(f"dtype {_dtype!r}", "has dtype", lambda d=_dtype: tensors(dtype=d))
+    case(f"dtype {_dtype!r}", "has dtype", partial(tensors, dtype=_dtype))
 case("dtype of 500 kB", "has dtype", lambda: tensors(dtype="F" * 500_000))
 case("dtype a number", "not a kvlink", lambda: tensors(dtype=7))
 case("dtype null", "not a kvlink", lambda: tensors(dtype=None))
@@ -175,13 +176,13 @@ _DEEP = "nested deeper|not a kvlink|too much|begin with"
 for _open, _close in (("[", "]"), ('{"a":', "}")):
     for _depth in (500, 990, 1000, 10**5):
         _extra = f'"x":{_open * _depth}1{_close * _depth}'
-        case(f"depth {_depth} of {_open} in extra", _DEEP, lambda e=_extra: inner('"x":1', e))
+        case(f"depth {_depth} of {_open} in extra", _DEEP, partial(inner, '"x":1', _extra))
     _nest = _open * 10**5
     _field = f'"x":{_nest},'
-    case(f"{_open} 10^5 times", _DEEP, lambda n=_nest: sealed(n.encode()))
-    case(f"{_open} 10^5 times, a field", _DEEP, lambda f=_field: raw('"dtype"', f + '"dtype"'))
-    case(f"{_open} 10^5 times, the note", _DEEP, lambda n=_nest: payload(n))
-    case(f"{_open} 10^5 times, metadata", _DEEP, lambda f=_field: raw('"kvlink"', f + '"kvlink"'))
+    case(f"{_open} 10^5 times", _DEEP, partial(sealed, _nest.encode()))
+    case(f"{_open} 10^5 times, a field", _DEEP, partial(raw, '"dtype"', _field + '"dtype"'))
+    case(f"{_open} 10^5 times, the note", _DEEP, partial(payload, _nest))
+    case(f"{_open} 10^5 times, metadata", _DEEP, partial(raw, '"kvlink"', _field + '"kvlink"'))
 case("depth 33 of extra", "nested deeper", lambda: inner('"x":1', '"x":' + "[" * 32 + "]" * 32))
 
 
@@ -278,9 +279,9 @@ case("metadata null", "not a kvlink", lambda: sealed(b'{"__metadata__":null}'))
 case("metadata a list", "not a kvlink", lambda: sealed(b'{"__metadata__":[]}'))
 for _field in ("version", "header_crc32c", "request_id", "branches", "digests", "producer"):
     _lacking = {name: value for name, value in note().items() if name != _field}
-    case(f"note without {_field}", "not a kvlink", lambda n=_lacking: payload(n))
+    case(f"note without {_field}", "not a kvlink", partial(payload, _lacking))
 for _name, _version in (("empty", []), ("a string", "1.0"), ("floats", [1.0, 0]), ("null", None)):
-    case(f"version {_name}", "not a kvlink", lambda v=_version: payload(note(version=v)))
+    case(f"version {_name}", "not a kvlink", partial(payload, note(version=_version)))
 case("version 2", r"2\.0", lambda: payload(note(version=[2, 0])))
 case("version -1", r"-1\.0", lambda: payload(note(version=[-1, 0])))
 case("request id empty", "request id", lambda: payload(note(request_id="")))
@@ -328,7 +329,7 @@ for _bad in (
     "a" * 65,
     "__metadata__.",
 ):
-    case(f"branch name {_bad!r}", "name is", lambda b=_bad: one(name=b))
+    case(f"branch name {_bad!r}", "name is", partial(one, name=_bad))
 case("kv_lens not seq_len", "add up", lambda: one(kv_lens=[2]))
 case("kv_lens empty", "ropes|add up", lambda: one(kv_lens=[]))
 case("kv_lens of 100,000 numbers", "add up", lambda: one(kv_lens=[7] * 100_000))
@@ -456,7 +457,7 @@ for _what, _leaf in (
     case(
         f"tree: a leaf of {_what}",
         "tree holds|not a kvlink",
-        lambda v=_leaf: tree_payload({**TREE, "c": v}),
+        partial(tree_payload, {**TREE, "c": _leaf}),
     )
 case("tree: a number as key", "not a kvlink", lambda: tree_text('"b":0', "7:0"))
 case("tree: a key of NaN", "not a kvlink", lambda: tree_text('"b":0', "NaN:0"))
@@ -495,7 +496,7 @@ for _key, _value in (
     case(
         f"tree: with {_key}",
         "fields of a KV cache|exactly one branch",
-        lambda k=_key, v=_value: tree_payload(None, None, **{k: v}),
+        partial(tree_payload, None, None, **{_key: _value}),
     )
 case(
     "tree: a bundle with two of a name",
@@ -543,10 +544,10 @@ def listed(item: Callable[[int], str], width: int) -> str:
     return "[" + ",".join(item(n) for n in range(SPACE // width)) + "]"
 
 
-def escaped(value: str, marks: str) -> bytes:
+def escaped(value: str, escaped_chars: str) -> bytes:
     """The value in `extra`, with marks written as escapes, so that counting does not find them."""
     header = text(None, dump(note(branches=[branch(extra={"x": "@"})])))
-    for mark in marks:
+    for mark in escaped_chars:
         value = value.replace(mark, f"\\u{ord(mark):04x}")
     return sealed(header.replace(b'\\"@\\"', value.encode(), 1))
 

@@ -69,8 +69,8 @@ def test_depth_beside_the_parsers_own_limit() -> None:
     """Decoding and encoding again recurse to different depths; neither may show."""
     for depth in range(900, 1010):
         nest = "[" * depth + "]" * depth
-        for place in ('"dtype"', '"kvlink"'):
-            text = headers.text().decode().replace(place, f'"x":{nest},{place}', 1)
+        for key in ('"dtype"', '"kvlink"'):
+            text = headers.text().decode().replace(key, f'"x":{nest},{key}', 1)
             _refused_or_the_same(headers.sealed(text.encode()))
         with pytest.raises(WireError):
             Manifest.decode(hostile.extra(nest))

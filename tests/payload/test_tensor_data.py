@@ -22,15 +22,17 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-shapes = st.lists(st.integers(0, 4), max_size=4)
+shapes: st.SearchStrategy[list[int]] = st.lists(st.integers(0, 4), max_size=4)
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Any dtype, shape and bits, sometimes strided."""
-    shape, dtype = draw(shapes), draw(st.sampled_from(sorted(DTYPES)))
+    shape = draw(shapes)
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
     tensor = tensor_of(shape, dtype, draw(st.integers(0, 999)))
-    return tensor.transpose(0, -1) if shape and draw(st.booleans()) else tensor
+    is_strided = draw(st.booleans())
+    return tensor.transpose(0, -1) if shape and is_strided else tensor
 
 
 trees = st.recursive(
@@ -70,7 +72,8 @@ def example(request_id: str = "r") -> TensorTransferData:
 
 
 def received(payload: TensorTransferData | KVCacheBundle) -> Any:
-    return open_payload(*(lambda m, mapping: (m, mapping.region))(*written(payload)))
+    manifest, mapping = written(payload)
+    return open_payload(manifest, mapping.region)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -81,7 +84,7 @@ def test_any_tree_arrives_as_it_was(payload: TensorTransferData) -> None:
     found = open_payload(manifest, mapping.region)
     assert isinstance(found, TensorTransferData)
     assert found.difference(payload) == "" == payload.difference(found)
-    assert [bits(a) for a in found.tensors()] == [bits(b) for b in payload.tensors()]  # type: ignore[arg-type]
+    assert [bits(a) for a in found.tensors()] == [bits(b) for b in payload.tensors()]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -96,8 +99,7 @@ def test_save_and_load(tmp_path: Path, payload: TensorTransferData) -> None:
         for spec, tensor in zip(payload.plan().tensors, payload.tensors(), strict=True)
     }
     assert {name: bits(tensor) for name, tensor in named.items()} == {
-        name: bits(tensor)  # type: ignore[arg-type]
-        for name, tensor in expected.items()
+        name: bits(tensor) for name, tensor in expected.items()
     }
 
 
@@ -258,7 +260,7 @@ def test_a_difference_is_named(change: Any, text: str) -> None:
     assert one.difference(other).startswith("metadata: ")
 
 
-def test_signed_zeros_and_nans_are_told_apart() -> None:
+def test_signed_zeros_and_nans_are_distinguished() -> None:
     one = TensorTransferData("r", {"t": torch.tensor([0.0])})
     assert one.difference(TensorTransferData("r", {"t": torch.tensor([-0.0])})) == "tensor 't'"
     nan = TensorTransferData("r", {"t": torch.tensor([float("nan")])})

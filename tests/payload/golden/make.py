@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def mixed() -> KVCacheBundle:
     return KVCacheBundle(request_id, {"prompt": ids, "gen": kv, "twin": SameAs("gen")})
 
 
-CONTENTS = {
+CONTENTS: dict[tuple[int, int], dict[str, Callable[[], Payload]]] = {
     (1, 0): {"single_bf16": single, "bundle": bundle, "mla_float32": mla, "fp8": fp8},
     (1, 1): {"tensors": tensors, "mixed": mixed},
 }
