@@ -42,9 +42,9 @@ class TensorTransferData:
 
     Args:
         request_id: names the payload; the consumer gets it by this name.
-        tensors: a dict of tensors, or of dicts and lists of them, nested at most 32 levels deep;
-            a tuple becomes a list. Any shape of at most 8 dimensions, zero-sized and 0-d ones too; any
-            strides, device, and dtype of `DTYPES`; a `PagedTensor` may stand for a tensor.
+        tensors: a dict of tensors, or of dicts and lists of them, nested at most 32 levels deep; a
+            tuple becomes a list. Any shape of at most 8 dimensions, zero-sized and 0-d ones too;
+            any strides, any device; the dtypes of `DTYPES`. A `PagedTensor` may stand for a tensor.
         metadata: a JSON object: string keys, lists, no tuples, no NaN. It is copied.
 
     Raises:
@@ -215,20 +215,17 @@ def _checked(value: object, path: str, depth: int) -> TensorTree:
         if isinstance(value, Mapping):
             return _checked_dict(value, path, depth + 1)
         return [_checked(child, f"{path}/{i}", depth + 1) for i, child in enumerate(value)]
-    if isinstance(value, PagedTensor):
-        view: TensorView = value
-    else:
-        if not isinstance(value, torch.Tensor) or not value.is_meta:  # meta: a plan, as of blank()
-            check_strided(value, where)
-        assert isinstance(value, torch.Tensor)
-        view = value
-    if len(view.shape) > MAX_RANK:
-        raise SchemaError(f"{where} has {len(view.shape)} dimensions; the limit is {MAX_RANK}")
+    is_plan = isinstance(value, torch.Tensor) and value.is_meta  # made by blank()
+    if not isinstance(value, PagedTensor) and not is_plan:
+        check_strided(value, where)
+    assert isinstance(value, TensorView)
+    if len(value.shape) > MAX_RANK:
+        raise SchemaError(f"{where} has {len(value.shape)} dimensions; the limit is {MAX_RANK}")
     try:
-        dtype_code(view.dtype)
+        dtype_code(value.dtype)
     except SchemaError as error:
         raise SchemaError(f"{where}: {error}") from None
-    return view
+    return value
 
 
 def _skeleton(node: Any) -> Any:
