@@ -546,7 +546,7 @@ def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int
 # ---- the header as text: bounded before it is decoded, decoded by type, encoded one way only
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     """One value of the header: a tensor, or (with only `kvlink` set) `__metadata__`."""
 
     dtype: str | msgspec.UnsetType = msgspec.UNSET
@@ -572,7 +572,7 @@ class _Note(msgspec.Struct, kw_only=True):
     producer: dict[str, str]
 
 
-_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_ENTRIES = msgspec.json.Decoder(dict[str, _HeaderEntry])
 _NOTE = msgspec.json.Decoder(_Note)
 _VERSION_ONLY = msgspec.json.Decoder(_VersionOnly)
 
@@ -587,8 +587,8 @@ class _Header:
     def __init__(self, buffer: bytes | memoryview, total: int):
         self._text = _header_text(buffer, total)
         self.nbytes = 8 + len(self._text)
-        self.entries: dict[str, _Entry] = _decode(self._text, _ENTRIES)
-        metadata = self.entries.pop("__metadata__", _Entry())
+        self.entries: dict[str, _HeaderEntry] = _decode(self._text, _ENTRIES)
+        metadata = self.entries.pop("__metadata__", _HeaderEntry())
         if metadata.kvlink is msgspec.UNSET or metadata.dtype is not msgspec.UNSET:
             raise WireError(
                 "no kvlink manifest in __metadata__: a safetensors file of another kind"
@@ -622,7 +622,7 @@ class _Header:
             raise WireError(f"not a kvlink header: {error}") from None
 
 
-def _encode(note: _Note, entries: Mapping[str, _Entry], nbytes: int) -> bytes:
+def _encode(note: _Note, entries: Mapping[str, _HeaderEntry], nbytes: int) -> bytes:
     """The JSON, padded with spaces to the alignment and to `nbytes` at least."""
     metadata = {"kvlink": msgspec.json.encode(note).decode()}
     text = msgspec.json.encode({"__metadata__": metadata, **entries})
@@ -671,15 +671,15 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
         raise WireError("a key occurs twice in one object of the header")
 
 
-def _entries(tensors: Sequence[TensorSpec]) -> dict[str, _Entry]:
+def _entries(tensors: Sequence[TensorSpec]) -> dict[str, _HeaderEntry]:
     """The tensors as the header lists them, with padding between: the format allows no holes."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _HeaderEntry] = {}
     at = pads = 0
     for spec in tensors:
         if spec.start > at:
-            entries[f"pad.{pads}"] = _Entry("U8", (spec.start - at,), (at, spec.start))
+            entries[f"pad.{pads}"] = _HeaderEntry("U8", (spec.start - at,), (at, spec.start))
             pads += 1
-        entries[spec.name] = _Entry(spec.dtype, spec.shape, (spec.start, spec.stop))
+        entries[spec.name] = _HeaderEntry(spec.dtype, spec.shape, (spec.start, spec.stop))
         at = spec.stop
     return entries
 
