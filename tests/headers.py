@@ -10,7 +10,7 @@ from typing import Any
 from crc32c import crc32c
 
 ALIGN = 256
-SIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+SIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I64": 8}
 BLANK = '"header_crc32c":"00000000"'
 QUOTED_BLANK = BLANK.replace('"', '\\"').encode()
 

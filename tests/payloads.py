@@ -1,4 +1,4 @@
-"""Caches with every kind of byte in them, and payloads as they lie in memory."""
+"""Caches of random bytes, and payloads as they are in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData
+from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.bundle import Payload
 from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import TensorView, dense
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 
@@ -22,7 +24,7 @@ def noise(seed: int, shape: Sequence[int], dtype: str = "float32") -> torch.Tens
     size = torch.Size(shape).numel() * kind.itemsize
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     raw[::7] = 0xFF
-    return raw.view(kind).view(*shape)
+    return raw.view(kind).view(tuple(shape))
 
 
 def cache(
@@ -57,9 +59,7 @@ def empty(request_id: str = "r", *, layers: int = 2, **metadata: Any) -> KVCache
     return KVCacheTransferData(request_id, blocks, (), about)
 
 
-def written(
-    data: KVCacheTransferData | KVCacheBundle, *, digests: bool = True
-) -> tuple[Manifest, Mapping]:
+def written(data: Payload, *, digests: bool = True) -> tuple[Manifest, Mapping]:
     """The payload in memory: what a connector would publish."""
     plan = data.plan(digests=digests)
     mapping = Mapping.anonymous(plan.nbytes)
@@ -68,7 +68,7 @@ def written(
     return manifest, mapping
 
 
-def bits(tensor: torch.Tensor) -> bytes:
+def bits(tensor: TensorView) -> bytes:
     """The tensor's bytes in row-major order."""
-    plain = tensor.detach().resolve_neg().reshape(-1)
+    plain = dense(tensor).detach().resolve_neg().reshape(-1)
     return plain.new_empty(plain.shape).copy_(plain).view(torch.uint8).numpy().tobytes()

@@ -1,15 +1,14 @@
-"""Pools of blocks, taken apart as the caller declares them, and the layers of a cache in them."""
+"""Pools of blocks that hold K, V or both, and the layers of a cache in them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import PART_WORDS, PARTS
-from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
 
 PoolLayers: TypeAlias = Sequence[torch.Tensor]
@@ -38,60 +37,72 @@ def split_packed(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Ten
     return _split(layers, 1, "[num_blocks, 2, block_size, kv_heads, head_dim]")
 
 
-def pages_of(
-    metadata: KVMetadata,
+def block_table_of(
+    kv_lens: Sequence[int],
     *,
     block_size: int,
     block_ids: IndexLike = None,
     slot_mapping: IndexLike = None,
 ) -> BlockTable:
-    """Where the tokens of a cache that is not empty lie, from one of the two tables.
+    """The block table of a cache that is not empty, from block ids or a slot mapping.
+
+    Args:
+        kv_lens: tokens of each sequence; `block_ids` require a single one.
+        block_size: tokens in one block of the pools.
+        block_ids: the blocks of the sequence, in its order.
+        slot_mapping: or a slot a token.
 
     Raises:
-        SchemaError: the table does not fit the metadata, or names a place twice.
+        SchemaError: the table does not fit the lengths, or has an entry twice.
     """
     if (block_ids is None) == (slot_mapping is None):
-        raise SchemaError("wanted either block_ids or slot_mapping, and one of them")
+        raise SchemaError("give either block_ids or slot_mapping")
+    tokens = sum(kv_lens)
     try:
         if slot_mapping is not None:
-            pages = BlockTable.of_slots(slot_mapping, block_size=block_size)
-            if pages.tokens != metadata.seq_len:
-                raise SchemaError(
-                    f"{pages.tokens} slots, but kv_lens say {metadata.seq_len} tokens"
-                )
-            return pages
+            table = BlockTable.of_slots(slot_mapping, block_size=block_size)
+            if table.tokens != tokens:
+                raise SchemaError(f"{table.tokens} slots, but kv_lens say {tokens} tokens")
+            return table
         assert block_ids is not None
-        if len(metadata.kv_lens) != 1:
+        if len(kv_lens) != 1:
             raise SchemaError(
-                f"block_ids are one sequence's, but there are {len(metadata.kv_lens)} kv_lens; "
+                f"block_ids are one sequence's, but there are {len(kv_lens)} kv_lens; "
                 "give a slot_mapping"
             )
-        return BlockTable.of_blocks(block_ids, block_size=block_size, tokens=metadata.seq_len)
+        return BlockTable.of_blocks(block_ids, block_size=block_size, tokens=tokens)
     except SchemaError as error:
         raise SchemaError(f"K and V of every layer: {error}") from None
 
 
+def pages_of(metadata: Any, **tables: Any) -> BlockTable:
+    """`block_table_of` under its former name, for modules that do not use the new one yet."""
+    return block_table_of(metadata.kv_lens, **tables)
+
+
 def paged_layers(
-    key_cache: PoolLayers, value_cache: PoolLayers | None, pages: BlockTable, layout: str
+    key_cache: PoolLayers, value_cache: PoolLayers | None, block_table: BlockTable, layout: str
 ) -> dict[str, list[PagedTensor]]:
     """The layers by the wire's name of the part.
 
     Args:
         key_cache: K's pools, or the latents' in layout "ND".
         value_cache: V's; None in layout "ND".
+        block_table: the places of the tokens, in every pool.
+        layout: "NHD" or "ND".
 
     Raises:
-        SchemaError: a pool is missing or lacks the pages, or K and V differ; names layer, K or V.
+        SchemaError: a pool is missing or lacks a block, or K and V differ; names layer, K or V.
     """
     if layout not in PARTS:
-        raise SchemaError(f"layout {layout!r}; wanted one of {', '.join(PARTS)}")
+        raise SchemaError(f"layout {layout!r}; must be one of {', '.join(PARTS)}")
     parts = PARTS[layout]
     given = [key_cache] if value_cache is None else [key_cache, value_cache]
     if len(parts) != len(given):
         raise SchemaError(f"layout {layout!r} has {len(parts)} pools a layer, {len(given)} given")
     layers = {
         part: [
-            _paged(pool, pages, f"layer {layer}, {PART_WORDS[part]}")
+            _paged(pool, block_table, f"layer {layer}, {PART_WORDS[part]}")
             for layer, pool in enumerate(pools)
         ]
         for part, pools in zip(parts, given, strict=True)
@@ -105,18 +116,18 @@ def paged_layers(
     return layers
 
 
-def _paged(pool: torch.Tensor | None, pages: BlockTable, where: str) -> PagedTensor:
+def _paged(pool: torch.Tensor | None, block_table: BlockTable, where: str) -> PagedTensor:
     if pool is None:
         raise SchemaError(f"{where} is missing")
-    return PagedTensor(pool, pages, where)
+    return PagedTensor(pool, block_table, where)
 
 
 def _split(
-    layers: PoolLayers, side: int, wanted: str
+    layers: PoolLayers, side: int, shape: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for index, layer in enumerate(layers):
         check_strided(layer, f"layer {index}, K and V")
         if layer.dim() != 5 or layer.shape[side] != 2:
-            raise SchemaError(f"layer {index}, K and V: {list(layer.shape)}; wanted {wanted}")
+            raise SchemaError(f"layer {index}, K and V: {list(layer.shape)}; wanted {shape}")
     keys, values = ([layer.select(side, which) for layer in layers] for which in (0, 1))
     return keys, values

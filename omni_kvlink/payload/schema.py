@@ -1,4 +1,4 @@
-"""`KVCacheTransferData`: one KV cache, complete and consistent, or it cannot be constructed."""
+"""`KVCacheTransferData` and `KVMetadata`: one KV cache, complete and consistent."""
 
 from __future__ import annotations
 
@@ -7,25 +7,37 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import RANKS, Branch, check_branches
-from omni_kvlink.payload.dtypes import dtype_name, tensor_views
-from omni_kvlink.payload.manifest import PART_WORDS, PARTS, Manifest, tensor_name
-from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.manifest import (
+    KV_DTYPES,
+    PART_WORDS,
+    PARTS,
+    RANKS,
+    Branch,
+    Manifest,
+    Reuse,
+    Shard,
+    check_branches,
+    length_complaints,
+    tensor_names,
+)
 from omni_kvlink.payload.paged import PagedTensor, check_strided
-from omni_kvlink.payload.pools import IndexLike, PoolLayers, paged_layers, pages_of
-from omni_kvlink.payload.views import TensorView, first_tokens
+from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
+from omni_kvlink.payload.safetensors_file import map_file, write_file
+from omni_kvlink.payload.views import TensorView, dtype_name, first_tokens, tensor_views
 from omni_kvlink.payload.views import same_bytes as same_bytes
 
-_REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
+T = TypeVar("T")
 
 LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
+"""Name, dtype code and shape of a tensor that a payload is to have."""
 
 SINGLE = "kv"
 """The branch name of a payload that is one cache and no bundle."""
@@ -33,21 +45,118 @@ SINGLE = "kv"
 CACHES = {"key": "key_cache", "value": "value_cache", "latent": "latent_cache"}
 """The RFC's names of `layer_blocks`, by the wire's name of the part."""
 
+_REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
 
-class KVCacheTransferData:
-    """One KV cache on its way between two stages; borrows its tensors and never writes to them.
+
+@dataclasses.dataclass(frozen=True)
+class KVMetadata:
+    """Lengths, positions and layout of one cache.
+
+    `ropes` differs from `kv_lens` where the context has an image, which adds many tokens and one
+    position; therefore it is carried and never derived.
 
     Args:
-        request_id: names the payload; the consumer asks for it.
+        kv_lens: cached tokens of each sequence.
+        ropes: next rotary position of each sequence.
+        num_layers: layers of the cache.
+        seq_len: all tokens together; the sum of `kv_lens` when left out.
+        dtype: torch's name, such as "bfloat16"; taken from the tensors when left out.
+        layout: "NHD" for K and V of [tokens, kv_heads, head_dim], "ND" for one latent a layer.
+        block_size: tokens of a block where the cache came from a pool of blocks, else 0.
+        image_shape: (height, width) in pixels of the image to generate, where there is one.
+        extra: anything else, as JSON values (dicts with string keys, lists, no tuples, no NaN).
+        shard: which heads of the whole model these are, under tensor parallelism.
+
+    Raises:
+        SchemaError: a value is not of its type, or the lengths contradict each other.
+    """
+
+    kv_lens: tuple[int, ...]
+    ropes: tuple[int, ...]
+    num_layers: int
+    seq_len: int = -1
+    dtype: str = ""
+    layout: str = "NHD"
+    block_size: int = 0
+    image_shape: tuple[int, int] | None = None
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shard: Shard | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # the class is frozen
+        try:
+            put(self, "kv_lens", tuple(self.kv_lens))
+            put(self, "ropes", tuple(self.ropes))
+            put(self, "extra", json_copy(self.extra, "metadata: extra"))
+            if self.image_shape is not None:
+                put(self, "image_shape", tuple(self.image_shape))
+            if self.seq_len == -1:
+                put(self, "seq_len", sum(self.kv_lens))
+            branch = self.as_branch("metadata")
+        except TypeError as error:
+            raise SchemaError(f"metadata: {error}") from None
+        for complaint in length_complaints(branch):
+            raise SchemaError(f"metadata: {complaint}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KVMetadata:
+        """Read the RFC's dict; keys for which this class has no field go into `extra`.
+
+        Raises:
+            SchemaError: a key is missing, or a value is not of its type.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        missing = [name for name in ("kv_lens", "ropes", "num_layers") if name not in values]
+        if missing:
+            raise SchemaError(f"metadata lacks {', '.join(missing)}")
+        known = {name: value for name, value in values.items() if name in names}
+        known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
+            name: value for name, value in values.items() if name not in names
+        }
+        if isinstance(known.get("shard"), Mapping):
+            known["shard"] = _converted(known["shard"], Shard)
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the RFC's dict: `kv_lens` and `ropes` as lists, every field present."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["kv_lens"], values["ropes"] = list(self.kv_lens), list(self.ropes)
+        values["shard"] = msgspec.to_builtins(self.shard)
+        return values
+
+    def as_branch(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, ...] = (),
+        block_ids: tuple[int, ...] = (),
+        reuse: Reuse | None = None,
+    ) -> Branch:
+        """This metadata as the wire carries it."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {"name": name, "shape": shape, "block_ids": block_ids, "reuse": reuse}
+        return _converted({**values, **own}, Branch)
+
+    @classmethod
+    def from_branch(cls, branch: Branch) -> KVMetadata:
+        """Read the metadata of a branch."""
+        return cls(**{field.name: getattr(branch, field.name) for field in dataclasses.fields(cls)})
+
+
+class KVCacheTransferData:
+    """One KV cache to send, or one received; it borrows its tensors and never writes to them.
+
+    Args:
+        request_id: names the payload; the consumer gets it by this name.
         layer_blocks: `{"key_cache": [...], "value_cache": [...]}`, one tensor
             `[tokens, kv_heads, head_dim]` a layer; or `{"latent_cache": [...]}`, one tensor
             `[tokens, latent_dim]` a layer (MLA). All None means an empty cache. Any strides and
-            devices, or a `PagedTensor` in a tensor's stead; all have one shape and dtype.
+            devices, or a `PagedTensor` instead of a tensor; all have one shape and dtype.
         block_ids: the blocks the cache came from; empty for dense tensors.
         metadata: `KVMetadata`, or the RFC's dict of the same.
 
     Raises:
-        SchemaError: anything does not fit; names layer, K or V, what was found and wanted.
+        SchemaError: anything does not fit; names layer, K or V, what was found and required.
     """
 
     def __init__(
@@ -57,8 +166,7 @@ class KVCacheTransferData:
         block_ids: Sequence[int] = (),
         metadata: KVMetadata | Mapping[str, Any] | None = None,
     ):
-        if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
-            raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+        check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
             raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
@@ -78,23 +186,24 @@ class KVCacheTransferData:
         """The tensors, by the RFC's names.
 
         Raises:
-            ClosedError: this was received, and its `with` block is over.
+            ClosedError: the payload was received, and released since.
         """
         if self._blocks is None:
             raise ClosedError(
-                f"payload {self.request_id!r} was given back at the end of its `with` block; "
+                f"payload {self.request_id!r} was released at the end of its `with` block; "
                 "keep the tensors you need, or clone them, inside it"
             )
         return self._blocks
 
     @property
     def is_empty(self) -> bool:
+        """Whether the cache has no tokens, and so no tensors."""
         return self.metadata.seq_len == 0
 
     def tensors(self) -> list[TensorView]:
         """All layers in the order of the wire: layer by layer, K before V.
 
-        Each is a tensor, or the `PagedTensor` that was given; what was received is always tensors.
+        Each is a tensor, or the `PagedTensor` that was given; of a received cache always a tensor.
         """
         if self.is_empty:
             return []
@@ -104,7 +213,7 @@ class KVCacheTransferData:
         ]
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Sizes and places of everything, before a byte is copied; `capacity` as in `lay_out`."""
+        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         branch = self.as_branch(SINGLE)
         return Manifest.lay_out(
             self.request_id,
@@ -124,11 +233,13 @@ class KVCacheTransferData:
         dtype: torch.dtype,
         metadata: KVMetadata | Mapping[str, Any],
     ) -> KVCacheTransferData:
-        """Sizes without bytes: what `KVLink.stream_put` and `KVLink.allocate` plan with.
+        """Sizes without bytes, for `KVProducer.stream_put` and `KVProducer.allocate`.
 
         Args:
+            request_id: names the payload.
             row: the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`.
-            metadata: says how many tokens, and `num_layers`.
+            dtype: of every tensor.
+            metadata: gives the number of tokens, and `num_layers`.
         """
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
@@ -152,14 +263,15 @@ class KVCacheTransferData:
         block_ids: IndexLike = None,
         slot_mapping: IndexLike = None,
     ) -> KVCacheTransferData:
-        """A sequence in an engine's pools of blocks, borrowed where it lies; nothing is copied.
+        """A sequence in an engine's pools of blocks; nothing is copied.
 
         Args:
+            request_id: names the payload.
             key_cache: one pool `[num_blocks, block_size, kv_heads, head_dim]` a layer, any strides;
-                `split_stacked` and `split_packed` make K's and V's of pools that hold both. In
-                layout "ND" the latents, `[num_blocks, block_size, latent_dim]`.
+                `split_stacked` and `split_packed` split pools that hold both K and V. In layout
+                "ND" the latents, `[num_blocks, block_size, latent_dim]`.
             value_cache: the same for V; None in layout "ND".
-            block_size: tokens of a block, as the pools must have it.
+            block_size: tokens of a block in the pools.
             metadata: `num_layers` and `block_size` may be left out of a dict.
             block_ids: the blocks of the one sequence, in its order; the last may be partly filled.
             slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
@@ -175,22 +287,22 @@ class KVCacheTransferData:
         if not metadata.seq_len:
             names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
             return cls(request_id, {name: [None] * len(key_cache) for name in names}, (), metadata)
-        pages = pages_of(
-            metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
+        table = block_table_of(
+            metadata.kv_lens, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
-        layers = paged_layers(key_cache, value_cache, pages, metadata.layout)
-        blocks = {CACHES[part]: places for part, places in layers.items()}
-        return cls(request_id, blocks, pages.blocks(), metadata)
+        layers = paged_layers(key_cache, value_cache, table, metadata.layout)
+        blocks = {CACHES[part]: views for part, views in layers.items()}
+        return cls(request_id, blocks, table.blocks(), metadata)
 
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheTransferData:
-        """The cache as it lies in a payload, without copying."""
-        if manifest.bundle:
-            raise SchemaError(f"payload {manifest.request_id!r} is a KVCacheBundle")
+        """The cache as views of a payload; nothing is copied."""
+        if manifest.kind != cls.__name__:
+            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
         return cache_at(manifest, manifest.branches[0], region)
 
     def to_dict(self) -> dict[str, Any]:
-        """The RFC's dict; `from_dict` gives the same cache back, its tensors shared."""
+        """Return the RFC's dict, which shares the tensors; `from_dict` reads it."""
         return {
             "request_id": self.request_id,
             "layer_blocks": {name: list(layers) for name, layers in self.layer_blocks.items()},
@@ -200,6 +312,11 @@ class KVCacheTransferData:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
+        """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`.
+
+        Raises:
+            SchemaError: as the class does, or a key is missing.
+        """
         missing = [
             name for name in ("request_id", "layer_blocks", "metadata") if name not in values
         ]
@@ -214,26 +331,17 @@ class KVCacheTransferData:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the payload as a .safetensors file that any stock tool opens."""
-        from omni_kvlink.payload.files import save
-
-        save(self, path)
+        write_file(path, self.plan(), self.tensors())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheTransferData:
         """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
 
         Raises:
-            WireError: not such a file, or changed since; names branch, layer, K or V.
-            SchemaError: the file holds a KVCacheBundle.
+            WireError: the file is no payload, or was changed; names branch, layer, K or V.
+            SchemaError: the file holds another kind of payload.
         """
-        from omni_kvlink.payload.files import load
-
-        data = load(path)
-        if not isinstance(data, cls):
-            raise SchemaError(
-                f"{os.fspath(path)} holds a KVCacheBundle: KVCacheBundle.load reads it"
-            )
-        return data
+        return cls.from_region(*map_file(path, cls.__name__))
 
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -250,7 +358,7 @@ class KVCacheTransferData:
         return ""
 
     def as_branch(self, name: str) -> Branch:
-        """The cache in numbers, as the wire carries it."""
+        """Describe the cache as the wire carries it, without its bytes."""
         tensors = self.tensors()
         shape = tuple(tensors[0].shape) if tensors else ()
         return self.metadata.as_branch(name, shape=shape, block_ids=tuple(self.block_ids))
@@ -264,12 +372,12 @@ class KVCacheTransferData:
         return KVCacheTransferData(self.request_id, blocks, (), metadata)
 
     def close(self) -> None:
-        """Let go of the tensors; those kept elsewhere live on."""
+        """Release the tensors; those that the caller kept stay valid."""
         self._blocks = None
 
     def __repr__(self) -> str:
         meta = self.metadata
-        state = " (given back)" if self._blocks is None else ""
+        state = " (released)" if self._blocks is None else ""
         return (
             f"<KVCacheTransferData {self.request_id!r}: {meta.num_layers} layers × "
             f"{meta.seq_len} tokens, {meta.dtype or 'empty'}{state}>"
@@ -278,18 +386,16 @@ class KVCacheTransferData:
 
 def branch_tensors(branch: Branch) -> Iterator[Reserve]:
     """Name, dtype code and shape of each tensor a branch carries, in the order of the wire."""
-    if branch.carries_tensors:
-        for layer in range(branch.num_layers):
-            for part in PARTS[branch.layout]:
-                yield tensor_name(branch.name, layer, part), branch.code, branch.shape
+    for name in tensor_names(branch):
+        yield name, branch.code, branch.shape
 
 
 def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTransferData:
-    """One branch of a payload as views; the manifest was validated, so nothing can be missing."""
+    """One cache of a validated payload as views."""
     parts = PARTS[branch.layout]
     specs = manifest.tensors_of(branch)
     views = tensor_views(region, specs, manifest.header_nbytes)
-    data = object.__new__(KVCacheTransferData)  # validating it again would cost half of the view
+    data = object.__new__(KVCacheTransferData)  # a second validation would double the time
     data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
     data._blocks = {
         CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
@@ -302,14 +408,14 @@ def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTrans
 def _complete_layers(
     layer_blocks: LayerBlocks, metadata: KVMetadata
 ) -> dict[str, list[TensorView | None]]:
-    """A private copy of the lists, every layer there and of one shape and dtype."""
+    """A private copy of the lists, every layer present and of one shape and dtype."""
     if metadata.layout not in PARTS:
-        raise SchemaError(f"layout {metadata.layout!r}; wanted one of {', '.join(PARTS)}")
+        raise SchemaError(f"layout {metadata.layout!r}; must be one of {', '.join(PARTS)}")
     names = {CACHES[part]: PART_WORDS[part] for part in PARTS[metadata.layout]}
     if not isinstance(layer_blocks, Mapping) or set(layer_blocks) != set(names):
         raise SchemaError(
             f"layer_blocks has {sorted(map(str, layer_blocks or ()))}; "
-            f"layout {metadata.layout} wants {list(names)}"
+            f"layout {metadata.layout} has {list(names)}"
         )
     blocks = {name: list(layer_blocks[name] or ()) for name in names}
     first = next((layer for name in names for layer in blocks[name] if layer is not None), None)
@@ -326,7 +432,7 @@ def _complete_layers(
 
 def _check_layer(layer: TensorView | None, first: TensorView, where: str) -> None:
     if layer is None:
-        raise SchemaError(f"{where} is missing, while other layers are there")
+        raise SchemaError(f"{where} is missing, while other layers are present")
     is_plan = isinstance(layer, torch.Tensor) and layer.is_meta  # made by blank()
     if not isinstance(layer, PagedTensor) and not is_plan:
         check_strided(layer, where)
@@ -348,7 +454,7 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
     rank = RANKS[metadata.layout]
     if len(first.shape) != rank or 0 in first.shape:
         raise SchemaError(
-            f"{where} is {list(first.shape)}; layout {metadata.layout} wants {rank} dimensions, "
+            f"{where} is {list(first.shape)}; layout {metadata.layout} has {rank} dimensions, "
             "none of them 0 (an empty cache is given as None)"
         )
     if first.shape[0] != metadata.seq_len:
@@ -360,6 +466,41 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
         dtype = dtype_name(first.dtype)
     except SchemaError as error:
         raise SchemaError(f"{where}: {error}") from None
+    if dtype not in KV_DTYPES:
+        raise SchemaError(
+            f"{where}: dtype {first.dtype} is not one of a KV cache ({', '.join(KV_DTYPES)}); "
+            "TensorTransferData sends tensors of others"
+        )
     if metadata.dtype not in ("", dtype):
         raise SchemaError(f"{where} is {dtype}, but metadata says {metadata.dtype}")
     return dataclasses.replace(metadata, dtype=dtype)
+
+
+def check_request_id(request_id: object) -> None:
+    """Raise SchemaError unless the request id can travel."""
+    if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+        raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+
+
+def _converted(values: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"metadata: {error}") from None
+
+
+def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """A private copy of a JSON object, as the other side will read it.
+
+    Raises:
+        SchemaError: it is no JSON object, or does not come back from JSON as it was.
+    """
+    try:
+        copy = msgspec.json.decode(msgspec.json.encode(values))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(f"{where} is not JSON: {error}") from None
+    if not isinstance(copy, dict) or copy != values:
+        raise SchemaError(
+            f"{where} changes when written as JSON; use string keys, lists and finite numbers"
+        )
+    return copy

@@ -1,59 +1,123 @@
-"""Places: where a cache lies outside a payload, as a dense tensor or in pages."""
+"""Tensors outside and inside a payload: dtypes, dense and paged views, the bytes they cover."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import DTYPES, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
 
-
-def dense(place: TensorView) -> torch.Tensor:
-    """The tensor itself; for pages a new one."""
-    return place.dense() if isinstance(place, PagedTensor) else place
+_BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 
 
-def first_tokens(place: TensorView, tokens: int) -> TensorView:
-    """The first `tokens` tokens, no byte copied."""
-    return place.first(tokens) if isinstance(place, PagedTensor) else place[:tokens]
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch without the prefix, such as "bfloat16".
+
+    Raises:
+        SchemaError: the format has no code for the dtype.
+    """
+    if dtype not in _NAMES:
+        raise SchemaError(f"dtype {dtype} cannot be sent; use one of {', '.join(DTYPES)}")
+    return _NAMES[dtype]
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The safetensors code of a dtype, such as "BF16".
+
+    Raises:
+        SchemaError: the format has no code for the dtype.
+    """
+    return DTYPES[dtype_name(dtype)]
+
+
+def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
+    """One tensor of a payload; see `tensor_views`."""
+    return tensor_views(region, [spec], data)[0]
+
+
+def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
+    """Tensors of a payload as views of its region; no byte is copied.
+
+    They share the region's span, so the region lives, and its finalizer waits, until the last
+    tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
+    readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
+
+    Args:
+        region: the payload.
+        specs: which tensors.
+        data: where the data section starts, in bytes.
+    """
+    flat = byte_tensor(region)  # one buffer for all, and one call a tensor: a payload has hundreds
+    typed: dict[str, torch.Tensor] = {}
+    views = []
+    for spec in specs:
+        if spec.dtype not in typed:
+            dtype = _BY_CODE[spec.dtype]
+            typed[spec.dtype] = flat[: region.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = typed[spec.dtype]
+        first = (data + spec.start) // whole.itemsize
+        views.append(whole.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
+    return views
+
+
+def byte_tensor(region: Region) -> torch.Tensor:
+    """The region as uint8 `[nbytes]`; it lives as long as the tensor."""
+    return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
+
+
+def dense(view: TensorView) -> torch.Tensor:
+    """The tensor itself; for a paged tensor a new one."""
+    return view.dense() if isinstance(view, PagedTensor) else view
+
+
+def first_tokens(view: TensorView, tokens: int) -> TensorView:
+    """A view of the first `tokens` tokens; no byte is copied."""
+    return view.first(tokens) if isinstance(view, PagedTensor) else view[:tokens]
 
 
 def same_bytes(a: TensorView, b: TensorView) -> bool:
     """Bit-exact equality, NaN payloads and signed zeros included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_plain_bytes(dense(a)), _plain_bytes(dense(b)))
+    return torch.equal(_bytes_of(dense(a)), _bytes_of(dense(b)))
 
 
-def write(place: PagedTensor, tokens: torch.Tensor) -> None:
-    """Copy tokens into their pages, by the compiled library where it can.
+def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
+    """Copy tokens into the blocks of a paged tensor, by the compiled library where it can.
 
     Args:
-        tokens: of the place's shape and dtype, on any device.
+        paged: where to.
+        tokens: of the paged tensor's shape and dtype, on any device.
 
     Raises:
         SchemaError: the two share memory.
     """
-    words = packed_view(place)
-    if not words or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
-        place.fill(tokens)
+    packed = packed_view(paged)
+    if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
+        paged.fill(tokens)
         return
-    call = host.CopyBatch(tokens.data_ptr(), tokens.nbytes)
-    call.add(0, tokens.nbytes, words, digest=False)
+    batch = host.CopyBatch(tokens.data_ptr(), tokens.nbytes)
+    batch.add(0, tokens.nbytes, packed, digest=False)
     try:
-        call.scatter(b"")
+        batch.scatter(b"")
     except host.CopyFailed as failed:
-        raise SchemaError(f"{place.where}: {failed}") from None
+        raise SchemaError(f"{paged.where}: {failed}") from None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether writing to one element may change another; by strides, so that it is cheap."""
+    """Whether two elements may share memory, judged by the strides alone."""
     reach = 1
     sides = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(side for side in sides if side[1] > 1):
@@ -63,26 +127,33 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def packed_view(place: TensorView, on: str = "cpu") -> host.PackedView:
-    """The place as the compiled libraries take it; empty if only torch can reach it.
+def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
+    """The view as the compiled libraries take it; empty if only torch can reach its memory.
 
     Args:
+        view: a tensor or a paged tensor.
         on: the type of the device whose memory the library can reach.
     """
-    if place.device.type != on:
+    if view.device.type != on:
         return ()
-    if isinstance(place, PagedTensor):
-        return _paged_view(place)
-    if _is_flat(place):
-        return host.packed_flat_view(place.data_ptr(), place.nbytes)
-    return _strided_view(place)
+    if isinstance(view, PagedTensor):
+        return _packed_paged(view)
+    if _is_flat(view):
+        return host.packed_flat_view(view.data_ptr(), view.nbytes)
+    return _packed_strided(view)
+
+
+@functools.lru_cache(maxsize=64)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
     return not tensor.is_neg() and tensor.is_contiguous()
 
 
-def _strided_view(tensor: torch.Tensor) -> host.PackedView:
+def _packed_strided(tensor: torch.Tensor) -> host.PackedView:
     """Bounded by the tensor's storage, so that the library can check the strides against it."""
     if tensor.is_neg() or tensor.dim() > host.DIMS:
         return ()
@@ -97,9 +168,9 @@ def _strided_view(tensor: torch.Tensor) -> host.PackedView:
     )
 
 
-def _paged_view(paged: PagedTensor) -> host.PackedView:
-    pool, pages = paged.pool, paged.pages
-    inner = 2 if pages.by_slot else 1  # the dimensions that are not looked up
+def _packed_paged(paged: PagedTensor) -> host.PackedView:
+    pool, table = paged.pool, paged.block_table
+    inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
     unused = host.DIMS - 1 - (pool.dim() - inner)
     if pool.is_neg() or unused < 0:
         return ()
@@ -110,21 +181,21 @@ def _paged_view(paged: PagedTensor) -> host.PackedView:
         storage.nbytes(),
         size,
         offset=int(pool.storage_offset()) * size,
-        sizes=(len(pages.index), *(1,) * unused, *pool.shape[inner:]),
+        sizes=(len(table.index), *(1,) * unused, *pool.shape[inner:]),
         strides=(strides[0], *(0,) * unused, *strides[inner:]),
     )
-    if not pages.by_slot:
-        return host.packed_indexed_view(view, pages.address, limit=pool.shape[0])
+    if not table.by_slot:
+        return host.packed_indexed_view(view, table.address, limit=pool.shape[0])
     return host.packed_indexed_view(
         view,
-        pages.address,
-        limit=pool.shape[0] * pages.block_size,
-        split=pages.block_size,
+        table.address,
+        limit=pool.shape[0] * table.block_size,
+        split=table.block_size,
         stride=strides[1],
     )
 
 
-def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_neg().contiguous()
-    # Sides of one may have any stride in a contiguous tensor, and a dtype's view wants 1.
+    # A side of one may have any stride in a contiguous tensor, but view(dtype) demands 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headers
-import hostile_sizes
+import hostile
 import msgspec
 import pytest
 import strategies
@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from payloads import written
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
-from omni_kvlink.payload.header import MAX_HEADER
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import MAX_HEADER, Manifest
 
 MOST_SECONDS = 0.05
 MOST_BYTES = 16 << 20
@@ -54,7 +53,7 @@ def test_it_takes_little_memory() -> None:
     """In a fresh process, each case in a child of its own."""
     tests, package = Path(__file__).parents[1], Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, hostile_sizes.__file__],
+        [sys.executable, hostile.__file__],
         env={**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{tests}"},
         capture_output=True,
         text=True,
@@ -70,11 +69,11 @@ def test_depth_beside_the_parsers_own_limit() -> None:
     """Decoding and encoding again recurse to different depths; neither may show."""
     for depth in range(900, 1010):
         nest = "[" * depth + "]" * depth
-        for place in ('"dtype"', '"kvlink"'):
-            text = headers.text().decode().replace(place, f'"x":{nest},{place}', 1)
+        for key in ('"dtype"', '"kvlink"'):
+            text = headers.text().decode().replace(key, f'"x":{nest},{key}', 1)
             _refused_or_the_same(headers.sealed(text.encode()))
         with pytest.raises(WireError):
-            Manifest.decode(hostile_sizes.extra(nest))
+            Manifest.decode(hostile.extra(nest))
 
 
 def _refused_or_the_same(payload: bytes) -> None:
@@ -172,6 +171,12 @@ def test_refusing_leaves_nothing_behind() -> None:
 
 
 def test_a_header_at_the_limit_is_read() -> None:
-    payload = hostile_sizes.largest(last="00000000")
+    payload = hostile.largest(last="00000000")
     assert len(Manifest.decode(payload).tensors) == 4096
     assert int.from_bytes(payload[:8], "little") < MAX_HEADER
+
+
+def test_the_tree_that_the_cases_change_is_read() -> None:
+    found = Manifest.decode(hostile.tree_payload())
+    assert found.kind == "TensorTransferData"
+    assert [spec.name for spec in found.tensors] == hostile.TREE_NAMES

@@ -8,7 +8,7 @@ import strategies
 from hypothesis import given
 
 from omni_kvlink import KVMetadata, SchemaError, Shard
-from omni_kvlink.payload.branch import MAX_DEPTH, MAX_LAYERS
+from omni_kvlink.payload.manifest import MAX_DEPTH, MAX_LAYERS
 
 
 def make(**other: Any) -> KVMetadata:
@@ -70,7 +70,7 @@ def test_it_is_frozen_and_extra_is_a_private_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "texts"),
     [
         ({"kv_lens": (3, 5), "seq_len": 7}, ["kv_lens", "[3, 5]", "7"]),
         ({"kv_lens": tuple(range(10**5)), "seq_len": 7}, ["kv_lens", "…", "7"]),
@@ -106,10 +106,10 @@ def test_it_is_frozen_and_extra_is_a_private_copy() -> None:
         ({"extra": nested(100_000)}, ["extra"]),
     ],
 )
-def test_a_wrong_value_is_named(wrong: dict[str, Any], words: list[str]) -> None:
+def test_a_wrong_value_is_named(wrong: dict[str, Any], texts: list[str]) -> None:
     with pytest.raises(SchemaError) as caught:
         make(**wrong)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(word in str(caught.value) for word in texts), str(caught.value)
     assert len(str(caught.value)) < 1000
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import (
+from paged_fixtures import (
     BLOCKS,
     COPIERS,
     LAYERS,
@@ -24,12 +24,12 @@ from pages import (
     about,
     copier,
     dense_copy,
+    expected_bytes,
     packed,
     paged,
     separate,
     slots_of,
     table,
-    wanted,
 )
 from payloads import DTYPES, bits, noise
 
@@ -60,7 +60,7 @@ def test_the_payload_is_the_dense_caches(
         digests = copier(name).gather(data.tensors(), plan, region)
 
         found = KVCacheTransferData.from_region(plan.with_digests(digests), region)
-        assert [bits(t) for t in found.tensors()] == wanted(pools, tables, tokens), dtype
+        assert [bits(t) for t in found.tensors()] == expected_bytes(pools, tables, tokens), dtype
         assert found.difference(data) == data.difference(found) == ""
         theirs = Mapping.anonymous(plan.nbytes).region
         assert digests == TorchCopier().gather(found.tensors(), plan, theirs)
@@ -68,11 +68,11 @@ def test_the_payload_is_the_dense_caches(
         fresh = layout(dtype, seed + 50)
         before = [pool.clone() for pools in fresh for pool in pools]
         targets = [
-            PagedTensor(pool, place.pages)
-            for pool, place in zip(sum(zip(*fresh, strict=True), ()), data.tensors(), strict=True)
+            PagedTensor(pool, view.block_table)
+            for pool, view in zip(sum(zip(*fresh, strict=True), ()), views(data), strict=True)
         ]
         copier(name).scatter(plan.with_digests(digests), region, targets)
-        assert wanted(fresh, tables, tokens) == wanted(pools, tables, tokens), dtype
+        assert expected_bytes(fresh, tables, tokens) == expected_bytes(pools, tables, tokens), dtype
         others = [pool for pools in fresh for pool in pools]
         for old, new in zip(before, others, strict=True):
             for block, slot in slots_of(tables, tokens):
@@ -88,13 +88,13 @@ def test_several_steps_and_digest_chunks(name: str, size: int, by_slot: bool) ->
     blocks, tokens = 4096 // size, 3 * 1024 + 13
     pool = noise(0, (blocks, 2, size, 2, 96), "float32")[:, 1]
     order = random.Random(3).sample(range(blocks), blocks)
-    pages = BlockTable.of_blocks(order, block_size=size, tokens=tokens)
+    block_table = BlockTable.of_blocks(order, block_size=size, tokens=tokens)
     if by_slot:
         slots = random.Random(4).sample(range(blocks * size), tokens)
-        pages = BlockTable.of_slots(torch.tensor(slots), block_size=size)
-    place = PagedTensor(pool, pages)
+        block_table = BlockTable.of_slots(torch.tensor(slots), block_size=size)
+    view = PagedTensor(pool, block_table)
     data = KVCacheTransferData(
-        "r", {"key_cache": [place], "value_cache": [place]}, (), about(tokens, num_layers=1)
+        "r", {"key_cache": [view], "value_cache": [view]}, (), about(tokens, num_layers=1)
     )
     plain = dense_copy(data)
     plan = data.plan()
@@ -102,8 +102,12 @@ def test_several_steps_and_digest_chunks(name: str, size: int, by_slot: bool) ->
     digests = copier(name).gather(data.tensors(), plan, ours)
     assert digests == TorchCopier().gather(plain.tensors(), plan, theirs)
     assert bytes(ours.view()) == bytes(theirs.view())
-    index = pages.index if by_slot else [order[t // size] * size + t % size for t in range(tokens)]
-    assert bits(place.dense()) == b"".join(
+    index = (
+        block_table.index
+        if by_slot
+        else [order[t // size] * size + t % size for t in range(tokens)]
+    )
+    assert bits(view.dense()) == b"".join(
         bits(pool[slot // size, slot % size]) for slot in map(int, index)
     )
 
@@ -111,20 +115,20 @@ def test_several_steps_and_digest_chunks(name: str, size: int, by_slot: bool) ->
 @pytest.mark.parametrize("name", COPIERS)
 def test_torch_takes_what_the_library_does_not(name: str) -> None:
     """Negated pools, and pools of more dimensions than the library has, by both copiers."""
-    pages = BlockTable.of_blocks([2, 0, 1], block_size=SIZE, tokens=9)
+    block_table = BlockTable.of_blocks([2, 0, 1], block_size=SIZE, tokens=9)
     many = noise(0, (3, SIZE, 2, 2, 2, 2, 4), "float32")[..., ::2]
     for pool in (torch._neg_view(noise(0, (3, SIZE, 2, 4)).nan_to_num()), many):
-        place = PagedTensor(pool, pages)
-        fresh = PagedTensor(torch.zeros_like(pool), pages)
+        view = PagedTensor(pool, block_table)
+        fresh = PagedTensor(torch.zeros_like(pool), block_table)
         tokens = torch.cat([pool[2], pool[0], pool[1, :1]])
-        assert torch.equal(place.dense().nan_to_num(), tokens.nan_to_num())
+        assert torch.equal(view.dense().nan_to_num(), tokens.nan_to_num())
         fresh.fill(tokens)
         assert bits(fresh.dense()) == bits(tokens)
-        spec = ("kv.0.key", "F32", tuple(place.shape))
+        spec = ("kv.0.key", "F32", tuple(view.shape))
         plan = Manifest.lay_out("r", [], [spec], bundle=False, digests=True)
         ours, theirs = (Mapping.anonymous(plan.nbytes).region for _ in range(2))
-        wanted = TorchCopier().gather([tokens], plan, theirs)
-        assert copier(name).gather([place], plan, ours) == wanted
+        expected_bytes = TorchCopier().gather([tokens], plan, theirs)
+        assert copier(name).gather([view], plan, ours) == expected_bytes
         assert bytes(ours.view()) == bytes(theirs.view())
 
 
@@ -201,8 +205,9 @@ def test_through_shared_memory(
         for pool in side:
             pool.zero_()  # committed: the pools are the engine's again
     with consumer.get("r", timeout=5, verify="full") as found:
-        tokens = wanted(layout("bfloat16", 3), table(10, by_slot=by_slot), 10)
+        tokens = expected_bytes(layout("bfloat16", 3), table(10, by_slot=by_slot), 10)
         assert [bits(t) for t in found.tensors()] == tokens
+        assert isinstance(found, KVCacheTransferData)
         assert found.block_ids == data.block_ids
         assert found.metadata == data.metadata
     receipt.wait(timeout=5)
@@ -241,16 +246,16 @@ def test_two_processes(sockets: str) -> None:
         assert done.returncode == 0, done.stderr
         receipt.wait(timeout=5)
     tables = table(10, by_slot=False)
-    hashes = [hashlib.sha256(one).hexdigest() for one in wanted(source, tables, 10)]
+    hashes = [hashlib.sha256(one).hexdigest() for one in expected_bytes(source, tables, 10)]
     assert json.loads(done.stdout) == [hashes, tables["block_ids"], SIZE]
 
 
-def places(data: KVCacheTransferData) -> Sequence[PagedTensor]:
-    return [place for place in data.tensors() if isinstance(place, PagedTensor)]
+def views(data: KVCacheTransferData) -> Sequence[PagedTensor]:
+    return [view for view in data.tensors() if isinstance(view, PagedTensor)]
 
 
 def test_the_pages_are_borrowed() -> None:
     source = separate("int8", 0)
     data = paged(pools=source)
-    assert [place.pool for place in places(data)][::2] == source[0]
-    assert len(places(data)) == 2 * LAYERS
+    assert [view.pool for view in views(data)][::2] == source[0]
+    assert len(views(data)) == 2 * LAYERS

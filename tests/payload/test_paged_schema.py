@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import (
+from paged_fixtures import (
     BLOCKS,
     DIM,
     HEADS,
@@ -37,6 +37,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.schema import LayerBlocks
 
 # ---- the schema
 
@@ -68,7 +69,7 @@ def test_several_sequences_by_slot() -> None:
     data = KVCacheTransferData.from_paged(
         "r", keys, values, block_size=SIZE, metadata=metadata, slot_mapping=[8, 9, 10, 0, 1]
     )
-    assert bits(data.tensors()[0].dense()) == bits(torch.cat([keys[0][2, :3], keys[0][0, :2]]))
+    assert bits(data.tensors()[0]) == bits(torch.cat([keys[0][2, :3], keys[0][0, :2]]))
 
 
 def test_latents() -> None:
@@ -76,7 +77,7 @@ def test_latents() -> None:
     data = KVCacheTransferData.from_paged(
         "r", pools, None, block_size=SIZE, metadata=about(6, layout="ND"), block_ids=[4, 1]
     )
-    assert bits(data.tensors()[1].dense()) == bits(torch.cat([pools[1][4], pools[1][1, :2]]))
+    assert bits(data.tensors()[1]) == bits(torch.cat([pools[1][4], pools[1][1, :2]]))
 
 
 def test_an_empty_sequence() -> None:
@@ -135,8 +136,10 @@ def test_a_prefix_of_pages(tmp_path: Path, tokens: int, by_slot: bool) -> None:
         "r", {"gen": data, "half": PrefixOf("gen", tokens, short), "same": SameAs("gen")}
     )
     for part, whole in zip(bundle["half"].tensors(), data.tensors(), strict=True):
+        assert isinstance(part, PagedTensor)
+        assert isinstance(whole, PagedTensor)
         assert part.pool is whole.pool
-        assert bits(part.dense()) == bits(whole.dense()[:tokens])
+        assert bits(part) == bits(whole.dense()[:tokens])
     assert bundle.reused_nbytes == 4 * HEADS * DIM * 2 * (tokens + 10)
     bundle["half"].save(tmp_path / "half")  # it can be sent on its own
     assert KVCacheTransferData.load(tmp_path / "half").difference(bundle["half"]) == ""
@@ -178,7 +181,7 @@ def zeros(*shape: int, **other: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "texts"),
     [
         (lambda: build(block_ids=[4, 9, 7]), ["layer 0, K", "block id 9", "9 blocks"]),
         (lambda: build(None, pools(l1=zeros(7, SIZE, HEADS, DIM))),
@@ -200,7 +203,7 @@ def zeros(*shape: int, **other: Any) -> torch.Tensor:
          ["layer 1, V", "3, 6]", "its K", "3, 5]"]),
         (lambda: build(None, pools(l0=zeros(BLOCKS + 1, SIZE, HEADS, DIM))),
          ["layer 0, V", "[10, 4", "its K", "[9, 4"]),
-        (lambda: build(*[pools(l1=zeros(BLOCKS, SIZE, 2, DIM)) for _ in range(2)]),
+        (lambda: build(*(pools(l1=zeros(BLOCKS, SIZE, 2, DIM)),) * 2),
          ["layer 1, K", "[10, 2, 5]", "[10, 3, 5]"]),
         (lambda: build(None, [pool.half() for pool in pools()]), ["layer 0, V", "16", "32"]),
         (lambda: build(pools(l1=None)), ["layer 1, K", "missing"]),
@@ -223,22 +226,26 @@ def zeros(*shape: int, **other: Any) -> torch.Tensor:
         (lambda: split_packed([zeros(9, 2, 4, 3, 5), zeros(2, 9, 4, 3, 5)]),
          ["layer 1, K and V", "[2, 9, 4, 3, 5]", "[num_blocks, 2"]),
         (lambda: split_packed([zeros(9, 2, 4, 15)]), ["layer 0", "[9, 2, 4, 15]"]),
-        (lambda: split_stacked([None]), ["layer 0", "NoneType"]),
+        (lambda: split_stacked([None]), ["layer 0", "NoneType"]),  # type: ignore[list-item]
     ],
 )  # fmt: skip
-def test_a_wrong_one_cannot_exist(make: Callable[[], Any], words: list[str]) -> None:
+def test_a_wrong_one_cannot_exist(make: Callable[[], Any], texts: list[str]) -> None:
     with pytest.raises(SchemaError) as caught:
         make()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(word in str(caught.value) for word in texts), str(caught.value)
 
 
 def test_a_layer_may_not_differ_from_the_others() -> None:
-    pages = BlockTable.of_blocks([1], block_size=SIZE, tokens=3)
+    block_table = BlockTable.of_blocks([1], block_size=SIZE, tokens=3)
     other = BlockTable.of_blocks([1], block_size=SIZE, tokens=4)
     pool = zeros(2, SIZE, HEADS, DIM)
-    for odd in (PagedTensor(pool, other), PagedTensor(pool.half(), pages), zeros(3, HEADS, 6)):
-        blocks = {"key_cache": [PagedTensor(pool, pages)], "value_cache": [odd]}
+    for odd in (
+        PagedTensor(pool, other),
+        PagedTensor(pool.half(), block_table),
+        zeros(3, HEADS, 6),
+    ):
+        blocks: LayerBlocks = {"key_cache": [PagedTensor(pool, block_table)], "value_cache": [odd]}
         with pytest.raises(SchemaError, match="layer 0, V"):
             KVCacheTransferData("r", blocks, (), about(3, num_layers=1))
-    blocks = {"key_cache": [PagedTensor(pool, pages)], "value_cache": [pool[0, :3]]}
+    blocks = {"key_cache": [PagedTensor(pool, block_table)], "value_cache": [pool[0, :3]]}
     assert KVCacheTransferData("r", blocks, (), about(3, num_layers=1)).metadata.dtype == "float32"

@@ -1,0 +1,76 @@
+"""CRC-32C digests of a payload's tensors, one for each started MiB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crc32c import crc32c
+
+from omni_kvlink.errors import IntegrityError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+
+
+class ChunkDigest:
+    """The digests of a tensor's bytes, computed while they are being written.
+
+    Args:
+        data: the tensor's bytes in the payload.
+    """
+
+    def __init__(self, data: memoryview):
+        self._data, self._done, self._crcs = data, 0, list[int]()
+
+    def advance(self, upto: int) -> None:
+        """Hash the chunks that are complete, now that the first `upto` bytes are final."""
+        while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
+            stop = min(self._done + DIGEST_CHUNK, upto)
+            self._crcs.append(crc32c(self._data[self._done : stop]))
+            self._done = stop
+
+    def values(self) -> list[int]:
+        """The CRC-32C of each chunk so far."""
+        return self._crcs
+
+    def text(self) -> str:
+        """The digests as `TensorSpec.digest` holds them: eight hexadecimal digits a chunk."""
+        return "".join(f"{crc:08x}" for crc in self._crcs)
+
+
+def tensor_digest(manifest: Manifest, region: Region, spec: TensorSpec) -> ChunkDigest:
+    """The digests of a tensor that is in the payload; none where the manifest has none for it."""
+    start = manifest.header_nbytes + spec.start
+    digest = ChunkDigest(region.view(start, start + spec.nbytes))
+    if spec.digest:
+        digest.advance(spec.nbytes)
+    return digest
+
+
+def verify(manifest: Manifest, region: Region) -> None:
+    """Check every digest of a payload.
+
+    Raises:
+        IntegrityError: names the tensor, and the first MiB that differs.
+    """
+    for spec in manifest.tensors:
+        if spec.digest:
+            compare(spec, tensor_digest(manifest, region, spec).values())
+
+
+def compare(spec: TensorSpec, found: Sequence[int]) -> None:
+    """Compare the digests found with those that the producer committed.
+
+    Raises:
+        IntegrityError: names the tensor, and the first MiB that differs.
+    """
+    for chunk, (committed, crc) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
+        if committed != crc:
+            raise mismatch(spec, chunk)
+
+
+def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
+    """The error for a chunk whose digest is not the committed one."""
+    return IntegrityError(
+        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
+        f"(MiB {chunk} of {len(spec.digest) // 8})"
+    )

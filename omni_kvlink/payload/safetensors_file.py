@@ -1,0 +1,94 @@
+"""Payloads as .safetensors files: the same bytes that cross between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from omni_kvlink.errors import SchemaError, WireError
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.digests import tensor_digest, verify
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.views import TensorView, dtype_code, tensor_views
+
+
+def write_file(
+    path: str | os.PathLike[str], manifest: Manifest, views: Sequence[TensorView]
+) -> None:
+    """Write a payload; the file appears whole under its name or not at all.
+
+    Args:
+        path: the file, replaced if it exists.
+        manifest: the plan.
+        views: the tensors, in the manifest's order.
+
+    Raises:
+        SchemaError: a tensor is not what the plan says.
+        OSError: the file cannot be written; an existing one is left as it was.
+    """
+    draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(fd, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, manifest.nbytes)
+            memory = mmap.mmap(file.fileno(), manifest.nbytes)
+            region = Mapping(memory, manifest.nbytes).region
+            _copy(views, manifest, region)
+            digests = [tensor_digest(manifest, region, spec).text() for spec in manifest.tensors]
+            region.view()[: manifest.header_nbytes] = manifest.with_digests(digests).encode()
+            memory.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
+        raise
+
+
+def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]:
+    """Map a file readonly, validate its header and check every digest.
+
+    Args:
+        path: the file.
+        kind: the class that it must hold, as in `Manifest.kind`.
+
+    Raises:
+        WireError: the file is no payload, or was changed; names the tensor.
+        SchemaError: the file holds another kind of payload.
+    """
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes < 8:
+            raise WireError(f"{os.fspath(path)} has {nbytes} bytes: no payload")
+        memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    region = Mapping(memory, nbytes, readonly=True).region
+    manifest = Manifest.decode(region.view())
+    if manifest.kind != kind:
+        raise SchemaError(
+            f"{os.fspath(path)} holds a {manifest.kind}: {manifest.kind}.load reads it"
+        )
+    verify(manifest, region)
+    return manifest, region
+
+
+def _copy(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+    targets = tensor_views(region, manifest.tensors, manifest.header_nbytes)
+    for view, spec, target in zip(views, manifest.tensors, targets, strict=True):
+        if view.device.type == "meta":
+            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
+        if tuple(view.shape) != spec.shape or dtype_code(view.dtype) != spec.dtype:
+            raise SchemaError(
+                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
+                f"the manifest says {spec.dtype} {list(spec.shape)}"
+            )
+        if isinstance(view, PagedTensor):
+            for _ in view.read(target):
+                pass
+        elif isinstance(view, torch.Tensor):
+            target.copy_(view.detach())
