@@ -22,7 +22,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
@@ -59,7 +59,7 @@ class FarProducer(Producer):
         header = PLANS[key].encode()
         nbytes = PLANS[key].nbytes
         self._memory(transfer)[nbytes : nbytes + len(header)] = header
-        self.transfers.begin(transfer, self._place(transfer), len(header), readers)
+        self.transfers.begin_stream(transfer, self._place(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -76,7 +76,7 @@ class FarProducer(Producer):
             for n, spec in enumerate(plan.tensors)
         ]
         direct = DirectSource(head, len(header), tensors, plan.nbytes)
-        self.transfers.begin(transfer, self._place(transfer), len(header), readers, direct)
+        self.transfers.begin_stream(transfer, self._place(transfer), len(header), readers, direct)
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
 
@@ -88,14 +88,14 @@ class FarProducer(Producer):
             if layer < LAYERS:
                 self.transfers.announce(transfer, layer, (b"",))
                 layer += 1
-            elif transfer.is_taken:
+            elif transfer.is_sent:
                 self.transfers.commit(transfer, self._place(transfer), 0, self.clock.now + 1.0)
                 owned.overwrite()
                 return
             elif self.clock.now > until:
                 raise TransferFailed("too late", key=transfer.key, reason="")
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             owned.overwrite()
             return
         self.clock.soon(partial(self._announce, transfer, layer, owned, until))
@@ -107,10 +107,10 @@ class FarProducer(Producer):
         if peer in self.connections:
             chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))
-        self.transfers.took(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
+        self.transfers.on_sent(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
 
     def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
-        transfer = self.transfers.leased(peer, fetch.get_id, fetch.epoch)
+        transfer = self.transfers.find_leased(peer, fetch.get_id, fetch.epoch)
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
                 found = transfer.direct.find(fetch.start, fetch.stop)
@@ -127,7 +127,7 @@ class FarProducer(Producer):
             self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
         return transfer
 
-    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
+    def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
         start = plan.header_nbytes + plan.tensors[layer].start
         content = tensor_of(transfer.key, transfer.epoch, layer)
@@ -253,7 +253,7 @@ class FarConnection:
     def _on_peer_lost(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)  # type: ignore[arg-type]
-            self.producer.transfers.lost(self)
+            self.producer.transfers.on_peer_lost(self)
 
     def _told(self, message: Message) -> None:
         if isinstance(message, FetchRange):

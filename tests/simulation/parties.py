@@ -21,8 +21,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Release,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
 
 LAYERS = 4
 
@@ -34,7 +33,7 @@ class Producer:
         self.clock, self.memory = clock, Memory()
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[Connection] = set()
-        self.transfers: list[Transfer] = []
+        self.reserved: list[Transfer] = []
         self.alive = True
         self._tick()
 
@@ -50,7 +49,7 @@ class Producer:
         transfer = self._reserve(key)
         if transfer is None:
             return
-        self.transfers.begin(transfer, self._place(transfer), 7, readers)
+        self.transfers.begin_stream(transfer, self._place(transfer), 7, readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -73,13 +72,13 @@ class Producer:
             return
         self.clock.send(f"  from {peer.name}:", message)
         if isinstance(message, Get):
-            self.transfers.request(
+            self.transfers.on_get(
                 peer, message.get_id, message.key, self.clock.now, streamed=message.streamed
             )
         elif isinstance(message, Cancel):
-            self.transfers.cancel(peer, message.get_id)
+            self.transfers.on_cancel(peer, message.get_id)
         elif isinstance(message, Release):
-            self.transfers.release(
+            self.transfers.on_release(
                 peer, message.get_id, message.epoch, message.outcome, "", self.clock.now
             )
         elif isinstance(message, Abort):
@@ -94,14 +93,14 @@ class Producer:
             return None
         transfer.block = self.memory.allocate()
         self.clock.send(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
-        self.transfers.append(transfer)
+        self.reserved.append(transfer)
         return transfer
 
     def _write(self, transfer: Transfer, readers: int, ttl: float) -> None:
         if not self.alive:
             return
         for layer in range(LAYERS):
-            self._receive_pool(transfer, layer)
+            self._write_tensor(transfer, layer)
         self._commit(transfer, readers, ttl)
 
     def _write_layer(self, transfer: Transfer, layer: int, stop: int, ttl: float) -> None:
@@ -109,13 +108,13 @@ class Producer:
             return
         if layer == stop:
             self.transfers.fail(transfer.key, f"layer {layer}", "failed", self.clock.now)
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             return
-        self._receive_pool(transfer, layer)
+        self._write_tensor(transfer, layer)
         try:
             self.transfers.announce(transfer, layer, (b"",))
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             return
         if layer + 1 < LAYERS:
             self.clock.soon(partial(self._write_layer, transfer, layer + 1, stop, ttl))
@@ -127,9 +126,9 @@ class Producer:
             place = self._place(transfer)
             self.transfers.commit(transfer, place, readers, self.clock.now + ttl)
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
 
-    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
+    def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         assert isinstance(transfer.block, int)
         self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
 
@@ -190,7 +189,7 @@ class Connection:
     def _detach(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)
-            self.producer.transfers.detach(self)
+            self.producer.transfers.on_disconnect(self)
             self._add_tombstone()
 
     def _add_tombstone(self) -> None:
@@ -198,7 +197,7 @@ class Connection:
         if self.holds or not self.is_deaf:
             self.clock.soon(self._add_tombstone, 0.3)
         else:
-            self.producer.transfers.lost(self)
+            self.producer.transfers.on_peer_lost(self)
 
 
 class Reader:

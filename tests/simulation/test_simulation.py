@@ -79,7 +79,7 @@ class Story:
         for producer in self.producers:
             stats = producer.transfers.stats()
             if producer.alive:
-                assert all(transfer.settled.is_set() for transfer in producer.transfers), stats
+                assert all(transfer.done.is_set() for transfer in producer.reserved), stats
                 assert producer.memory.taken == 0, stats
                 assert (stats["live"], stats["waiting"], stats["pinned"]) == (0, 0, 0), stats
             assert stats["leased"] == 0, stats

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from omni_kvlink import KVLinkError, PeerLostError, WireError
-from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.connectors.protocol.get_table import Progress
 
 ONE = (b"1234",)
 
@@ -52,9 +52,9 @@ def test_the_first_end_counts(progress: Progress, first: str) -> None:
     waiting = progress.when(range(2))
     if first == "commit":
         progress.commit()
-    progress.end(PeerLostError("gone"))
+    progress.fail(PeerLostError("gone"))
     progress.commit()
-    progress.end(KVLinkError("later"))
+    progress.fail(KVLinkError("later"))
     there = first == "commit"
     assert state(progress.whole) == ("there" if there else "PeerLostError")
     assert state(waiting) == ("WireError" if there else "PeerLostError")
@@ -63,9 +63,9 @@ def test_the_first_end_counts(progress: Progress, first: str) -> None:
 
 def test_forgotten_futures_are_not_ended(progress: Progress) -> None:
     future = progress.when(range(1))
-    progress.forget(future)
+    progress.cancel(future)
     progress.announce(0, ONE)
-    progress.end(KVLinkError("over"))
+    progress.fail(KVLinkError("over"))
     assert state(future) == "waiting"
 
 

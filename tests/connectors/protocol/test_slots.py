@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.slot import SLOT, holds
+from omni_kvlink.connectors.protocol.messages import SLOT, holds
 from omni_kvlink.connectors.registry import backend
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region

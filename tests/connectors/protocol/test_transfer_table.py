@@ -6,7 +6,7 @@ import pytest
 from transfer_table_fixtures import HERE, Bench, offer
 
 from omni_kvlink.connectors.protocol.messages import Status
-from omni_kvlink.connectors.protocol.transfer import TransferState
+from omni_kvlink.connectors.protocol.transfer_table import TransferState
 
 
 @pytest.fixture
@@ -16,15 +16,17 @@ def bench() -> Bench:
 
 def test_want_before_commit(bench: Bench) -> None:
     bench.request("a", 1, "k")
-    assert bench.heard() == []
+    assert bench.sent_messages() == []
     transfer = bench.transfers.reserve("k")
-    assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
+    assert bench.sent_messages() == [
+        ("a", Status(1, "announced, the producer is still writing it"))
+    ]
     bench.transfers.commit(transfer, HERE, 1, 100.0)
-    assert bench.heard() == [("a", offer(1, transfer))]
+    assert bench.sent_messages() == [("a", offer(1, transfer))]
     assert transfer.state is TransferState.LEASED
     bench.release("a", 1, transfer)
     assert transfer.state is TransferState.RELEASED
-    assert transfer.settled.is_set()
+    assert transfer.done.is_set()
     assert bench.freed == [transfer]
 
 
@@ -32,13 +34,15 @@ def test_want_after_commit(bench: Bench) -> None:
     transfer = bench.put("k")
     assert transfer.state is TransferState.COMMITTED
     bench.request("a", 1, "k")
-    assert bench.heard() == [("a", offer(1, transfer))]
+    assert bench.sent_messages() == [("a", offer(1, transfer))]
 
 
 def test_want_while_it_is_written(bench: Bench) -> None:
     bench.transfers.reserve("k")
     bench.request("a", 1, "k")
-    assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
+    assert bench.sent_messages() == [
+        ("a", Status(1, "announced, the producer is still writing it"))
+    ]
 
 
 def test_offers_go_out_in_the_order_of_the_wants(bench: Bench) -> None:
@@ -48,7 +52,7 @@ def test_offers_go_out_in_the_order_of_the_wants(bench: Bench) -> None:
     assert bench.offers() == [("c", offer(0, transfer)), ("a", offer(1, transfer))]
     assert bench.transfers.stats()["waiting"] == 1
     bench.request("d", 9, "k")
-    ((_, status),) = bench.heard()
+    ((_, status),) = bench.sent_messages()
     assert isinstance(status, Status)
     assert "every declared reader" in status.phase
 
@@ -58,7 +62,7 @@ def test_every_reader_must_let_go(bench: Bench) -> None:
     bench.request("a", 1, "k")
     bench.request("b", 1, "k")
     bench.release("a", 1, transfer)
-    assert not transfer.settled.is_set()
+    assert not transfer.done.is_set()
     assert bench.freed == []
     bench.release("b", 1, transfer)
     assert bench.freed == [transfer]
@@ -115,9 +119,9 @@ def test_lost_reader_is_replaced(bench: Bench) -> None:
     transfer = bench.put("k")
     bench.request("a", 1, "k")
     bench.request("b", 1, "k")
-    bench.heard()
-    bench.transfers.lost("a")
-    assert bench.heard() == [("b", offer(1, transfer))]
+    bench.sent_messages()
+    bench.transfers.on_peer_lost("a")
+    assert bench.sent_messages() == [("b", offer(1, transfer))]
     assert bench.transfers.stats()["redelivered"] == 1
     bench.release("a", 1, transfer)  # its last words come late
     assert transfer.state is TransferState.LEASED
@@ -127,7 +131,7 @@ def test_lost_reader_leaves_it_to_the_next(bench: Bench) -> None:
     transfer = bench.put("k", expires=10.0)
     bench.request("a", 1, "k")
     bench.request("a", 2, "other")
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert transfer.state is TransferState.COMMITTED
     assert bench.transfers.stats()["waiting"] == 0
     assert bench.transfers.tick(5.0) == 10.0
@@ -140,7 +144,7 @@ def test_leaving_reader_keeps_what_it_holds(bench: Bench) -> None:
     transfer = bench.put("k")
     bench.request("a", 1, "k")
     bench.request("a", 2, "other")
-    bench.transfers.leave("a")
+    bench.transfers.cancel_gets("a")
     assert transfer.state is TransferState.LEASED
     assert bench.transfers.stats()["waiting"] == 0
     bench.release("a", 1, transfer)
@@ -152,55 +156,55 @@ def test_what_a_stranded_reader_sees_is_not_reused(bench: Bench, end: str) -> No
     """It is delivered again and ends as it would; its memory waits for the reader's death."""
     transfer = bench.put("k", expires=10.0)
     bench.request("a", 1, "k")
-    bench.heard()
-    assert bench.transfers.detach("a")
+    bench.sent_messages()
+    assert bench.transfers.on_disconnect("a")
     assert transfer.state is TransferState.COMMITTED
     if end == "released":
         bench.request("b", 7, "k")
-        assert bench.heard() == [("b", offer(7, transfer))]
+        assert bench.sent_messages() == [("b", offer(7, transfer))]
         bench.release("b", 7, transfer)
     elif end == "expired":
         bench.transfers.tick(10.0)
     else:
         bench.transfers.fail("k", "no", "failed", 1.0)
     assert transfer.state.value == end
-    assert transfer.settled.is_set()
+    assert transfer.done.is_set()
     assert bench.freed == []
     bench.release("a", 1, transfer)  # too late to count
     assert bench.freed == []
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 
 
 def test_a_dead_stranger_does_not_free_what_is_on_its_way(bench: Bench) -> None:
     transfer = bench.put("k")
     bench.request("a", 1, "k")
-    bench.transfers.detach("a")
-    bench.transfers.lost("a")
+    bench.transfers.on_disconnect("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == []
     bench.request("b", 7, "k")
     bench.release("b", 7, transfer)
     assert bench.freed == [transfer]
-    assert not bench.transfers.detach("b")
+    assert not bench.transfers.on_disconnect("b")
 
 
 def test_unread_goes_to_the_next(bench: Bench) -> None:
     transfer = bench.put("k")
     bench.request("a", 1, "k")
     bench.request("b", 7, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.release("a", 1, transfer, "unread")
-    assert bench.heard() == [("b", offer(7, transfer))]
+    assert bench.sent_messages() == [("b", offer(7, transfer))]
 
 
 def test_unwant(bench: Bench) -> None:
     bench.request("a", 1, "k")
     bench.request("b", 1, "k")
-    bench.transfers.cancel("a", 1)
-    bench.transfers.cancel("a", 1)
-    bench.transfers.cancel("c", 5)
+    bench.transfers.on_cancel("a", 1)
+    bench.transfers.on_cancel("a", 1)
+    bench.transfers.on_cancel("c", 5)
     transfer = bench.put("k")
     assert bench.offers() == [("b", offer(1, transfer))]
 
@@ -210,11 +214,11 @@ def test_unwant_gives_back_what_was_offered(bench: Bench) -> None:
     bench.request("a", 1, "k")
     transfer = bench.put("k")
     bench.request("b", 7, "k")
-    bench.heard()
-    bench.transfers.cancel("a", 2)
-    assert bench.heard() == []
-    bench.transfers.cancel("a", 1)
-    assert bench.heard() == [("b", offer(7, transfer))]
+    bench.sent_messages()
+    bench.transfers.on_cancel("a", 2)
+    assert bench.sent_messages() == []
+    bench.transfers.on_cancel("a", 1)
+    assert bench.sent_messages() == [("b", offer(7, transfer))]
     bench.release("a", 1, transfer, "unread")  # the same once more, in the reader's own words
     assert bench.transfers.stats()["stale"] == 1
-    assert not bench.transfers.detach("a")
+    assert not bench.transfers.on_disconnect("a")

@@ -7,7 +7,7 @@ from transfer_table_fixtures import HERE, Bench
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer, Status
-from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
+from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferState
 
 K, V = (b"\1\2\3\4", b"\5\6\7\10"), (b"abcd", b"efgh")
 DRAFT = 512
@@ -18,21 +18,21 @@ class StreamBench(Bench):
 
     def begin(self, key: str = "k", readers: int = 1) -> Transfer:
         transfer = self.transfers.reserve(key)
-        self.transfers.begin(transfer, HERE, DRAFT, readers)
+        self.transfers.begin_stream(transfer, HERE, DRAFT, readers)
         return transfer
 
     def follow(self, peer: str, number: int, key: str = "k") -> None:
         """Want the layers as they come."""
-        self.transfers.request(peer, number, key, 0.0, streamed=True)
+        self.transfers.on_get(peer, number, key, 0.0, streamed=True)
 
     def commit(self, transfer: Transfer, expires: float = 100.0) -> None:
         self.transfers.commit(transfer, HERE, 99, expires)  # `begin` said how many readers
 
     def failures(self) -> list[tuple[str, int, str]]:
         return [
-            (peer, said.get_id, said.reason)
-            for peer, said in self.heard()
-            if isinstance(said, Failed)
+            (peer, message.get_id, message.reason)
+            for peer, message in self.sent_messages()
+            if isinstance(message, Failed)
         ]
 
 
@@ -52,7 +52,7 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
     bench.transfers.announce(transfer, 0, K)
     bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("a", draft(1, transfer)),
         ("a", Layer(1, 0, K)),
@@ -62,7 +62,7 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
     assert transfer.state is TransferState.LEASED
     bench.release("a", 1, transfer)
     assert transfer.state is TransferState.RELEASED
-    assert transfer.settled.is_set()
+    assert transfer.done.is_set()
     assert bench.freed == [transfer]
 
 
@@ -70,11 +70,11 @@ def test_late_reader_hears_the_earlier_layers_first(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.transfers.announce(transfer, 2, V)
-    bench.heard()
+    bench.sent_messages()
     bench.follow("b", 7)
-    assert bench.heard() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
+    assert bench.sent_messages() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
     bench.transfers.announce(transfer, 0, K)
-    assert sorted(bench.heard(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
+    assert sorted(bench.sent_messages(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
 
 
 def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
@@ -82,13 +82,13 @@ def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
     bench.request("a", 1, "k")
     bench.follow("b", 2)
     bench.transfers.announce(transfer, 0, K)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("b", draft(2, transfer)),
         ("b", Layer(2, 0, K)),
     ]
     bench.commit(transfer)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("b", Committed(2)),
         ("a", Offer(1, transfer.epoch, HERE)),
     ]
@@ -100,9 +100,9 @@ def test_a_reader_of_layers_takes_a_whole_payload(bench: StreamBench) -> None:
     stream = bench.begin("s")
     bench.transfers.announce(stream, 0, K)
     bench.commit(stream)
-    bench.heard()
+    bench.sent_messages()
     bench.follow("b", 2, "s")
-    assert bench.heard() == [("b", Offer(2, stream.epoch, HERE))]
+    assert bench.sent_messages() == [("b", Offer(2, stream.epoch, HERE))]
     bench.release("a", 1, transfer)
 
 
@@ -113,7 +113,9 @@ def test_no_more_readers_than_declared(bench: StreamBench) -> None:
     bench.request("c", 3, "k")
     bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
-    assert [peer for peer, said in bench.heard() if not isinstance(said, Status)] == ["a"] * 3
+    assert [peer for peer, message in bench.sent_messages() if not isinstance(message, Status)] == [
+        "a"
+    ] * 3
     assert bench.transfers.stats()["waiting"] == 2
 
 
@@ -125,30 +127,30 @@ def test_a_reader_that_is_lost_half_way_is_replaced(bench: StreamBench, how: str
     bench.request("w", 4, "k")
     bench.transfers.announce(transfer, 0, K)
     bench.follow("b", 2)
-    bench.heard()
+    bench.sent_messages()
     if how == "unread":
         bench.release("a", 1, transfer, "unread")
     elif how == "lost":
-        bench.transfers.lost("a")
+        bench.transfers.on_peer_lost("a")
     else:
-        assert bench.transfers.detach("a")
-    assert bench.heard() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
+        assert bench.transfers.on_disconnect("a")
+    assert bench.sent_messages() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
     assert transfer.state is TransferState.STREAMING
     assert bench.transfers.stats()["redelivered"] == 1
     bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
-    assert bench.heard() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
+    assert bench.sent_messages() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
     bench.release("b", 2, transfer)
     assert transfer.state is TransferState.RELEASED
     assert bench.freed == ([] if how == "strand" else [transfer])
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 
 
 def test_the_last_reader_is_lost_and_the_stream_goes_on(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     bench.transfers.announce(transfer, 0, K)
     assert transfer.state is TransferState.STREAMING
     bench.commit(transfer, expires=10.0)
@@ -172,7 +174,7 @@ def test_commit_with_nobody_left(bench: StreamBench) -> None:
         bench.follow(peer, number)
         bench.release(peer, number, transfer)
     assert transfer.state is TransferState.STREAMING
-    assert not transfer.settled.is_set()
+    assert not transfer.done.is_set()
     assert bench.freed == []
     bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
@@ -197,7 +199,7 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     bench.follow("a", 1)
     bench.follow("b", 2)
     bench.request("c", 3, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.release("a", 1, transfer, "rejected")
     why = "a reader rejected it: bad"
     assert sorted(bench.failures()) == [("a", 1, why), ("b", 2, why), ("c", 3, why)]
@@ -212,7 +214,7 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     assert bench.failures() == [("d", 4, why)]
     bench.release("b", 2, transfer)
     assert bench.freed == [], "freed under the writer"
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == [transfer]
 
 
@@ -221,10 +223,10 @@ def test_who_reads_a_stream_is_told_of_its_failure(bench: StreamBench, ending: s
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.request("b", 2, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.transfers.fail("k", "why", ending, 0.0)  # type: ignore[arg-type]
     assert sorted(bench.failures()) == [("a", 1, "why"), ("b", 2, "why")]
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == [], "freed under a reader"
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
@@ -236,7 +238,7 @@ def test_who_reads_what_was_committed_is_not_told(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.commit(transfer)
-    bench.heard()
+    bench.sent_messages()
     bench.transfers.fail("k", "why", "failed", 0.0)
     assert bench.failures() == []
 
@@ -244,13 +246,13 @@ def test_who_reads_what_was_committed_is_not_told(bench: StreamBench) -> None:
 def test_discard_of_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.heard()
-    bench.transfers.discard(transfer)
+    bench.sent_messages()
+    bench.transfers.abort(transfer)
     assert bench.failures() == [("a", 1, "its producer gave it up")]
     assert transfer.state is TransferState.FAILED
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == []
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 
 
@@ -258,7 +260,7 @@ def test_discard_of_a_stream(bench: StreamBench) -> None:
 def test_giving_up_tells_everyone_why(bench: StreamBench, begun: bool) -> None:
     bench.request("a", 1, "k")
     transfer = bench.begin() if begun else bench.transfers.reserve("k")
-    bench.transfers.give_up(transfer, "no layer 3", 0.0)
+    bench.transfers.abort(transfer, "no layer 3", 0.0)
     bench.follow("b", 2)
     assert bench.failures() == [("a", 1, "no layer 3"), ("b", 2, "no layer 3")]
     assert transfer.state is TransferState.FAILED
@@ -271,13 +273,13 @@ def test_giving_up_too_late_spares_the_next_payload(bench: StreamBench) -> None:
     bench.transfers.fail("k", "aborted", "aborted", 0.0)
     second = bench.begin()
     bench.follow("a", 1)
-    bench.heard()
-    bench.transfers.give_up(first, "too late", 1.0)
+    bench.sent_messages()
+    bench.transfers.abort(first, "too late", 1.0)
     assert bench.failures() == []
     assert second.state is TransferState.STREAMING
     assert bench.freed == [first]
     bench.commit(second)
-    bench.transfers.give_up(second, "after the commit", 2.0)
+    bench.transfers.abort(second, "after the commit", 2.0)
     assert second.state is TransferState.LEASED
 
 
@@ -285,10 +287,10 @@ def test_close_tells_who_reads_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.request("b", 2, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.transfers.close("good-bye")
     assert sorted(bench.failures()) == [("a", 1, "good-bye"), ("b", 2, "good-bye")]
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
 
@@ -306,21 +308,21 @@ def test_lent_memory_waits_for_the_last_of_all(bench: StreamBench, last: str) ->
     bench.transfers.commit(transfer, HERE, 1, 100.0)
     bench.request("a", 1, "k")
     if last == "stranded":
-        bench.transfers.detach("a")
+        bench.transfers.on_disconnect("a")
         bench.transfers.fail("k", "why", "failed", 0.0)
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
         assert bench.freed == []
-        bench.transfers.lost("a")
+        bench.transfers.on_peer_lost("a")
     elif last == "reader":
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
         assert bench.freed == []
         bench.release("a", 1, transfer)
     else:
         bench.release("a", 1, transfer)
         assert transfer.state is TransferState.RELEASED
-        assert transfer.settled.is_set()
+        assert transfer.done.is_set()
         assert bench.freed == []
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
     assert bench.freed == [transfer]
 
 
@@ -335,9 +337,9 @@ def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
         bench.transfers.fail("k", "why", "aborted", 0.0)
     elif end == "close":
         bench.transfers.close("good-bye")
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == []
-    bench.transfers.give_back(transfer)
+    bench.transfers.on_lent_released(transfer)
     assert bench.freed == [transfer]
 
 
@@ -345,7 +347,7 @@ def test_lent_memory_given_back_early(bench: StreamBench) -> None:
     """The engine dropped its tensors before the put: nothing is freed under the writer."""
     transfer = bench.transfers.reserve("k")
     bench.transfers.lend(transfer)
-    bench.transfers.give_back(transfer)
+    bench.transfers.on_lent_released(transfer)
     assert bench.freed == []
     bench.transfers.commit(transfer, HERE, 1, 100.0)
     bench.request("a", 1, "k")

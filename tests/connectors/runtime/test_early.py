@@ -88,7 +88,7 @@ def test_nobody_waits_so_nothing_is_announced(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: Remote
 ) -> None:
     begun = list[object]()
-    monkeypatch.setattr(TransferTable, "begin", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))
     producer.put(RECIPE.make())
     assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
     assert not begun

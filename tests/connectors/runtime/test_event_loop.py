@@ -31,23 +31,23 @@ def test_call_runs_in_the_loop() -> None:
     assert done.wait(5)
     assert where == [True]
     assert not loop.is_own_thread
-    loop.stop()
+    loop.close()
 
 
 def test_calls_run_in_order_and_before_the_stop() -> None:
     loop, seen = EventLoop("t"), list[int]()
     for number in range(1000):
         loop.call(lambda number=number: seen.append(number))  # type: ignore[misc]
-    loop.stop()
+    loop.close()
     assert seen == list(range(1000))
 
 
 def test_stop_from_inside_and_twice() -> None:
     loop, done = EventLoop("t"), threading.Event()
-    loop.call(lambda: (loop.stop(), done.set()))  # type: ignore[func-returns-value]
+    loop.call(lambda: (loop.close(), done.set()))  # type: ignore[func-returns-value]
     assert done.wait(5)
-    loop.stop()
-    loop.stop()
+    loop.close()
+    loop.close()
     loop.call(done.clear)  # too late, and harmless
     assert done.is_set()
 
@@ -68,7 +68,7 @@ def test_watch_and_unwatch(pipe: tuple[int, int]) -> None:
     assert quiet.wait(5)
     os.write(pipe[1], b"x")
     assert not seen.wait(0.05)
-    loop.stop()
+    loop.close()
 
 
 def test_tick_runs_when_it_is_due() -> None:
@@ -88,7 +88,7 @@ def test_tick_runs_when_it_is_due() -> None:
     loop.remind(when)
     assert done.wait(5)
     assert when <= ran[0] < when + SLACK
-    loop.stop()
+    loop.close()
 
 
 def test_tick_is_not_called_in_vain() -> None:
@@ -102,7 +102,7 @@ def test_tick_is_not_called_in_vain() -> None:
     loop.remind(time.monotonic() + 7200)
     time.sleep(0.1)
     assert len(ticks) <= 2
-    loop.stop()
+    loop.close()
 
 
 @pytest.mark.parametrize("far", [1e7, 1e10, 1e300, float("inf")])
@@ -113,7 +113,7 @@ def test_far_deadlines_do_not_break_it(far: float) -> None:
     time.sleep(0.02)
     loop.call(done.set)
     assert done.wait(5), crashes
-    loop.stop()
+    loop.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -124,7 +124,7 @@ def test_crash_is_told() -> None:
     loop.call(lambda: [][1])
     assert done.wait(5)
     assert isinstance(told[0], IndexError)
-    loop.stop()
+    loop.close()
 
 
 def test_call_from_many_threads() -> None:
@@ -137,7 +137,7 @@ def test_call_from_many_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    loop.stop()
+    loop.close()
     assert len(seen) == 4000
 
 
@@ -152,7 +152,7 @@ def test_pidfd() -> None:
     assert done.wait(5)
     os.waitpid(child, 0)
     assert readable_pidfd(child) == -1
-    loop.stop()
+    loop.close()
     os.close(fd)
 
 
@@ -160,8 +160,8 @@ def test_what_was_called_runs_before_the_process_ends() -> None:
     """A daemon thread would be stopped wherever it is: a view's last word would be lost."""
     program = (
         "import time\n"
-        "from omni_kvlink.connectors.runtime.event_loop import Loop\n"
-        "loop = Loop('t')\n"
+        "from omni_kvlink.connectors.runtime.event_loop import EventLoop\n"
+        "loop = EventLoop('t')\n"
         "loop.call(lambda: time.sleep(0.2))\n"
         "loop.call(lambda: print('said', flush=True))\n"
     )

@@ -72,8 +72,8 @@ FORBIDDEN: list[Message | bytes] = [
     Memory(0, 4096),
     Offer(1, 1, Location(0, 0, 1)),
     Get(1, "k" * 5000),
-    msgspec.msgpack.encode(["Want", -1, "k"]),
-    msgspec.msgpack.encode(["Want", 2**63, "k"]),
+    msgspec.msgpack.encode(["Get", -1, "k"]),
+    msgspec.msgpack.encode(["Get", 2**63, "k"]),
     msgspec.msgpack.encode(["Release", 1, 1, "eaten", ""]),
 ]
 
