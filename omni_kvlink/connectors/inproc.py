@@ -73,9 +73,11 @@ class InprocListener(Listener):
         )
 
     def send(self, peer: InprocSession, message: Message) -> None:
+        """Hand a message to the session, in the calling thread."""
         peer.inbox.on_message(message)
 
     def shut(self) -> None:
+        """Free the name and fail the gets of every session."""
         with _changed:
             if _listeners.get(self._name) is self:
                 del _listeners[self._name]
@@ -105,15 +107,18 @@ class InprocSession(MappedSession, PeerHandle):
 
     @property
     def is_over(self) -> bool:
+        """Whether either side closed the link."""
         return self._closed
 
     def slot(self, location: Location, draft: int) -> Region:
+        """Return the slot in the memory of the producer."""
         try:
             return self.listener.region(location, draft)
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
 
     def send(self, message: Abort) -> None:
+        """Hand a message to the loop of the producer."""
         self.listener.handle(self, message)
 
     def on_disconnect(self, error: PeerLostError) -> None:
@@ -122,6 +127,7 @@ class InprocSession(MappedSession, PeerHandle):
         self.inbox.close(error)
 
     def close(self) -> None:
+        """Fail the gets; the views that exist stay valid."""
         self._closed = True
         self.inbox.close(closed_here(self._url))
         self.listener.detach(self)

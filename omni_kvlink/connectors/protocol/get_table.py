@@ -1,4 +1,4 @@
-"""The consumer's half of the protocol: its gets, the progress of streams, deliveries; without I/O."""
+"""The consumer's half of the protocol without I/O: gets, the progress of streams, deliveries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The producer's half of the protocol: the transfers of one producer, as a state machine without I/O.
+"""The producer's half of the protocol: a state machine of its transfers, without I/O.
 
     RESERVED --commit--> COMMITTED --offer--> LEASED --every reader released--> RELEASED
      |   |                   |  ttl: EXPIRED    |  reader lost: COMMITTED again

@@ -104,6 +104,7 @@ class MappedSession(Session):
         """
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
+        """Request a payload; does not block."""
         return MappedGet(self, self.inbox.request(key, streamed=streamed))
 
 
@@ -116,10 +117,12 @@ class MappedGet(SessionGet):
         self.future = get_state.future
 
     def wait(self, *, timeout: float) -> Delivery:
+        """Block until the offer comes, and map it."""
         left = self._get_state.started + timeout - time.monotonic()
         return self._deliver(self._session.inbox.wait(self._get_state, left))
 
     def cancel(self) -> None:
+        """Withdraw the request, or release the offer unread."""
         get_state, inbox = self._get_state, self._session.inbox
         if not inbox.cancel(get_state) and get_state.future.exception() is None:
             inbox.release(get_state.get_id, get_state.future.result().epoch, "unread")
@@ -179,11 +182,13 @@ class SessionConsumer(Consumer):
         self._sessions = 1
 
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+        """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed)
 
     begin = begin_get  # former name, for the other areas
 
     def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
+        """Block until a payload arrives; request it again if only the connection broke."""
         deadline, retries = time.monotonic() + timeout, 0
         while True:
             pending = self.begin_get(key, timeout=deadline - time.monotonic(), streamed=streamed)
@@ -196,6 +201,7 @@ class SessionConsumer(Consumer):
                     raise
 
     def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
+        """Return whether the producer of a get can be reached again, and reconnect."""
         assert isinstance(pending, SessionGet)
         lost, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
@@ -212,6 +218,7 @@ class SessionConsumer(Consumer):
             self._opening.release()
 
     def abort(self, key: str, reason: str) -> None:
+        """End this key for both sides."""
         self._check_open()
         session = self._session
         if session is not None and not session.is_over:
@@ -220,6 +227,7 @@ class SessionConsumer(Consumer):
             session.fail(key, error)
 
     def health(self) -> dict[str, Any]:
+        """Return the state of the connection."""
         self._check_process()
         session = self._session
         return {
@@ -232,6 +240,7 @@ class SessionConsumer(Consumer):
         }
 
     def close(self) -> None:
+        """Close the session; waiting calls raise ClosedError."""
         if self._closed or os.getpid() != self._pid:
             self._closed = True
             return

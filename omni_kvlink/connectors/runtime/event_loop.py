@@ -81,7 +81,7 @@ class EventLoop:
         while self._calls:
             self._calls.popleft()()
 
-    def remind(self, when: float) -> None:
+    def tick_by(self, when: float) -> None:
         """Make sure that `tick` runs at `when` (`time.monotonic`) or before."""
         if when < self._sleeps_until:
             self._wake_up()
@@ -137,7 +137,7 @@ class EventLoop:
             while self._running:
                 self.catch_up()
                 now = time.monotonic()
-                self._sleeps_until = float("inf")  # a `remind` during the tick must wake it up
+                self._sleeps_until = float("inf")  # a `tick_by` during the tick must wake it up
                 self._sleeps_until = self._tick(now)
                 if self._calls or not self._running:
                     continue

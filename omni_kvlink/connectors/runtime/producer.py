@@ -1,4 +1,4 @@
-"""The producer of every connector with pooled memory, and the listeners by which consumers reach it."""
+"""The producer of every connector with pooled memory, and the contract of its listeners."""
 
 from __future__ import annotations
 
@@ -245,18 +245,22 @@ class PooledProducer(Producer):
 
     @property
     def bound_url(self) -> tuple[str, str]:
+        """The bound address of the first listener that has one."""
         return next(
             (listener.bound_url for listener in self.listeners if listener.bound_url[0]), ("", "")
         )
 
     def has_waiting_reader(self, key: str) -> bool:
+        """Return whether a get waits that takes the payload while it is written."""
         with self.lock:
             return self.transfers.has_waiting_reader(key)
 
     def refuses(self, device: str) -> str:
+        """Return the reason of the first listener that cannot; "" if all can."""
         return next(filter(None, (listener.refuses(device) for listener in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
+        """Reserve a slot of the pool; blocks while the pool is full."""
         self._check_open()
         with self.lock:
             transfer = self.transfers.reserve(key)
@@ -275,6 +279,7 @@ class PooledProducer(Producer):
             raise
 
     def lend(self, lease: Lease) -> Region:
+        """Return the leased memory; it stays until the last view is freed."""
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
         with self.lock:
@@ -284,9 +289,11 @@ class PooledProducer(Producer):
         return region
 
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
+        """Return the receipt of a payload that is not published yet."""
         return Receipt(_transfer(lease), ledger)
 
     def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        """Write the draft header and offer the payload to gets that take streams."""
         self._begin(lease, draft, lease.region.nbytes, readers, None)
 
     def begin_direct(
@@ -298,12 +305,14 @@ class PooledProducer(Producer):
         nbytes: int,
         readers: int,
     ) -> None:
+        """Offer a payload that is sent from the tensors of the caller."""
         head = self.pool.region(_block(_transfer(lease)))
         head = head.slice(SLOT, lease.region.nbytes + len(draft))
         direct = DirectSource(head, lease.region.nbytes, tensors, nbytes)
         self._begin(lease, draft, nbytes, readers, direct)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
+        """Announce tensors that are written."""
         self._check_open()
         with self.lock:
             self.transfers.announce(_transfer(lease), first, digests)
@@ -318,6 +327,7 @@ class PooledProducer(Producer):
         deadline: float = 0.0,
         until: float = 0.0,
     ) -> Receipt:
+        """Commit the payload; blocks only if it is direct, until all readers were sent it."""
         self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
@@ -337,12 +347,13 @@ class PooledProducer(Producer):
             # An interrupt after the commit leaves a payload that is whole and will expire.
             self._abort(transfer)
             raise
-        self.loop.remind(expires)
+        self.loop.tick_by(expires)
         if fault_points.enabled:
             fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
+        """End the transfer of this lease."""
         abort = partial(self._abort, _transfer(lease), reason)
         if deferred:
             self.loop.call(abort)
@@ -350,12 +361,14 @@ class PooledProducer(Producer):
             abort()
 
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
+        """Fail a key."""
         self._check_open()
         with self.lock:
             now = time.monotonic()
             self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
 
     def health(self) -> dict[str, Any]:
+        """Return the state, the counters of the transfers and of the pool."""
         self._check_process()  # before the lock: the fork may have happened while it was held
         with self.lock:
             transfers = self.transfers.stats()
@@ -371,6 +384,7 @@ class PooledProducer(Producer):
         }
 
     def close(self) -> None:
+        """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
         if self._closed or os.getpid() != self._pid:
             self._closed = True
             return

@@ -254,9 +254,11 @@ class ShmListener(Listener):
         self._socket = listen(self._path)
 
     def open(self) -> None:
+        """Accept connections from now on."""
         self._loop.watch(self._socket, READ, self._accept)
 
     def health(self) -> dict[str, Any]:
+        """Return the path of the socket, connected readers, and refusals by reason."""
         return {
             "socket": self._path,
             "readers": len(self._peers),
@@ -264,6 +266,7 @@ class ShmListener(Listener):
         }
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
+        """Send a message; before an offer, the memory file that it refers to."""
         if isinstance(message, Offer) and message.location.arena not in peer.arenas:
             arena = message.location.arena
             mapping = self._producer.pool.mapping(arena)
@@ -272,9 +275,11 @@ class ShmListener(Listener):
         peer.channel.send(message)
 
     def retire_arena(self, arena: int) -> None:
+        """Have the peers unmap an arena."""
         self._loop.call(partial(self._send_retire, arena))
 
     def shut(self) -> None:
+        """Disconnect every peer and remove the socket."""
         for peer in list(self._peers):
             peer.channel.flush()
             self._disconnect(peer)
@@ -457,9 +462,11 @@ class ShmSession(MappedSession):
 
     @property
     def is_over(self) -> bool:
+        """Whether the connection has ended."""
         return self._closed
 
     def slot(self, location: Location, draft: int) -> Region:
+        """Return the mapped slot of an offer, if it lies within an arena that was passed."""
         mapping = self._arenas.get(location.arena)
         if mapping is None and self._closed:
             raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
@@ -474,9 +481,11 @@ class ShmSession(MappedSession):
         return mapping.region.slice(location.offset, nbytes)
 
     def send(self, message: Abort) -> None:
+        """Send a message to the producer; does not block."""
         self._channel.send(message)
 
     def close(self) -> None:
+        """Fail the gets; disconnect when the last view is freed."""
         if self._loop.is_own_thread:  # the link was garbage-collected in this very thread
             self._begin_close()
             return

@@ -85,7 +85,7 @@ def test_tick_runs_when_it_is_due() -> None:
 
     loop = EventLoop("t", tick)
     when = due[0] = time.monotonic() + 0.1
-    loop.remind(when)
+    loop.tick_by(when)
     assert done.wait(5)
     assert when <= ran[0] < when + SLACK
     loop.close()
@@ -99,7 +99,7 @@ def test_tick_is_not_called_in_vain() -> None:
         return now + 3600
 
     loop = EventLoop("t", tick)
-    loop.remind(time.monotonic() + 7200)
+    loop.tick_by(time.monotonic() + 7200)
     time.sleep(0.1)
     assert len(ticks) <= 2
     loop.close()

@@ -35,8 +35,8 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
         if side == "reader":
             session._loop.call(session._channel.close)  # not while its thread reads
         else:
-            (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
-            producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
+            (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
+            producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
                 session.inbox.request("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
@@ -74,8 +74,8 @@ def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> 
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:
             seen = data.layer_blocks["key_cache"][0]
-        (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
-        producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
+        (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
+        producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
         with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
             assert int(data.layer_blocks["key_cache"][0].max()) == 1
         receipt.wait(timeout=5)
