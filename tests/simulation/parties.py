@@ -313,8 +313,8 @@ class WaitingGet:
         if self._connection.holds:  # the process is alive
             self._look(offer, layers)
             self._connection.holds -= 1
-            outcome = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.inbox.release(self._get_state.number, offer.epoch, outcome)  # type: ignore[arg-type]
+            reported = "rejected" if self._clock.chance.random() < 0.05 else "read"
+            self._connection.inbox.release(self._get_state.number, offer.epoch, reported)  # type: ignore[arg-type]
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:
