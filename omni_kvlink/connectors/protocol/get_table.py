@@ -101,7 +101,7 @@ class Progress:
         return future
 
     def cancel(self, future: Future[None]) -> None:
-        """Forget a future of `when` that nobody waits for any more; it never ends."""
+        """Stop tracking a future of `when`; it is never set then."""
         with self._lock:
             self._waiting.pop(future, None)
 

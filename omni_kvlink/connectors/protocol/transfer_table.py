@@ -133,8 +133,8 @@ class Transfer:
         if not self.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
             raise TransferTimeout(
-                f"payload {self.key!r} was given up: it is sent from its caller's tensors, and "
-                f"not every reader took it in time ({phase})",
+                f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
+                f"not every reader received it in time ({phase})",
                 key=self.key,
                 phase=phase,
             )

@@ -203,15 +203,15 @@ class SessionConsumer(Consumer):
     def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""
         assert isinstance(pending, SessionGet)
-        lost, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
+        old, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
             return False
         try:
-            if self._session is lost and lost.is_over:
+            if self._session is old and old.is_over:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
             session = self._session
-            return session is not None and session is not lost and session.nonce == lost.nonce
+            return session is not None and session is not old and session.nonce == old.nonce
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:

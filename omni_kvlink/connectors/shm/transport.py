@@ -471,7 +471,9 @@ class ShmSession(MappedSession):
         if mapping is None and self._closed:
             raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
         if mapping is None:
-            raise WireError(f"a payload was offered in arena {location.arena}, which nobody passed")
+            raise WireError(
+                f"a payload was offered in arena {location.arena}, which was not passed"
+            )
         nbytes = SLOT + location.nbytes + draft
         if location.offset % GRAIN or location.offset + nbytes > mapping.nbytes:
             raise WireError(
