@@ -1,4 +1,4 @@
-"""What the fault tests share: a name with links of this process and of victims."""
+"""Fault tests: links of this process and of child processes that are killed or frozen."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NOTICED = 0.5
 
 
 class Field:
-    """A name in the battlefield: links of this process and of victims."""
+    """One URL, with links of this process and of child processes."""
 
     def __init__(self, directory: str, mode: str = "pooled", url: str = "shm://field"):
         self.url = url
-        self.options = {"directory": directory, "mode": mode, "quota": 4 << 20}
+        self.options: dict[str, Any] = {"directory": directory, "mode": mode, "quota": 4 << 20}
         self.here = ThreadPeer()
         self.links: list[KVLink] = []
 
@@ -32,9 +32,9 @@ class Field:
         self.links.append(KVLink.serve(self.url, **self.options))
         return self.links[-1]
 
-    def serve_at(self, victim: ProcessPeer) -> Remote:
-        victim.do("serve", link="p", url=self.url, **self.options)
-        return Remote(victim, "p")
+    def serve_at(self, target: ProcessPeer) -> Remote:
+        target.do("serve", link="p", url=self.url, **self.options)
+        return Remote(target, "p")
 
     def connect(self) -> Remote:
         """A reader in this process, whose calls can wait in the background."""
@@ -52,43 +52,43 @@ class Field:
 
 
 def timed(future: Future[Any]) -> Future[float]:
-    """When the future ended; comes a moment after its result, whose waiter is woken first."""
+    """Return the time at which a future ends; set a moment after its result."""
     ended: Future[float] = Future()
     future.add_done_callback(lambda _: ended.set_result(time.monotonic()))
     return ended
 
 
-def kill(victim: ProcessPeer) -> float:
-    """SIGKILL; the moment at which the process was gone."""
-    os.kill(victim.process.pid, signal.SIGKILL)
-    victim.process.wait()
+def kill(target: ProcessPeer) -> float:
+    """Kill a process and return when it had ended (`time.monotonic`)."""
+    os.kill(target.process.pid, signal.SIGKILL)
+    target.process.wait()
     return time.monotonic()
 
 
 @contextmanager
 def forked_twice(connect: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """A child that connects, and a grandchild that keeps the connection; how to kill the child."""
+    """Give a function that kills a child whose connection a grandchild holds open."""
     reading, writing = os.pipe()
-    told, telling = os.pipe()
-    victim = os.fork()
-    if victim == 0:
+    ready, signal_ready = os.pipe()
+    target = os.fork()
+    if target == 0:
         os.close(writing)
         kept = connect()
         if os.fork() == 0:
-            os.write(telling, b"x")
+            os.write(signal_ready, b"x")
         os.read(reading, 1)  # both stay until the pipe ends
         del kept
         os._exit(0)
 
     def kill_child() -> None:
-        os.read(told, 1)  # the grandchild is there
-        os.kill(victim, signal.SIGKILL)
-        os.waitpid(victim, 0)
+        os.read(ready, 1)  # the grandchild is there
+        os.kill(target, signal.SIGKILL)
+        os.waitpid(target, 0)
 
-    for fd in (reading, telling):
+    for fd in (reading, signal_ready):
         os.close(fd)
     try:
         yield kill_child
     finally:
-        for fd in (writing, told):
+        for fd in (writing, ready):
             os.close(fd)

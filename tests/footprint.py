@@ -38,9 +38,9 @@ def renamed(data: KVCacheTransferData, key: str) -> KVCacheTransferData:
 def counted(costs: Costs, name: str) -> Iterator[None]:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
-    before, faults = _kib("VmRSS"), fault_points()
+    before, faults = _kib("VmRSS"), page_faults()
     yield
-    costs[name] = (_kib("VmHWM") - before) << 10, fault_points() - faults
+    costs[name] = (_kib("VmHWM") - before) << 10, page_faults() - faults
 
 
 def _kib(field: str) -> int:
@@ -48,7 +48,7 @@ def _kib(field: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def fault_points() -> int:
+def page_faults() -> int:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt + used.ru_majflt
 
@@ -63,8 +63,8 @@ def produce(url: str) -> Iterator[Callable[[str], None]]:
         def stream(key: str) -> None:
             mine = renamed(data, key)
             with link.stream_put(mine) as out:
-                for (_, layer), places in layers_of(mine).items():
-                    out.write_layer(layer, *places)
+                for (_, layer), tensors in layers_of(mine).items():
+                    out.write_layer(layer, *tensors)
             out.commit().wait(timeout=WAIT)
 
         def in_place(key: str) -> None:

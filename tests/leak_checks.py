@@ -1,4 +1,4 @@
-"""Fixtures: peers in processes of their own, armed with faults, killed when the test is over."""
+"""Fixtures: peers in child processes, armed with faults, and checks that nothing is left over."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def battlefield() -> Iterator[str]:
     left = os.listdir(directory)
     shutil.rmtree(directory)
     assert all(name.endswith(".sock") for name in left), left
-    with contextlib.suppress(AssertionError):  # strangers come and go there
+    with contextlib.suppress(AssertionError):  # other processes use it, too
         until(lambda: not _files() - elsewhere, "nothing is left", 5)
     assert not _files() - elsewhere
 
 
 def _files() -> set[str]:
-    """What lies in shared memory; an older way of sharing would leave something there."""
+    """The files in /dev/shm: named shared memory would be left over there."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this process give frozen peers up soon."""
+    """Links of this process disconnect frozen peers soon."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 400)
 
 
 @pytest.fixture(scope="session")
 def zmq_started() -> None:
-    """pyzmq has one thread, for the process's whole life, from the first frame sent uncopied."""
+    """Start pyzmq's garbage-collection thread, which stays until the process ends."""
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:

@@ -1,55 +1,45 @@
-"""The contracts of a connector: bytes and manifests only, no torch, no model.
+"""The contracts of a connector, which moves bytes and manifests between stages: no torch, no model.
 
 A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry point names it.
-`check_connector` in `omni_kvlink.testing` holds it to what is written here.
+`check_connector` in `omni_kvlink.testing` checks a backend against these contracts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from omni_kvlink.connectors.ledger import Ledger
-from omni_kvlink.connectors.protocol.messages import Outcome
-from omni_kvlink.connectors.protocol.progress import Progress
-from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
-from omni_kvlink.errors import (
-    ClosedError,
-    KVLinkError,
-    PeerLostError,
-    TransferFailed,
-    TransferTimeout,
-)
+from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
+from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
+from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
+from omni_kvlink.errors import KVLinkError
 from omni_kvlink.memory.region import Lease, Region
 
 MAX_RETRIES = 3
-"""Times that a `get` is asked again; connections that always break are no accident."""
+"""Times that a `get` is repeated when only its connection broke."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a link is set up; a connector takes what concerns it.
+    """The settings of a link; a connector uses those that concern it.
 
     Args:
         quota: bytes of memory that all payloads not yet released may take together.
         mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
-            memory file of its own, so that a peer sees nothing but what it was offered.
+            memory file of its own, so that a peer can read nothing but what it was offered.
         prefault: bytes to map and touch when serving starts, so that the first put is as fast as
             the later ones.
-        directory: where the shared-memory sockets live; a private default.
+        directory: of the shared-memory sockets; by default one that is private to the user.
         keys: of an encrypted link, the file with this side's secret key.
-        peers: of an encrypted link, who the other side may be: for a producer the directory with
+        peers: of an encrypted link, the keys of the other side: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
         insecure: allow a link across machines without keys.
-        ucx_tls: what UCX may send with, as in UCX_TLS: "rc,tcp".
-        ucx_devices: what of this machine's network UCX may use, as in UCX_NET_DEVICES: "eth0".
-            Loopback alone if empty; to be named where the link goes to other machines.
+        ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
+        ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Loopback
+            alone if empty; required where the link goes to other machines.
         tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
     """
 
@@ -72,7 +62,7 @@ class Options:
 
 
 def refuse_keys(url: str, options: Options) -> None:
-    """For connectors that encrypt nothing: who asks for it must hear that.
+    """Check that no keys were given to a connector that does not encrypt.
 
     Raises:
         ValueError: keys were given.
@@ -83,116 +73,16 @@ def refuse_keys(url: str, options: Options) -> None:
         )
 
 
-class Receipt:
-    """What became of a payload that was put."""
-
-    def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer = transfer
-        self.ledger = ledger
-
-    @property
-    def key(self) -> str:
-        return self._transfer.key
-
-    @property
-    def state(self) -> str:
-        """ "committed", "leased", or finally "released", "failed" or "expired"."""
-        return self._transfer.state.value
-
-    @property
-    def done(self) -> bool:
-        """Whether the state is final; never blocks."""
-        return self._transfer.settled.is_set()
-
-    def wait(self, *, timeout: float) -> None:
-        """Return when every declared reader has let go of the payload.
-
-        Raises:
-            TransferFailed: it failed, was aborted or rejected, or expired.
-            TransferTimeout: `timeout` seconds passed and it is still on its way.
-        """
-        transfer = self._transfer
-        if not transfer.settled.wait(min(timeout, threading.TIMEOUT_MAX)):
-            raise TransferTimeout(
-                f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
-                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
-                key=self.key,
-                waited=timeout,
-                phase=self.state,
-            )
-        if transfer.state is not TransferState.RELEASED:
-            raise TransferFailed(
-                f"payload {self.key!r} {self.state}: {transfer.reason}",
-                key=self.key,
-                reason=transfer.reason,
-            )
-
-    def __repr__(self) -> str:
-        return f"<Receipt {self.key!r}: {self.state}>"
-
-
-class Delivery:
-    """A payload that arrived. It is released when the last view of its region is gone.
-
-    Args:
-        release: tells the producer; called once, from any thread, must not block or lock.
-        draft: of a payload that is still being written, its header without digests.
-        progress: how far that one is; None if it is whole.
-        copies: times its bytes were copied in this process on their way.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        region: Region,
-        release: Callable[[Outcome, str], None],
-        *,
-        draft: bytes = b"",
-        progress: Progress | None = None,
-        copies: int = 0,
-    ):
-        self.key, self.copies = key, copies
-        self.region: Region | None = region
-        self.draft, self.progress = draft, progress
-        self._release = release
-        self._finalizer = weakref.finalize(region.span, release, "read", "")
-        self._finalizer.atexit = False  # at exit the connection's end says it
-
-    def reject(self, reason: str) -> None:
-        """The payload is not what was committed: the producer's receipt shall say so."""
-        if self._finalizer.detach():
-            self._release("rejected", reason[:4096])
-        self._let_go(
-            TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
-        )
-
-    def drop(self) -> None:
-        """Let go of the region; views made from it keep it until they die."""
-        self._let_go(ClosedError(f"payload {self.key!r} was given back"))
-
-    def give_back(self) -> None:
-        """Nobody used it: it shall go to another reader."""
-        if self._finalizer.detach():
-            self._release("unread", "")
-        self.drop()
-
-    def _let_go(self, error: KVLinkError) -> None:
-        """Whoever waits for a layer would do so in vain."""
-        self.region = None
-        if self.progress is not None:
-            self.progress.end(error)
-
-
 class Connector(ABC):
     """One end of a link."""
 
     @abstractmethod
     def health(self) -> dict[str, Any]:
-        """State and counters, as JSON values."""
+        """Return the state and the counters of this end, as JSON values."""
 
     @abstractmethod
     def close(self) -> None:
-        """Refuse new work, wake who waits, free what can be freed; a second call does nothing."""
+        """Refuse new calls, wake waiting ones, free what can be freed; idempotent."""
 
 
 class Producer(Connector):
@@ -200,44 +90,50 @@ class Producer(Connector):
 
     @property
     def bound_url(self) -> tuple[str, str]:
-        """What the URL said, and what it became: the system chose the port."""
+        """The address as the URL gave it, and as it was bound, with the port that was assigned."""
         return "", ""
 
     def has_waiting_reader(self, key: str) -> bool:
-        """Whether bytes must travel to a reader that waits now: `begin` lets them set out while
-        the rest is being written.
+        """Return whether a reader that bytes must be sent to waits for `key` now.
+
+        A stream then sends them while the rest is being written.
         """
         return False
 
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Memory for one payload, in the place it will be sent from.
+        """Return memory for one payload, at the place that it will be sent from.
 
         Args:
-            draft: bytes that `begin` will want for a header; 0 if nothing will be streamed.
+            key: of the payload.
+            nbytes: of the payload.
+            timeout: seconds to wait for free memory.
+            draft: bytes of the header that `begin_stream` will be given; 0 if it is not called.
 
         Raises:
             DuplicateKeyError: a live payload has this key.
-            CapacityError: no room within `timeout` seconds, or ever.
+            CapacityError: the payload does not fit within `timeout` seconds, or ever.
         """
 
     @abstractmethod
     def lend(self, lease: Lease) -> Region:
-        """The leased memory for somebody who keeps tensors of it beyond `publish`.
+        """Return the leased memory to a caller that keeps tensors of it beyond `publish`.
 
-        It is not reused before the last view of this region is gone.
+        It is not reused before the last view of this region is freed.
         """
 
     @abstractmethod
-    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
-        """Announce a payload before it is written, to readers that take its layers.
+    def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        """Offer a payload before it is written, to readers that take its layers.
 
         Args:
-            draft: its header without digests, as long as `reserve` was told.
+            lease: of the payload.
+            draft: its header without digests; as long as `reserve` was told.
+            readers: that will have it.
         """
 
     def refuses(self, device: str) -> str:
-        """Why no payload can be sent from a caller's own memory on this device; "" if it can."""
+        """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
         return "readers look into the link's own memory here"
 
     def begin_direct(
@@ -249,20 +145,28 @@ class Producer(Connector):
         nbytes: int,
         readers: int,
     ) -> None:
-        """As `begin`, of a payload whose tensors stay where they are: the lease is its header's.
+        """Offer a payload whose tensors are sent from the caller's memory.
 
-        Each tensor is announced like a stream's. `publish` returns when every reader was sent all
-        of them; they may change then, and the payload cannot be delivered again.
+        The tensors are then announced like those of a stream. `publish` returns when every reader
+        was sent all of them: they may be modified again, and the payload cannot be delivered again.
 
         Args:
-            tensors: where each begins in the payload, and its memory.
+            lease: of the header.
+            draft: the header without digests.
+            tensors: the byte at which each begins in the payload, and its memory.
             nbytes: of the payload.
+            readers: that will have it.
         """
-        raise wrong_side("send directly", self.refuses("cpu"))
+        raise KVLinkError(f"this end of the link cannot send directly: {self.refuses('cpu')}")
 
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are written; one entry of digests for each.
+        """Announce that the tensors from number `first` on are written.
+
+        Args:
+            lease: of the payload.
+            first: the tensor's number in the manifest.
+            digests: one entry for each tensor that is announced.
 
         Raises:
             TransferFailed: the transfer was ended meanwhile.
@@ -270,106 +174,138 @@ class Producer(Connector):
 
     @abstractmethod
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
-        """The receipt of a payload that will be published later, or fail."""
+        """Return the receipt of a payload that is not published yet."""
 
     @abstractmethod
     def publish(
-        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, until: float = 0.0
+        self,
+        lease: Lease,
+        *,
+        readers: int,
+        ttl: float,
+        ledger: Ledger,
+        deadline: float = 0.0,
+        until: float = 0.0,
     ) -> Receipt:
-        """Commit a reserved payload; the lease is spent. Readers that wait are woken now.
+        """Commit a payload and spend its lease; readers that wait are woken before this returns.
 
         Args:
-            until: of what `begin_direct` began, when to give up (`time.monotonic`).
+            lease: of the payload, completely written.
+            readers: that will have it.
+            ttl: seconds until it expires.
+            ledger: for the receipt.
+            deadline: of a direct transfer: when to give up waiting for the readers
+                (`time.monotonic`).
+            until: former name of `deadline`.
 
         Raises:
-            TransferTimeout: so late readers still needed tensors of the caller.
+            TransferTimeout: readers still needed the caller's tensors at `deadline`.
             TransferFailed: the key was aborted meanwhile.
         """
 
     @abstractmethod
-    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
-        """The payload of this lease will not be finished: as `fail`, but of no other payload.
+    def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
+        """End the transfer of this lease, which will not be published; as `fail`, but of no other.
 
         Args:
-            soon: return before it is done, without a lock: for finalizers.
+            lease: of the payload.
+            reason: for the readers.
+            deferred: return before it is done and take no lock: for finalizers.
         """
 
     @abstractmethod
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
-        """Whoever waits for `key`, or asks later, gets TransferFailed with this reason."""
+        """Fail a key: gets that wait for it, and later ones, raise TransferFailed.
+
+        Args:
+            key: of the payload, which need not exist.
+            reason: for the readers.
+            aborted: say that it was aborted, not that it failed.
+        """
+
+    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        """Former name of `begin_stream`, for the other areas."""
+        self.begin_stream(lease, draft, readers=readers)
+
+    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
+        """Former name of `abort`, for the other areas."""
+        self.abort(lease, reason, deferred=soon)
+
+
+class PendingGet(ABC):
+    """A payload that was requested and has not arrived yet.
+
+    Attributes:
+        future: done when `wait` would return or raise without blocking.
+    """
+
+    future: Future[Any]
+
+    @abstractmethod
+    def wait(self, *, timeout: float) -> Delivery:
+        """Block until it arrives; raises as `Consumer.receive`."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Withdraw the request; if the payload arrived meanwhile, another reader may have it."""
 
 
 class Consumer(Connector):
     """The end that payloads arrive at."""
 
     @abstractmethod
-    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
-        """Ask for a payload without waiting for it; `timeout` bounds a reconnection only.
+    def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+        """Request a payload without waiting for it.
 
         Args:
-            streamed: take it while it is being written, its layers announced one by one.
+            key: of the payload.
+            timeout: seconds to wait for a reconnection, if the producer was lost.
+            streamed: take it while it is being written, layer by layer.
 
         Raises:
             PeerLostError: the producer is gone and did not come back in time.
         """
 
     @abstractmethod
-    def abort(self, key: str, reason: str) -> None:
-        """End this key for both sides; own waiting calls raise TransferFailed."""
+    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
+        """Block until a payload arrives; request it again if only the connection broke.
 
-    def is_back(self, get_id: PendingGet, *, timeout: float) -> bool:
-        """Whether only the connection of this want broke: the very producer that it was asked of
-        is there again, and can be asked once more.
+        Args:
+            key: of the payload.
+            timeout: seconds to wait at most.
+            streamed: take it while it is being written, layer by layer.
+
+        Raises:
+            TransferTimeout: it did not arrive in time; tells how far it was.
+            TransferFailed: the producer failed or aborted it, or it expired.
+            PeerLostError: the producer died, or closed the link.
+        """
+
+    @abstractmethod
+    def abort(self, key: str, reason: str) -> None:
+        """End this key for both sides; waiting calls of this side raise TransferFailed."""
+
+    def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
+        """Return whether only the connection of a get broke, so that it can be requested again.
+
+        Reconnects if need be, for `timeout` seconds at most. False if the producer is another one
+        than that of the get: it does not have the payload.
         """
         return False
 
-    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
-        """Wait for a payload; a wake-up, never a sleep loop. If only a connection
-        breaks, ask again.
-
-
-        Args:
-            streamed: as for `begin`.
-
-        Raises:
-            TransferTimeout: names how far the payload had come.
-            TransferFailed: the producer said it failed, or it expired.
-            PeerLostError: the producer died, or closed.
-        """
-        deadline, retries = time.monotonic() + timeout, 0
-        while True:
-            get_id = self.begin(key, timeout=deadline - time.monotonic(), streamed=streamed)
-            try:
-                return get_id.wait(timeout=deadline - time.monotonic())
-            except PeerLostError:
-                retries += 1
-                left = deadline - time.monotonic()
-                if retries > MAX_RETRIES or not self.is_back(get_id, timeout=left):
-                    raise
-
-
-class PendingGet(ABC):
-    """A payload that was asked for and may not have come yet."""
-
-    future: Future[Any]
-
-    @abstractmethod
-    def wait(self, *, timeout: float) -> Delivery:
-        """Sleep until it comes; the errors of `Consumer.receive`."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Ask for it no more; if it came meanwhile, it goes back for another reader."""
+    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+        """Former name of `begin_get`, for the other areas."""
+        return self.begin_get(key, timeout=timeout, streamed=streamed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What a connector module offers.
+    """The entry points of a connector module.
 
     Args:
         serve: `(address, options)` to a producer; `address` is the URL without its scheme.
-        connect: `(address, options, timeout)` to a consumer, waiting for the producer to appear.
-        unavailable: why this cannot run here, with the cure, or None if it can.
+        connect: `(address, options, timeout)` to a consumer; waits for the producer to appear.
+        unavailable: returns why the connector cannot run here, with the cure, or None if it can.
     """
 
     serve: Callable[[str, Options], Producer]
@@ -378,5 +314,5 @@ class Backend:
 
 
 def wrong_side(verb: str, cure: str) -> KVLinkError:
-    """The error for a producer's verb at a consumer, or the other way round."""
+    """Return the error of a producer's method at a consumer, or the other way round."""
     return KVLinkError(f"this end of the link cannot {verb}: {cure}")

@@ -1,4 +1,4 @@
-"""`inproc://name`: both ends in one process; the protocol of the others, without a socket."""
+"""`inproc://name`: both ends in one process; the protocol of the other connectors by calls."""
 
 from __future__ import annotations
 
@@ -8,52 +8,62 @@ from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
-from omni_kvlink.connectors.protocol.messages import Abort, Location, Message
-from omni_kvlink.connectors.protocol.slot import SLOT
+from omni_kvlink.connectors.protocol.messages import SLOT, Abort, Location, Message
 from omni_kvlink.connectors.runtime.consumer import (
     MappedSession,
     Session,
     SessionConsumer,
     closed_here,
 )
-from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
-from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
 from omni_kvlink.errors import BusyError, ClosedError, PeerLostError, TransferTimeout
 from omni_kvlink.memory.region import Mapping, Region
 
-_names: dict[str, InprocListener] = {}
+_listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()
 
 
 class InprocListener(Listener):
-    """Readers of the same process get views of the producer's memory."""
+    """The producer's side: consumers get views of the producer's own memory.
+
+    Args:
+        name: of the link.
+        producer: whose memory it is.
+
+    Raises:
+        BusyError: the name is served already.
+    """
 
     def __init__(self, name: str, producer: PooledProducer):
         self._name, self._producer = name, producer
         self._sessions: set[InprocSession] = set()
         with _changed:
-            if _names.setdefault(name, self) is not self:
+            if _listeners.setdefault(name, self) is not self:
                 raise BusyError(f"inproc://{name} is served already in this process")
             _changed.notify_all()
 
     @property
     def nonce(self) -> str:
+        """Identifies the run of the producer."""
         return self._producer.nonce
 
     def open(self) -> None:
-        """Sessions come by calls."""
+        """Do nothing: sessions come by calls."""
 
-    def attach(self, session: InprocSession) -> None:
+    def add(self, session: InprocSession) -> None:
+        """Register a session."""
         self._sessions.add(session)
 
     def handle(self, session: InprocSession, message: Message) -> None:
-        """Take a reader's message to the loop; safe in finalizers."""
+        """Handle a session's message in the producer's loop; callable from finalizers."""
         self._producer.loop.call(partial(self._producer.handle, session, message))
 
     def detach(self, session: InprocSession) -> None:
-        self._producer.loop.call(partial(self._leave, session))
+        """Remove a session that is closed; its leases stay until their views are freed."""
+        self._producer.loop.call(partial(self._detach, session))
 
     def region(self, location: Location, draft: int) -> Region:
+        """Return the slot of an offer."""
         whole = self._producer.pool.mapping(location.arena).region
         return Region(
             whole.address + location.offset,
@@ -62,61 +72,69 @@ class InprocListener(Listener):
             readonly=True,
         )
 
-    def send(self, reader: InprocSession, message: Message) -> None:
-        reader.inbox.on_message(message)
-
-    def _leave(self, session: InprocSession) -> None:
-        """What the session still reads stays its own: its views live in this very process."""
-        self._sessions.discard(session)
-        self._producer.leave(session)
+    def send(self, peer: InprocSession, message: Message) -> None:
+        """Hand a message to the session, in the calling thread."""
+        peer.inbox.on_message(message)
 
     def shut(self) -> None:
+        """Free the name and fail the gets of every session."""
         with _changed:
-            if _names.get(self._name) is self:
-                del _names[self._name]
+            if _listeners.get(self._name) is self:
+                del _listeners[self._name]
         for session in self._sessions:
-            session.end(PeerLostError(f"inproc://{self._name} was closed by its producer"))
+            session.on_disconnect(
+                PeerLostError(f"inproc://{self._name} was closed by its producer")
+            )
         self._sessions.clear()
+
+    def _detach(self, session: InprocSession) -> None:
+        self._sessions.discard(session)
+        self._producer.cancel_gets(session)
 
 
 class InprocSession(MappedSession, PeerHandle):
-    """A reader's place at a producer."""
+    """A consumer's connection to a producer of the same process."""
 
     listener: InprocListener
 
     def __init__(self, url: str, listener: InprocListener):
         PeerHandle.__init__(self, listener)
-        self._url, self._over = url, False
+        self._url, self._closed = url, False
         self.nonce = listener.nonce
         post = partial(listener.handle, self)
         self.inbox = GetTable(post, post)
-        listener.attach(self)
+        listener.add(self)
 
     @property
     def is_over(self) -> bool:
-        return self._over
+        """Whether either side closed the link."""
+        return self._closed
 
     def slot(self, location: Location, draft: int) -> Region:
+        """Return the slot in the memory of the producer."""
         try:
             return self.listener.region(location, draft)
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
 
     def send(self, message: Abort) -> None:
+        """Hand a message to the loop of the producer."""
         self.listener.handle(self, message)
 
-    def end(self, error: PeerLostError) -> None:
-        self._over = True
-        self.inbox.end(error)
+    def on_disconnect(self, error: PeerLostError) -> None:
+        """The producer closed the link: fail the gets."""
+        self._closed = True
+        self.inbox.close(error)
 
     def close(self) -> None:
-        self._over = True
-        self.inbox.end(closed_here(self._url))
+        """Fail the gets; the views that exist stay valid."""
+        self._closed = True
+        self.inbox.close(closed_here(self._url))
         self.listener.detach(self)
 
 
 class InprocConsumer(SessionConsumer):
-    """The reading end."""
+    """The consuming end of `inproc://name`."""
 
     def __init__(self, name: str):
         super().__init__(f"inproc://{name}")
@@ -129,7 +147,7 @@ class InprocConsumer(SessionConsumer):
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + (0.0 if no_wait else timeout)
         with _changed:
-            while self._name not in _names:
+            while self._name not in _listeners:
                 self._check_open()
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -139,7 +157,7 @@ class InprocConsumer(SessionConsumer):
                         phase="connecting",
                     )
                 _changed.wait(left)
-            return InprocSession(self._url, _names[self._name])
+            return InprocSession(self._url, _listeners[self._name])
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

@@ -1,4 +1,4 @@
-"""Connectors by URL scheme; a module is imported only when its scheme is used."""
+"""Connectors by URL scheme; a connector's module is imported when its scheme is first used."""
 
 from __future__ import annotations
 
@@ -22,28 +22,39 @@ _ROWS: dict[str, tuple[str, str]] = {
 
 
 def register(scheme: str, target: str, install: str = "") -> None:
-    """Add a connector: `target` is "module:attribute", `install` the command that provides it."""
+    """Add a connector, or replace one.
+
+    Args:
+        scheme: of its URLs.
+        target: its `Backend`, as "module:attribute".
+        install: the command that installs what it needs.
+    """
     _ROWS[scheme] = (target, install)
 
 
 def schemes() -> list[str]:
-    """Every scheme that is known, whether or not it can run here."""
+    """Return every known scheme, whether or not its connector can run here."""
     return sorted({*_ROWS, *(point.name for point in entry_points(group=GROUP))})
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """`"shm://bagel"` as `("shm", "bagel")`."""
+    """Return the scheme and the address of a URL: `"shm://bagel"` as `("shm", "bagel")`.
+
+    Raises:
+        ValueError: it is not a link URL.
+    """
     scheme, separator, address = url.partition("://")
     if not separator or not scheme or not address:
-        raise ValueError(f"{url!r} is no link URL; one looks like shm://name")
+        raise ValueError(f"{url!r} is not a link URL; one looks like shm://name")
     return scheme, address
 
 
 def backend(scheme: str) -> Backend:
-    """The connector of a scheme, ready to use.
+    """Return the connector of a scheme.
 
     Raises:
-        UnavailableError: unknown, not installed, or unable to run here; names the cure.
+        UnavailableError: the scheme is unknown, or its connector is not installed or cannot run
+            here; the text names the cure.
     """
     target, install = _ROWS.get(scheme) or _from_entry_points(scheme)
     module, _, attribute = target.partition(":")

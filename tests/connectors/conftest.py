@@ -1,4 +1,4 @@
-"""Victims, and what they fight over."""
+"""Fixtures of the connectors: a link under fault, in either memory mode."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_missing_package_names_the_cure(rows: None) -> None:
 
 def test_backend_that_cannot_run_here_says_why(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object) -> None:
-        raise AssertionError("it was said to be unavailable")
+        raise AssertionError("it is not available")
 
     module = types.ModuleType("moon")
     module.BACKEND = Backend(never, never, lambda: "it needs the moon; go there")  # type: ignore[attr-defined, arg-type]

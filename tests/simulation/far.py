@@ -1,4 +1,4 @@
-"""Parties that share no memory: payloads are real ones, fetched in pieces by the real session."""
+"""Producers and consumers that share no memory: real payloads, fetched by the real session."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from parties import LAYERS, Producer, Reader
+from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
@@ -22,7 +22,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
@@ -46,7 +46,7 @@ def tensor_of(key: str, epoch: int, layer: int) -> bytes:
 
 
 class FarProducer(Producer):
-    """One life of a producer, which sends what it is asked for."""
+    """One run of a producer, which sends the ranges that are fetched."""
 
     def __init__(self, clock: Clock):
         self.bytes: dict[int, bytearray] = {}
@@ -59,12 +59,12 @@ class FarProducer(Producer):
         header = PLANS[key].encode()
         nbytes = PLANS[key].nbytes
         self._memory(transfer)[nbytes : nbytes + len(header)] = header
-        self.transfers.begin(transfer, self._place(transfer), len(header), readers)
+        self.transfers.begin_stream(transfer, self._location(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
     def direct(self, key: str, readers: int, ttl: float) -> None:
-        """Send it from tensors of the caller, who writes to them as soon as they are his again."""
+        """Send from the caller's tensors, which are overwritten as soon as they may be modified."""
         transfer = self._reserve(key)
         if transfer is None:
             return
@@ -76,26 +76,28 @@ class FarProducer(Producer):
             for n, spec in enumerate(plan.tensors)
         ]
         direct = DirectSource(head, len(header), tensors, plan.nbytes)
-        self.transfers.begin(transfer, self._place(transfer), len(header), readers, direct)
+        self.transfers.begin_stream(
+            transfer, self._location(transfer), len(header), readers, direct
+        )
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
 
     def _announce(self, transfer: Transfer, layer: int, owned: Tensors, until: float) -> None:
-        """Layer by layer; then wait until they are taken, or for too long."""
+        """Announce layer by layer; then wait until all were sent, or the deadline."""
         if not self.alive:
             return
         try:
             if layer < LAYERS:
                 self.transfers.announce(transfer, layer, (b"",))
                 layer += 1
-            elif transfer.is_taken:
-                self.transfers.commit(transfer, self._place(transfer), 0, self.clock.now + 1.0)
+            elif transfer.is_sent:
+                self.transfers.commit(transfer, self._location(transfer), 0, self.clock.now + 1.0)
                 owned.overwrite()
                 return
             elif self.clock.now > until:
                 raise TransferFailed("too late", key=transfer.key, reason="")
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             owned.overwrite()
             return
         self.clock.soon(partial(self._announce, transfer, layer, owned, until))
@@ -103,14 +105,14 @@ class FarProducer(Producer):
     def _leave(
         self, peer: FarConnection, transfer: Transfer, fetch: FetchRange, piece: Region
     ) -> None:
-        """The network reads the memory when it gets round to it."""
+        """The network reads the memory later."""
         if peer in self.connections:
             chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))
-        self.transfers.took(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
+        self.transfers.on_sent(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
 
     def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
-        transfer = self.transfers.leased(peer, fetch.get_id, fetch.epoch)
+        transfer = self.transfers.find_leased(peer, fetch.get_id, fetch.epoch)
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
                 found = transfer.direct.find(fetch.start, fetch.stop)
@@ -127,7 +129,7 @@ class FarProducer(Producer):
             self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
         return transfer
 
-    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
+    def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
         start = plan.header_nbytes + plan.tensors[layer].start
         content = tensor_of(transfer.key, transfer.epoch, layer)
@@ -138,7 +140,7 @@ class FarProducer(Producer):
         self._memory(transfer)[: len(header)] = header
         super()._commit(transfer, readers, ttl)
 
-    def _place(self, transfer: Transfer) -> Location:
+    def _location(self, transfer: Transfer) -> Location:
         assert isinstance(transfer.block, int)
         return Location(transfer.block, 0, PLANS[transfer.key].nbytes)
 
@@ -153,14 +155,14 @@ class FarProducer(Producer):
 
 
 class Tensors:
-    """What a caller put directly, and writes to again."""
+    """The tensors of a direct put, which are modified after it."""
 
     def __init__(self, key: str, epoch: int):
         rows = [np.frombuffer(tensor_of(key, epoch, layer), np.uint8) for layer in range(LAYERS)]
         self._rows = np.stack(rows)
 
     def head(self, header: bytes) -> Region:
-        """Memory for a header, and for its draft; both are known."""
+        """Memory of a header and of its draft."""
         memory = np.frombuffer(bytearray(2 * header), np.uint8)
         return Region(memory.ctypes.data, memory.nbytes, memory)
 
@@ -171,8 +173,8 @@ class Tensors:
         self._rows[:] = 0xBB
 
 
-class Turn:
-    """A loop whose only thread is the clock."""
+class SimLoop:
+    """An event loop that runs on the virtual clock."""
 
     is_own_thread = True
 
@@ -183,8 +185,8 @@ class Turn:
         self._clock.after(0.0, do)
 
 
-class Shelf:
-    """A reader's memory: what comes back is overwritten, and the next to be given out."""
+class SimPool:
+    """A consumer's memory: a freed block is overwritten and is the next to be allocated."""
 
     def __init__(self) -> None:
         self._mapping = Mapping.anonymous(256 * BLOCK)
@@ -212,8 +214,8 @@ class Shelf:
 class FarSession(RemoteSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
-    def __init__(self, connection: FarConnection, turn: Turn, shelf: Shelf):
-        super().__init__("sim://", turn, shelf)  # type: ignore[arg-type]
+    def __init__(self, connection: FarConnection, turn: SimLoop, pool: SimPool):
+        super().__init__("sim://", turn, pool)  # type: ignore[arg-type]
         self._connection = connection
 
     @property
@@ -228,14 +230,14 @@ class FarSession(RemoteSession):
 
 
 class FarConnection:
-    """A reader's connection to one life of a producer."""
+    """A consumer's connection to one run of a producer."""
 
-    def __init__(self, reader: FarReader, producer: FarProducer, *, wild: bool):
+    def __init__(self, reader: FarConsumer, producer: FarProducer, *, wild: bool):
         self.clock, self.name, self.producer = reader.clock, reader.name, producer
-        self.to_producer = Wire(self.clock, self._told, wild=wild)
-        self.to_reader = Wire(self.clock, self._heard, wild=wild)
-        self.bytes_to_reader = Wire(self.clock, self._heard, wild=wild)  # as UCX's, beside ZMQ's
-        self.session = FarSession(self, Turn(self.clock), reader.shelf)
+        self.to_producer = Wire(self.clock, self._on_producer_message, wild=wild)
+        self.to_reader = Wire(self.clock, self._on_message, wild=wild)
+        self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
+        self.session = FarSession(self, SimLoop(self.clock), reader.pool)
         self.is_over = False
         producer.connections.add(self)  # type: ignore[arg-type]
 
@@ -253,18 +255,18 @@ class FarConnection:
     def _on_peer_lost(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)  # type: ignore[arg-type]
-            self.producer.transfers.lost(self)
+            self.producer.transfers.on_peer_lost(self)
 
-    def _told(self, message: Message) -> None:
+    def _on_producer_message(self, message: Message) -> None:
         if isinstance(message, FetchRange):
             self.producer.serve(self, message)
         else:
             self.producer.handle(self, message)  # type: ignore[arg-type]
 
-    def _heard(self, message: Message, *beside: bytes) -> None:
+    def _on_message(self, message: Message, *beside: bytes) -> None:
         if self.session.is_over:
             return
-        self.clock.send(f"  {self.name} hears:", message)
+        self.clock.record(f"  {self.name} hears:", message)
         try:
             if isinstance(message, Chunk):
                 self.session.on_chunk(message, memoryview(beside[0]))
@@ -274,13 +276,13 @@ class FarConnection:
             self.session.end(error)
 
 
-class FarReader(Reader):
-    """A process that gets what lies elsewhere."""
+class FarConsumer(SimConsumer):
+    """A consumer process without shared memory."""
 
     def __init__(self, clock: Clock, name: str, *, wild: bool):
         super().__init__(clock, name, wild=wild)
         self.far: FarConnection | None = None
-        self.shelf = Shelf()
+        self.pool = SimPool()
 
     def connect(self, producer: Producer) -> None:
         assert isinstance(producer, FarProducer)
@@ -288,7 +290,7 @@ class FarReader(Reader):
             self.far = FarConnection(self, producer, wild=self.is_wild)
 
     def die(self) -> None:
-        """Its memory goes with it: nothing that it still does counts."""
+        """End the process, and its memory with it."""
         if self.far is not None:
             self.far.break_off()
 
@@ -298,7 +300,7 @@ class FarReader(Reader):
 
     @property
     def taken(self) -> int:
-        return self.shelf.blocks
+        return self.pool.blocks
 
     def abort(self, key: str) -> None:
         if self.far is not None and not self.far.session.is_over:
@@ -314,11 +316,11 @@ class FarReader(Reader):
 
 
 class FarGet:
-    """One waiting get, and what it then looks at, layer by layer if it streams."""
+    """One get, and the checks of what it receives, layer by layer if it streams."""
 
-    def __init__(self, reader: FarReader, key: str, get_id: PendingGet, timeout: float):
+    def __init__(self, reader: FarConsumer, key: str, get_id: PendingGet, timeout: float):
         assert isinstance(get_id, RemoteGet)
-        self._reader, self._clock, self._key, self._want = reader, reader.clock, key, get_id
+        self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, get_id
         self._delivery: Delivery | None = None
         self._is_over = False
         get_id.future.add_done_callback(lambda _: self._answered())
@@ -326,22 +328,22 @@ class FarGet:
 
     def _expire(self) -> None:
         """The deadline: withdrawn, unless the answer came first."""
-        if not self._want.future.done():
-            self._want.cancel()
+        if not self._pending.future.done():
+            self._pending.cancel()
             self._finish("timed out")
 
     def _answered(self) -> None:
         if self._is_over:
             return
-        if self._want.future.exception() is not None:
+        if self._pending.future.exception() is not None:
             self._finish("failed")
             return
-        offer: Offer = self._want._get_state.future.result()
-        self._delivery = self._want.wait(timeout=0.0)
+        offer: Offer = self._pending._get_state.future.result()
+        self._delivery = self._pending.wait(timeout=0.0)
         progress = self._delivery.progress
         if progress is None:
             self._look(offer, range(LAYERS))
-            self._clock.soon(partial(self._let_go, offer, range(LAYERS), "read"), 0.5)
+            self._clock.soon(partial(self._release, offer, range(LAYERS), "read"), 0.5)
         else:
             self._clock.soon(partial(self._follow, offer, 0), 0.1)
 
@@ -354,12 +356,12 @@ class FarGet:
             layer += 1
         self._look(offer, range(layer))
         if progress.whole.done():
-            # Who waits for a layer whose announcement was overtaken is told that it never comes.
+            # A layer whose announcement was overtaken by the commit fails.
             is_read = progress.whole.exception() is None and layer == LAYERS
             assert is_read or self._reader.is_wild or progress.whole.exception() is not None
-            self._let_go(offer, range(layer), "read" if is_read else "stream failed")
+            self._release(offer, range(layer), "read" if is_read else "stream failed")
         elif self._clock.chance.random() < 0.03:
-            self._let_go(offer, range(layer), "stream failed")
+            self._release(offer, range(layer), "stream failed")
         else:
             self._clock.soon(partial(self._follow, offer, layer), 0.2)
 
@@ -380,7 +382,7 @@ class FarGet:
         if self._delivery.progress is None:
             assert Manifest.decode(view).request_id == self._key
 
-    def _let_go(self, offer: Offer, layers: range, outcome: str) -> None:
+    def _release(self, offer: Offer, layers: range, outcome: str) -> None:
         assert self._delivery is not None
         self._look(offer, layers)
         if self._clock.chance.random() < 0.05:

@@ -1,4 +1,4 @@
-"""Who takes part: producers with an exchange, readers with an inbox, as the connectors use them."""
+"""Producers with a TransferTable and consumers with a GetTable, as the connectors use them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Release,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
 
 LAYERS = 4
 
 
 class Producer:
-    """One life of a producer."""
+    """One run of a producer."""
 
     def __init__(self, clock: Clock):
         self.clock, self.memory = clock, Memory()
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[Connection] = set()
-        self.transfers: list[Transfer] = []
+        self.reserved: list[Transfer] = []
         self.alive = True
         self._tick()
 
@@ -46,24 +45,24 @@ class Producer:
             self.clock.soon(write, 0.3)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
-        """Announce it, then write and announce layer by layer; now and then give up half-way."""
+        """Write and announce layer by layer; fail amid the stream now and then."""
         transfer = self._reserve(key)
         if transfer is None:
             return
-        self.transfers.begin(transfer, self._place(transfer), 7, readers)
+        self.transfers.begin_stream(transfer, self._location(transfer), 7, readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
     def direct(self, key: str, readers: int, ttl: float) -> None:
-        """Where both sides see the same memory, there is no such thing."""
+        """With shared memory there are no direct puts: stream instead."""
         self.stream(key, readers, ttl)
 
     def fail(self, key: str) -> None:
         if self.alive:
-            self.transfers.fail(key, "it was told to", "failed", self.clock.now)
+            self.transfers.fail(key, "the scenario fails it", "failed", self.clock.now)
 
     def die(self) -> None:
-        """Every connection breaks; who writes, writes no more."""
+        """End the process: every connection breaks, nothing is written any more."""
         self.alive = False
         for connection in list(self.connections):
             connection.break_off()
@@ -71,15 +70,15 @@ class Producer:
     def handle(self, peer: Connection, message: Message) -> None:
         if not self.alive or peer not in self.connections:
             return
-        self.clock.send(f"  from {peer.name}:", message)
+        self.clock.record(f"  from {peer.name}:", message)
         if isinstance(message, Get):
-            self.transfers.request(
+            self.transfers.on_get(
                 peer, message.get_id, message.key, self.clock.now, streamed=message.streamed
             )
         elif isinstance(message, Cancel):
-            self.transfers.cancel(peer, message.get_id)
+            self.transfers.on_cancel(peer, message.get_id)
         elif isinstance(message, Release):
-            self.transfers.release(
+            self.transfers.on_release(
                 peer, message.get_id, message.epoch, message.outcome, "", self.clock.now
             )
         elif isinstance(message, Abort):
@@ -93,15 +92,15 @@ class Producer:
         except DuplicateKeyError:
             return None
         transfer.block = self.memory.allocate()
-        self.clock.send(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
-        self.transfers.append(transfer)
+        self.clock.record(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
+        self.reserved.append(transfer)
         return transfer
 
     def _write(self, transfer: Transfer, readers: int, ttl: float) -> None:
         if not self.alive:
             return
         for layer in range(LAYERS):
-            self._receive_pool(transfer, layer)
+            self._write_tensor(transfer, layer)
         self._commit(transfer, readers, ttl)
 
     def _write_layer(self, transfer: Transfer, layer: int, stop: int, ttl: float) -> None:
@@ -109,13 +108,13 @@ class Producer:
             return
         if layer == stop:
             self.transfers.fail(transfer.key, f"layer {layer}", "failed", self.clock.now)
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             return
-        self._receive_pool(transfer, layer)
+        self._write_tensor(transfer, layer)
         try:
             self.transfers.announce(transfer, layer, (b"",))
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
             return
         if layer + 1 < LAYERS:
             self.clock.soon(partial(self._write_layer, transfer, layer + 1, stop, ttl))
@@ -124,27 +123,27 @@ class Producer:
 
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
         try:
-            place = self._place(transfer)
-            self.transfers.commit(transfer, place, readers, self.clock.now + ttl)
+            location = self._location(transfer)
+            self.transfers.commit(transfer, location, readers, self.clock.now + ttl)
         except TransferFailed:
-            self.transfers.discard(transfer)
+            self.transfers.abort(transfer)
 
-    def _receive_pool(self, transfer: Transfer, layer: int) -> None:
+    def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         assert isinstance(transfer.block, int)
         self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
 
-    def _place(self, transfer: Transfer) -> Location:
+    def _location(self, transfer: Transfer) -> Location:
         assert isinstance(transfer.block, int)
         return Location(transfer.block, 0, LAYERS)
 
     def _free(self, transfer: Transfer) -> None:
         block, transfer.block = transfer.block, None
         if isinstance(block, int):
-            self.clock.send(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
+            self.clock.record(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
             self.memory.free(block)
 
     def _send(self, peer: Any, message: Message) -> None:
-        self.clock.send(f"  to {peer.name}:", message)
+        self.clock.record(f"  to {peer.name}:", message)
         peer.to_reader.send(message)
 
     def _tick(self) -> None:
@@ -154,7 +153,7 @@ class Producer:
 
 
 class Connection:
-    """A reader's session with one life of a producer."""
+    """A consumer's session with one run of a producer."""
 
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
@@ -166,7 +165,7 @@ class Connection:
         producer.connections.add(self)
 
     def break_off(self) -> None:
-        """Both sides learn of it in their own time. The reader may look on at what it has."""
+        """Both sides notice it after a while. The consumer may still read what it has."""
         if self.is_over:
             return
         self.is_over = True
@@ -184,25 +183,25 @@ class Connection:
             return
         try:
             self.inbox.on_message(message)
-        except WireError:  # said twice, or not in order: the connection is over
+        except WireError:  # repeated, or out of order: the connection ends
             self.break_off()
 
     def _detach(self) -> None:
         if self in self.producer.connections:
             self.producer.connections.discard(self)
-            self.producer.transfers.detach(self)
-            self._add_tombstone()
+            self.producer.transfers.on_disconnect(self)
+            self._reap()
 
-    def _add_tombstone(self) -> None:
-        """When its process ended, or all that it held was dropped, nobody looks any more."""
+    def _reap(self) -> None:
+        """Report the peer as lost when its process ended or it released everything."""
         if self.holds or not self.is_deaf:
-            self.clock.soon(self._add_tombstone, 0.3)
+            self.clock.soon(self._reap, 0.3)
         else:
-            self.producer.transfers.lost(self)
+            self.producer.transfers.on_peer_lost(self)
 
 
-class Reader:
-    """A process that gets; its session is renewed when it broke."""
+class SimConsumer:
+    """A consumer process; it reconnects when its session broke."""
 
     def __init__(self, clock: Clock, name: str, *, wild: bool):
         self.clock, self.name, self.is_wild = clock, name, wild
@@ -250,9 +249,9 @@ class Reader:
 
 
 class WaitingGet:
-    """One waiting get, and what it then looks at."""
+    """One get, and the checks of what it receives."""
 
-    def __init__(self, reader: Reader, connection: Connection, get_state: GetState):
+    def __init__(self, reader: SimConsumer, connection: Connection, get_state: GetState):
         self._reader, self._connection, self._get_state = reader, connection, get_state
         self._clock, self._is_over, self._turn = reader.clock, False, 0
 
@@ -267,12 +266,12 @@ class WaitingGet:
             return
         offer = self._get_state.future.result()
         self._connection.holds += 1
-        self._clock.send(self._reader.name, "has", self._get_state.key, offer)
+        self._clock.record(self._reader.name, "has", self._get_state.key, offer)
         progress = self._get_state.progress
         assert bool(offer.draft) == (progress is not None)
         if progress is None:
             self._look(offer, range(LAYERS))
-            self._clock.soon(partial(self._let_go, offer, range(LAYERS)), 0.5)
+            self._clock.soon(partial(self._release, offer, range(LAYERS)), 0.5)
         else:
             self._clock.soon(partial(self._follow, offer, 0), 0.1)
 
@@ -292,13 +291,13 @@ class WaitingGet:
         self._turn += 1
         seen = range(min(layer + 1, LAYERS))
         if not future.done():
-            self._let_go(offer, range(layer), outcome="layer timed out")
+            self._release(offer, range(layer), outcome="layer timed out")
             return
         if future.exception() is not None:
-            self._let_go(offer, range(layer), outcome="stream failed")
+            self._release(offer, range(layer), outcome="stream failed")
         elif layer == LAYERS or self._clock.chance.random() < 0.03:
             self._look(offer, seen)
-            self._clock.soon(partial(self._let_go, offer, seen), 0.3)
+            self._clock.soon(partial(self._release, offer, seen), 0.3)
         else:
             self._look(offer, seen)
             self._clock.soon(partial(self._follow, offer, layer + 1))
@@ -310,12 +309,12 @@ class WaitingGet:
         get_state = [(self._get_state.key, offer.epoch)] * len(layers)
         assert found == get_state, f"{self._reader.name} sees {found}, offered was {get_state[:1]}"
 
-    def _let_go(self, offer: Offer, layers: range, outcome: str = "read") -> None:
-        if self._connection.holds:  # its process still lives
+    def _release(self, offer: Offer, layers: range, outcome: str = "read") -> None:
+        if self._connection.holds:  # the process is alive
             self._look(offer, layers)
             self._connection.holds -= 1
-            said = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.inbox.release(self._get_state.number, offer.epoch, said)  # type: ignore[arg-type]
+            reported = "rejected" if self._clock.chance.random() < 0.05 else "read"
+            self._connection.inbox.release(self._get_state.number, offer.epoch, reported)  # type: ignore[arg-type]
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:

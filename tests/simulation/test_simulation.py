@@ -1,6 +1,6 @@
-"""Thousands of short lives of the protocol, each decided by a seed: nothing wrong is ever seen.
+"""Thousands of short runs of the protocol, each decided by a seed: no wrong bytes, nothing leaks.
 
-A failing seed is printed; `KVLINK_SEED=N pytest tests/simulation` replays it, with what was said.
+A failing seed is printed; `KVLINK_SEED=N pytest tests/simulation` replays it with its log.
 `KVLINK_SEEDS=100000` runs more of them.
 """
 
@@ -12,30 +12,30 @@ from functools import partial
 from typing import TypeAlias
 
 import pytest
-from far import FarProducer, FarReader
-from parties import Producer, Reader
+from far import FarConsumer, FarProducer
+from parties import Producer, SimConsumer
 from world import Clock
 
 SEEDS = int(os.environ.get("KVLINK_SEEDS", "2100"))
 ONLY = os.environ.get("KVLINK_SEED")
 KEYS = "abc"
 SHARE = 300
-Parties: TypeAlias = tuple[type[Producer], type[Reader]]
-NEAR: Parties = Producer, Reader
-FAR: Parties = FarProducer, FarReader
+Parties: TypeAlias = tuple[type[Producer], type[SimConsumer]]
+NEAR: Parties = Producer, SimConsumer
+FAR: Parties = FarProducer, FarConsumer
 
 
-class Story:
-    """A producer, dead and restarted now and then, and three readers that do what comes to mind."""
+class Scenario:
+    """A producer that is restarted now and then, and three consumers that act at random."""
 
-    def __init__(self, seed: int, producer: type[Producer], reader: type[Reader]):
+    def __init__(self, seed: int, producer: type[Producer], reader: type[SimConsumer]):
         self.clock, self._producer = Clock(seed), producer
         self.wild = self.clock.chance.random() < 0.3
         self.producers = [producer(self.clock)]
         self.readers = [reader(self.clock, f"reader {n}", wild=self.wild) for n in range(3)]
 
     def run(self) -> None:
-        """Fifty things happen in about ten seconds; then everybody leaves, and the bill is due."""
+        """Act fifty times in ten seconds, disconnect everybody, and check the final state."""
         for _ in range(50):
             self.clock.after(self.clock.chance.uniform(0, 10), self._something)
         self.clock.run(10.0)
@@ -53,7 +53,7 @@ class Story:
         deeds = {
             "put": (6, partial(producer.put, key, readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
-            # Nothing carries bytes twice, or in another order, that were read where they lay.
+            # No transport repeats or reorders bytes that are read in place.
             "direct": (0 if self.wild else 4, partial(producer.direct, key, readers, ttl)),
             "get": (14, partial(reader.get, key, chance.uniform(0, 2), streamed=streamed)),
             "fail": (1, partial(producer.fail, key)),
@@ -62,7 +62,7 @@ class Story:
             "producer dies": (1, self._restart),
         }
         name = chance.choices(list(deeds), [weight for weight, _ in deeds.values()])[0]
-        self.clock.send(name, key, reader.name)
+        self.clock.record(name, key, reader.name)
         deeds[name][1]()
 
     def _restart(self) -> None:
@@ -79,7 +79,7 @@ class Story:
         for producer in self.producers:
             stats = producer.transfers.stats()
             if producer.alive:
-                assert all(transfer.settled.is_set() for transfer in producer.transfers), stats
+                assert all(transfer.done.is_set() for transfer in producer.reserved), stats
                 assert producer.memory.taken == 0, stats
                 assert (stats["live"], stats["waiting"], stats["pinned"]) == (0, 0, 0), stats
             assert stats["leased"] == 0, stats
@@ -92,14 +92,14 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
     seeds = [int(ONLY)] if ONLY else range(first, min(first + SHARE, SEEDS))
     outcomes: Counter[str] = Counter()
     for seed in seeds:
-        story = Story(seed, *parties)
+        scenario = Scenario(seed, *parties)
         try:
-            story.run()
+            scenario.run()
         except BaseException:
             print(f"KVLINK_SEED={seed} pytest tests/simulation replays this:")
-            print(*story.clock.log, sep="\n")
+            print(*scenario.clock.log, sep="\n")
             raise
-        for reader in story.readers:
+        for reader in scenario.readers:
             outcomes.update(reader.outcomes)
     if not ONLY:
         names = ("read", "failed", "timed out", "stream failed")

@@ -1,4 +1,4 @@
-"""A world for the protocol: a clock that jumps, wires that fail, memory that is reused at once."""
+"""The simulated environment: a virtual clock, unreliable wires, memory that is reused at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni_kvlink.connectors.protocol.messages import Message, decode, encode
 
 
 class Clock:
-    """Runs what was put off, in the order of its time; everything is decided by one seed."""
+    """A virtual clock with scheduled calls and a random generator; one seed decides everything."""
 
     def __init__(self, seed: int):
         self.chance = random.Random(seed)
@@ -35,8 +35,9 @@ class Clock:
             do()
         self.now = max(self.now, until)
 
-    def send(self, *words: Any) -> None:
-        self.log.append(f"{self.now:9.4f}  " + " ".join(map(str, words)))
+    def record(self, *parts: Any) -> None:
+        """Add a line to the log."""
+        self.log.append(f"{self.now:9.4f}  " + " ".join(map(str, parts)))
 
 
 class Memory:
@@ -85,7 +86,7 @@ class Wire:
             self._clock.after(at - now, partial(self._arrive, at, data, *beside))
 
     def cut(self) -> None:
-        """What is on its way arrives up to a moment, and nothing after it."""
+        """Deliver what arrives before a random moment, and nothing after it."""
         self._lost_from = self._clock.now + self._clock.chance.choice((0.0, 0.01, 0.1))
 
     def _arrive(self, at: float, data: bytes, *beside: bytes) -> None:

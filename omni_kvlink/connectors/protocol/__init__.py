@@ -1,0 +1,1 @@
+"""The protocol of the connectors: messages and state machines, without I/O."""

@@ -1,14 +1,16 @@
-"""The consumer's half of the protocol: what is wanted, what came, without I/O."""
+"""The consumer's half of the protocol without I/O: gets, the progress of streams, deliveries."""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from omni_kvlink.connectors.protocol.messages import (
+    MAX_TEXT,
     Cancel,
     Committed,
     Failed,
@@ -21,25 +23,192 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     unexpected,
 )
-from omni_kvlink.connectors.protocol.progress import Progress
-from omni_kvlink.errors import KVLinkError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+    WireError,
+)
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.header import MAX_HEADER, MAX_TENSORS
 
 NEVER_ANNOUNCED = "never announced by the producer"
 
 
-class GetState:
-    """One waiting `get`: its future ends with the producer's Offer, or the error to raise."""
+class Progress:
+    """How much of a streamed payload is there; tensors are numbered as in the manifest.
 
-    def __init__(self, number: int, key: str, streamed: bool = False):
-        self.number, self.key, self.streamed = number, key, streamed
-        self.inbound: object = None  # of a connector that brings the bytes here first
+    Thread-safe: the connection's thread reports, any other thread waits.
+
+    Attributes:
+        whole: ends with the commit, or with the error that ended the stream.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[int, bytes] = {}
+        self._nbytes = 0
+        self._error: KVLinkError | None = None
+        self._is_whole = False
+        self._waiting: dict[Future[None], range] = {}
+        self.whole: Future[None] = Future()
+        self.whole.set_running_or_notify_cancel()
+
+    def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
+        """The tensors from number `first` on are there.
+
+        Raises:
+            WireError: these are more than any payload has, or one of them is there already.
+        """
+        numbers = range(first, first + len(digests))
+        with self._lock:
+            self._nbytes += sum(map(len, digests))
+            if numbers.stop > MAX_TENSORS or self._nbytes > MAX_HEADER:
+                raise WireError(f"tensors up to {numbers.stop} were announced: no payload has them")
+            if any(number in self._digests for number in numbers):
+                raise WireError(f"tensors from {first} on were announced twice")
+            self._digests.update(zip(numbers, digests, strict=True))
+            ready = [future for future, tensors in self._waiting.items() if self._has(tensors)]
+            for future in ready:
+                del self._waiting[future]
+        for future in ready:
+            future.set_result(None)
+
+    def commit(self) -> None:
+        """All tensors are there; waiting for one that was not announced fails."""
+        gap = WireError("it was committed, but not every layer of it was announced")
+        if self._close(gap, whole=True):
+            self.whole.set_result(None)
+
+    def fail(self, error: KVLinkError) -> None:
+        """No more tensors will come: futures that wait, and later ones, get the error."""
+        if self._close(error):
+            self.whole.set_exception(error)
+
+    def when(self, tensors: range) -> Future[None]:
+        """Return a future that ends when all of these are there, or with the stream's error."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # only this object ends it
+        with self._lock:
+            if (self._error is None or self._is_whole) and self._has(tensors):
+                future.set_result(None)
+            elif self._error is None:
+                self._waiting[future] = tensors
+            else:
+                future.set_exception(self._error)
+        return future
+
+    def cancel(self, future: Future[None]) -> None:
+        """Stop tracking a future of `when`; it is never set then."""
+        with self._lock:
+            self._waiting.pop(future, None)
+
+    def digest(self, tensor: int) -> bytes:
+        """Return the digest of a tensor that is there: four bytes a MiB; b"" if digests are off."""
+        return self._digests[tensor]
+
+    def _close(self, error: KVLinkError, *, whole: bool = False) -> bool:
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._error, self._is_whole = error, whole
+            waiting, self._waiting = list(self._waiting), {}
+        for future in waiting:
+            future.set_exception(error)
+        return True
+
+    def _has(self, tensors: range) -> bool:
+        return all(tensor in self._digests for tensor in tensors)
+
+    end, forget = fail, cancel  # former names, for the other areas
+
+
+class Delivery:
+    """A payload that arrived. Its lease ends when the last view of its region is freed.
+
+    Args:
+        key: of the payload.
+        region: its bytes.
+        release: tells the producer; called once, from any thread; must not block or lock.
+        draft: of a payload that is still being written: its header without digests.
+        progress: of a payload that is still being written; None if it is complete.
+        copies: times its bytes were copied in this process.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        region: Region,
+        release: Callable[[Outcome, str], None],
+        *,
+        draft: bytes = b"",
+        progress: Progress | None = None,
+        copies: int = 0,
+    ):
+        self.key, self.copies = key, copies
+        self.region: Region | None = region
+        self.draft, self.progress = draft, progress
+        self._release = release
+        self._finalizer = weakref.finalize(region.span, release, "read", "")
+        self._finalizer.atexit = False  # at exit the end of the connection releases it
+
+    def reject(self, reason: str) -> None:
+        """Release a payload that is not what was committed; the producer's receipt says so."""
+        if self._finalizer.detach():
+            self._release("rejected", reason[:MAX_TEXT])
+        self._drop_region(
+            TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
+        )
+
+    def release(self) -> None:
+        """Drop the region; the lease ends when the last view made from it is freed, too."""
+        self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
+
+    def release_unread(self) -> None:
+        """End the lease now, so that another reader has the payload."""
+        if self._finalizer.detach():
+            self._release("unread", "")
+        self.release()
+
+    def _drop_region(self, error: KVLinkError) -> None:
+        self.region = None
+        if self.progress is not None:
+            self.progress.fail(error)
+
+    drop, give_back = release, release_unread  # former names, for the other areas
+
+
+class GetState:
+    """One get: its future ends with the producer's Offer, or with the error to raise.
+
+    Attributes:
+        get_id: its number within the connection.
+        key: of the payload.
+        streamed: whether it takes the payload while that is written.
+        inbound: of a connector that brings the bytes here first: their transfer.
+        phase: how far the payload was when it was last heard of, for errors.
+        started: when it was requested (`time.monotonic`).
+        progress: of the payload, if it was offered while being written.
+    """
+
+    def __init__(self, get_id: int, key: str, streamed: bool = False):
+        self.get_id, self.key, self.streamed = get_id, key, streamed
+        self.inbound: object = None
         self.phase = NEVER_ANNOUNCED
         self.started = time.monotonic()
         self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
-        self.future.set_running_or_notify_cancel()  # only the inbox ends it
+        self.future.set_running_or_notify_cancel()  # only the table ends it
+
+    @property
+    def number(self) -> int:
+        """Former name of `get_id`, for the other areas."""
+        return self.get_id
 
     def timed_out(self) -> TransferTimeout:
+        """Return the error of a get whose time is over."""
         waited = time.monotonic() - self.started
         return TransferTimeout(
             f"no payload {self.key!r} after {waited:.3f} s: {self.phase}",
@@ -50,52 +219,61 @@ class GetState:
 
 
 class GetTable:
-    """The wants of one connection; thread-safe.
+    """The gets of one connection; thread-safe.
 
     Args:
         send: takes a message for the producer; must not block.
-        post: the same for finalizers: it may not even take a lock.
+        post: takes one from a finalizer: it must not even take a lock.
     """
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
         self._lock = threading.Lock()
-        self._open: dict[int, GetState] = {}
+        self._waiting: dict[int, GetState] = {}
         self._streams: dict[int, GetState] = {}
-        self._held: set[int] = set()
-        self._number = 0
-        self._over: KVLinkError | None = None
+        self._leased: set[int] = set()
+        self._last_id = 0
+        self._error: KVLinkError | None = None
+
+    @property
+    def waiting(self) -> int:
+        """The number of gets that have no answer yet."""
+        return len(self._waiting)
 
     def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
-        """Ask for a key; streamed: also while it is being written.
+        """Request a payload from the producer.
 
         Args:
-            early: its bytes may come while it is being written, although its reader wants it whole.
+            key: of the payload.
+            streamed: take it while it is being written.
+            early: its bytes may be sent while it is being written, although it is taken whole.
 
         Raises:
-            PeerLostError: the connection is over.
+            PeerLostError: the connection has ended.
         """
         with self._lock:
-            if self._over is not None:
-                raise type(self._over)(str(self._over))
-            self._number += 1
-            get_state = self._open[self._number] = GetState(self._number, key, streamed)
-        self._send(Get(get_state.number, key, streamed or early))
+            if self._error is not None:
+                raise type(self._error)(str(self._error))
+            self._last_id += 1
+            get_state = self._waiting[self._last_id] = GetState(self._last_id, key, streamed)
+        self._send(Get(get_state.get_id, key, streamed or early))
         return get_state
 
     def cancel(self, get_state: GetState) -> bool:
-        """Stop waiting; False if the answer came first, so that the caller must take it."""
+        """Cancel a get; False if its answer came first, so that the caller must take that."""
         with self._lock:
-            if self._open.pop(get_state.number, None) is None:
+            if self._waiting.pop(get_state.get_id, None) is None:
                 return False
-        self._send(Cancel(get_state.number))
+        self._send(Cancel(get_state.get_id))
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
-        """Sleep until the answer comes.
+        """Block until the answer comes, `timeout` seconds at most.
 
         Raises:
-            TransferTimeout, TransferFailed, PeerLostError
+            TransferTimeout: no answer in time; the get is cancelled.
+            TransferFailed: the producer failed or aborted it, or it expired.
+            PeerLostError: the connection ended.
         """
         try:
             return get_state.future.result(max(0.0, timeout))
@@ -107,33 +285,40 @@ class GetTable:
             raise get_state.timed_out() from None
         except BaseException:
             if not self.cancel(get_state) and get_state.future.exception() is None:
-                self.release(get_state.number, get_state.future.result().epoch, "unread")
+                self.release(get_state.get_id, get_state.future.result().epoch, "unread")
             raise
 
-    def find(self, number: int) -> GetState | None:
-        """A want that is not answered yet."""
+    def find(self, get_id: int) -> GetState | None:
+        """Return a get that has no answer yet."""
         with self._lock:
-            return self._open.get(number)
+            return self._waiting.get(get_id)
 
     def release(self, get_id: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
+        """End the lease of a get; callable from finalizers."""
         self._streams.pop(get_id, None)
-        self._held.discard(get_id)
+        self._leased.discard(get_id)
         self._post(Release(get_id, epoch, outcome, reason))
 
     def on_message(self, message: Message) -> None:
-        """Wake the `get` a message is for; an offer that came too late goes back unread."""
+        """Handle a message of the producer: wake the get that it is for.
+
+        An offer for a get that was cancelled is released unread.
+
+        Raises:
+            WireError: a producer must not send it.
+        """
         if isinstance(message, Status):
             with self._lock:
-                if message.get_id in self._open:
-                    self._open[message.get_id].phase = message.phase
+                if message.get_id in self._waiting:
+                    self._waiting[message.get_id].phase = message.phase
         elif isinstance(message, Offer):
             get_state = self._take(message.get_id)
-            if message.get_id in self._held:
-                return  # said twice: it is in use
+            if message.get_id in self._leased:
+                return  # a repeated message: the lease is in use
             if get_state is None:
                 self.release(message.get_id, message.epoch, "unread")
             else:
-                self._held.add(message.get_id)
+                self._leased.add(message.get_id)
                 if message.draft:
                     get_state.progress = Progress()
                     self._streams[message.get_id] = get_state
@@ -142,71 +327,66 @@ class GetTable:
             get_state = self._take(message.get_id)
             if get_state is not None:
                 get_state.future.set_exception(failure(get_state.key, message))
-            else:
-                self._end_stream(message.get_id, message)
+                return
+            get_state = self._streams.pop(message.get_id, None)
+            if get_state is not None and get_state.progress is not None:
+                get_state.progress.fail(failure(get_state.key, message))
         elif isinstance(message, (Layer, Committed)):
-            self._on_progress(message)
+            get_state = self._streams.get(message.get_id)
+            if get_state is None or get_state.progress is None:
+                return  # a stream that was released
+            if isinstance(message, Layer):
+                get_state.progress.announce(message.first, message.digests)
+            else:
+                get_state.progress.commit()
         else:
             unexpected(message)
 
-    def end(self, error: KVLinkError) -> list[GetState]:
-        """The connection is over: every waiting `get` raises, and so does every later one."""
-        with self._lock:
-            if self._over is None:
-                self._over = error
-            waiting, self._open = list(self._open.values()), {}
-        for get_state in waiting:
-            get_state.future.set_exception(type(error)(f"{error}; {get_state.key!r} was awaited"))
-        self._end_streams(error)
-        return waiting
-
     def fail(self, key: str, error: KVLinkError) -> None:
-        """Wake every waiting `get` of one key with an error."""
+        """Fail every waiting get of one key, and every stream of it."""
         with self._lock:
-            waiting = [get_state for get_state in self._open.values() if get_state.key == key]
+            waiting = [get_state for get_state in self._waiting.values() if get_state.key == key]
             for get_state in waiting:
-                del self._open[get_state.number]
+                del self._waiting[get_state.get_id]
         for get_state in waiting:
             get_state.future.set_exception(error)
-        self._end_streams(error, key)
+        self._fail_streams(error, key)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._open)
+    def close(self, error: KVLinkError) -> list[GetState]:
+        """Fail every waiting get, every stream and every later get: the connection has ended.
 
-    def _on_progress(self, message: Layer | Committed) -> None:
-        """Of a stream that was let go of, nothing is wanted any more."""
-        get_state = self._streams.get(message.get_id)
-        if get_state is None or get_state.progress is None:
-            return
-        if isinstance(message, Layer):
-            get_state.progress.announce(message.first, message.digests)
-        else:
-            get_state.progress.commit()
+        Returns:
+            The gets that were waiting.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for get_state in waiting:
+            get_state.future.set_exception(type(error)(f"{error}; {get_state.key!r} was awaited"))
+        self._fail_streams(error)
+        return waiting
 
-    def _end_stream(self, number: int, message: Failed) -> None:
-        get_state = self._streams.pop(number, None)
-        if get_state is not None and get_state.progress is not None:
-            get_state.progress.end(failure(get_state.key, message))
+    end = close  # former name, for the other areas
 
-    def _end_streams(self, error: KVLinkError, key: str | None = None) -> None:
-        for number in list(self._streams):  # of pairs, a finalizer could run in the midst
-            get_state = self._streams.get(number)
+    def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
+        for get_id in list(self._streams):  # a finalizer may remove one meanwhile
+            get_state = self._streams.get(get_id)
             if (
                 get_state is not None
                 and get_state.progress is not None
                 and key in (None, get_state.key)
             ):
-                self._streams.pop(number, None)
-                get_state.progress.end(error)
+                self._streams.pop(get_id, None)
+                get_state.progress.fail(error)
 
-    def _take(self, number: int) -> GetState | None:
+    def _take(self, get_id: int) -> GetState | None:
         with self._lock:
-            return self._open.pop(number, None)
+            return self._waiting.pop(get_id, None)
 
 
 def failure(key: str, message: Failed) -> KVLinkError:
-    """What a `get` raises when the producer says this."""
+    """Return the error that a get of `key` raises when the producer sends this message."""
     if message.ending == "closed":
         return PeerLostError(f"the producer closed the link while {key!r} was awaited")
     return TransferFailed(

@@ -1,21 +1,30 @@
-"""What producer and consumer say to each other: small, typed, versioned, never an object's code."""
+"""The messages between producer and consumer, and the head of a payload's slot in memory.
+
+Messages are msgpack arrays of a tag (the class name) and typed, bounded fields. Decoding builds
+these structs and nothing else. Fields may be renamed freely; their order is the wire format.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import WireError
+from omni_kvlink.memory.region import Region
 
 PROTOCOL = (1, 1)
-"""The lowest and the highest protocol version this library speaks."""
+"""The lowest and the highest protocol version that this library speaks."""
 MAX_MESSAGE = 64 << 10
+"""Bytes of the longest message."""
+MAX_TEXT = 4096
+"""Characters of the longest text field."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
@@ -27,9 +36,16 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides, first: the protocol versions spoken and who speaks (pids are reused).
+    """Both sides, first message: protocol versions, process identity, run of the producer.
 
-    Producer: `nonce` is the same at each of its doors, and `transports` names them.
+    Attributes:
+        versions: the lowest and the highest protocol version spoken.
+        boot_id: of the kernel.
+        pid: of the process; pids are reused, the start time tells two apart.
+        started: of the process, in clock ticks since boot.
+        nonce: of one run of a producer; the same at each of its listeners.
+        library: version of this package.
+        transports: of a producer, those by which its bytes can be had: "shm", "ucx", "zmq".
     """
 
     versions: tuple[Number, Number]
@@ -42,14 +58,20 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Refused(_Message, frozen=True, array_like=True, tag=True):
-    """The handshake failed."""
+    """Producer: the handshake failed, or the connection ends for this reason."""
 
     reason: Text
     versions: tuple[Number, Number]
 
 
 class Get(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: give me `key`, now or as soon as it exists; streamed: as soon as it begins."""
+    """Consumer: requests the payload `key`, now or when it is published.
+
+    Attributes:
+        get_id: the consumer's number of this get; unique within the connection.
+        key: of the payload.
+        streamed: offer it while it is still being written, too.
+    """
 
     get_id: Number
     key: Text
@@ -57,26 +79,26 @@ class Get(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Cancel(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: this want's deadline passed."""
+    """Consumer: no longer waits for this get."""
 
     get_id: Number
 
 
 class Memory(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: the descriptor beside this message is arena number `arena`."""
+    """Producer: the file descriptor beside this message is arena number `arena`."""
 
     arena: Number
     nbytes: Number
 
 
 class Retire(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: this arena is gone; drop the mapping."""
+    """Producer: this arena was freed; unmap it."""
 
     arena: Number
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload's slot lies: `nbytes` of payload behind the slot's head at `offset`."""
+    """The slot of a payload: `nbytes` of payload behind the slot's head at `offset`."""
 
     arena: Number
     offset: Number
@@ -84,10 +106,15 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: what you want lies here; it is yours until you release it.
+    """Producer: the payload of a get lies here and is leased to the consumer until its `Release`.
 
-    It is committed, unless `draft` says that a header without digests, of so many bytes, lies
-    behind it: then its layers are announced one by one, and at last its commit.
+    Attributes:
+        get_id: of the get that it answers.
+        epoch: of the transfer; a key that is put again has another one.
+        location: of the payload.
+        draft: bytes of a header without digests that lies behind the payload. 0 if the payload is
+            committed; else its layers are announced one by one, and at last its commit.
+        direct: its bytes are sent from the caller's tensors, and are valid after the commit only.
     """
 
     get_id: Number
@@ -98,15 +125,18 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
 
     @property
     def first(self) -> tuple[int, int]:
-        """Which bytes its reader needs first: all, or of a stream the draft behind it."""
+        """The byte range that its consumer needs first: all, or of a stream the draft header."""
         nbytes = self.location.nbytes
         return (nbytes, nbytes + self.draft) if self.draft else (0, nbytes)
 
 
 class Layer(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: of a streamed payload the tensors from number `first` on are there.
+    """Producer: of a streamed payload the tensors from number `first` on are written.
 
-    `digests` has one entry a tensor: four bytes a MiB, as the manifest holds them, or none.
+    Attributes:
+        get_id: of the get that was offered the payload.
+        first: number of the first tensor, in the manifest's order.
+        digests: one entry a tensor: four bytes a MiB, as in the manifest; b"" if digests are off.
     """
 
     get_id: Number
@@ -115,20 +145,20 @@ class Layer(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Committed(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: a streamed payload is whole."""
+    """Producer: a streamed payload is complete."""
 
     get_id: Number
 
 
 class Status(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: the key is known, but there is nothing to offer yet; how far it is."""
+    """Producer: the key exists, but cannot be offered yet; `phase` says why."""
 
     get_id: Number
     phase: Text
 
 
 class Failed(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: there will be no payload for this want."""
+    """Producer: there will be no payload for this get."""
 
     get_id: Number
     reason: Text
@@ -136,7 +166,14 @@ class Failed(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Release(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: the last view is gone (or the payload was never looked at, or was refused)."""
+    """Consumer: ends its lease.
+
+    Attributes:
+        get_id: of the get.
+        epoch: of the transfer, as offered.
+        outcome: "read"; "unread", so that another consumer may have it; or "rejected".
+        reason: of a rejection.
+    """
 
     get_id: Number
     epoch: Number
@@ -145,9 +182,9 @@ class Release(_Message, frozen=True, array_like=True, tag=True):
 
 
 class FetchRange(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer, where no memory is shared: you may send me these bytes of what you offered.
+    """Consumer without shared memory: requests bytes of an offered payload.
 
-    Bytes count from the payload's start; a draft's lie behind it.
+    Bytes count from the payload's start; those of a draft follow the payload's.
     """
 
     get_id: Number
@@ -157,7 +194,7 @@ class FetchRange(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Chunk(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: beside this message travel fetched bytes, from `start` on."""
+    """Producer: the frame beside this message holds fetched bytes, from `start` on."""
 
     get_id: Number
     epoch: Number
@@ -165,9 +202,11 @@ class Chunk(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Meet(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides, where bytes travel another way: where this one is reached.
+    """Both sides: the address of this side in the transport that carries the bytes.
 
-    Consumer: with the secret that names each message of this connection.
+    Attributes:
+        address: as the transport writes it.
+        secret: of a consumer: it is part of the tag of each message of this connection.
     """
 
     address: Address
@@ -175,7 +214,7 @@ class Meet(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Abort(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: nobody waits for this key any more."""
+    """Consumer: ends this key for both sides."""
 
     key: Text
     reason: Text
@@ -205,11 +244,16 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)  # typ
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as it travels."""
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """Raises WireError on anything but one whole message of a known kind."""
+    """Return the one message that `data` holds.
+
+    Raises:
+        WireError: it is not exactly one message of a known kind.
+    """
     try:
         message: Message = _DECODER.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -218,24 +262,50 @@ def decode(data: bytes) -> Message:
 
 
 def short(reason: str) -> str:
-    """A reason cut to what a message may carry."""
-    return reason if len(reason) <= 4096 else reason[:4093] + "..."
+    """Return a reason cut to what a message may carry."""
+    return reason if len(reason) <= MAX_TEXT else reason[: MAX_TEXT - 3] + "..."
 
 
 def own_hello(nonce: str = "", transports: tuple[str, ...] = ()) -> Hello:
-    """Who this process is: boot, pid and start time together are never reused."""
+    """Return the Hello of this process: boot id, pid and start time together are unique."""
     nonce = nonce or os.urandom(8).hex()
     return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), nonce, __version__, transports)
 
 
 def agree(theirs: tuple[int, int]) -> int | None:
-    """The highest version both sides speak, or None."""
+    """Return the highest protocol version that both sides speak, or None."""
     highest = min(PROTOCOL[1], theirs[1])
     return highest if highest >= max(PROTOCOL[0], theirs[0]) else None
 
 
 def unexpected(message: Message) -> NoReturn:
+    """Raise WireError: the other side must not send this kind of message."""
     raise WireError(f"{type(message).__name__} is not for this side to receive")
+
+
+SLOT = 256
+"""Bytes of a slot's head; the payload follows, so it keeps the alignment of an arena's blocks."""
+_HEAD = struct.Struct("<8sQQQ")
+_MAGIC = b"kvlslot1"
+
+
+def write_head(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> None:
+    """Write the head of a slot; its commit word repeats the epoch once the payload is complete."""
+    slot.view()[: _HEAD.size] = _HEAD.pack(_MAGIC, epoch, nbytes, epoch if committed else 0)
+
+
+def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:
+    """Return whether a slot holds the payload that was offered.
+
+    Args:
+        slot: its memory.
+        epoch: of the transfer, as offered.
+        nbytes: of the payload, as offered.
+        committed: whether it must be complete; else it may also be in the making.
+    """
+    head = bytes(slot.view()[: _HEAD.size])
+    whole = _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
+    return head == whole or (not committed and head == _HEAD.pack(_MAGIC, epoch, nbytes, 0))
 
 
 def _boot_id() -> str:
@@ -247,7 +317,7 @@ def _boot_id() -> str:
 
 
 def _start_time() -> int:
-    """Clock ticks from boot to this process's start."""
+    """Return the clock ticks from boot to this process's start."""
     try:
         with open("/proc/self/stat") as file:
             return int(file.read().rpartition(")")[2].split()[19])

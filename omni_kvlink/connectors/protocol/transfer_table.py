@@ -1,21 +1,28 @@
-"""The producer's half of the protocol: one state machine for every connector, without I/O.
+"""The producer's half of the protocol: a state machine of its transfers, without I/O.
 
     RESERVED --commit--> COMMITTED --offer--> LEASED --every reader released--> RELEASED
      |   |                   |  ttl: EXPIRED    |  reader lost: COMMITTED again
-     | begin             commit                 |
+     | begin_stream      commit                 |
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
-While STREAMING it is offered to readers that take layers as they come; each layer is announced.
+A STREAMING transfer is offered to consumers that take layers while it is written; each layer is
+announced to them.
 
-It is driven by calls and answers through `send` and `free`, both called under the owner's lock,
-so neither may block or call back. Time is an argument: tests drive it with a clock of their own.
+The table is driven by calls. It answers through `send` and `free`, both called under the owner's
+lock, so neither may block or call back. Time is an argument (`time.monotonic` seconds), so that
+tests can drive the table with a clock of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
@@ -30,20 +37,226 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     short,
 )
-from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
-from omni_kvlink.errors import DuplicateKeyError, TransferFailed
+from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
 
 MAX_TOMBSTONES = 4096
+"""Failed or expired keys that are remembered, so that a later get learns the reason."""
 TOMBSTONE_SECONDS = 300.0
-MAX_WANTS = 1 << 16
+MAX_WAITING = 1 << 16
+"""Keys that may be waited for, and gets that may wait for one key."""
+
+Peer = Hashable
+Claim = tuple[Peer, int]
+"""One get of one consumer: the peer, and the peer's number of the get."""
+
+
+class TransferState(enum.Enum):
+    """Where a transfer is; the last three are final."""
+
+    RESERVED = "reserved"
+    STREAMING = "streaming"
+    COMMITTED = "committed"
+    LEASED = "leased"
+    RELEASED = "released"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the transfer has ended."""
+        return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
+
+
+_PHASES = {
+    TransferState.RESERVED: "announced, the producer is still writing it",
+    TransferState.STREAMING: "announced, the producer is still writing it",
+    TransferState.COMMITTED: "announced, not fetched",
+    TransferState.LEASED: "announced, but every declared reader has it already",
+}
+
+
+class Transfer:
+    """One payload from `reserve` to its release; `(key, epoch)` is unique.
+
+    Attributes:
+        state: changed by the `TransferTable` only.
+        reason: why it failed or expired.
+        location: of the payload, once it may be offered.
+        draft: bytes of the header without digests behind the payload; 0 unless it is streamed.
+        layers: announced so far: the number of the first tensor, and the tensors' digests.
+        expires: when it expires unless every reader has it (`time.monotonic`).
+        unclaimed: readers that were declared and have no lease.
+        is_committed: whether the payload is complete.
+        leases: the gets that hold it.
+        pins: disconnected peers whose process may still read the memory.
+        has_writer: whether the producer may still write to the memory.
+        is_lent: whether the caller keeps tensors of the memory.
+        done: set when `state` is final.
+        direct: the caller's tensors that it is sent from, if it is a direct transfer.
+        all_sent: of a direct transfer: set when `is_sent` may have become true.
+        block: of the owner's memory; None once that was freed.
+    """
+
+    def __init__(self, key: str, epoch: int):
+        self.key, self.epoch = key, epoch
+        self.state = TransferState.RESERVED
+        self.reason = ""
+        self.location: Location | None = None
+        self.draft = 0
+        self.layers: list[tuple[int, tuple[bytes, ...]]] = []
+        self.expires = float("inf")
+        self.unclaimed = 0
+        self.is_committed = False
+        self.leases: set[Claim] = set()
+        self.pins: set[Peer] = set()
+        self.has_writer = True
+        self.is_lent = False
+        self.done = threading.Event()
+        self.direct: DirectSource | None = None
+        self.all_sent = threading.Event()
+        self.block: object = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether no reader needs the caller's own tensors any more."""
+        if self.direct is None:
+            return True
+        return not self.unclaimed and all(map(self.direct.has_all, self.leases))
+
+    def wait_sent(self, deadline: float) -> None:
+        """Block until `is_sent` may be true, or the transfer has ended.
+
+        Raises:
+            TransferTimeout: neither happened before `deadline` (`time.monotonic`).
+        """
+        left = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        if not self.all_sent.wait(left):
+            phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
+            raise TransferTimeout(
+                f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
+                f"not every reader received it in time ({phase})",
+                key=self.key,
+                phase=phase,
+            )
+
+    @property
+    def is_offerable(self) -> bool:
+        """Whether it is complete and readers are missing."""
+        return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
+
+    def is_for(self, streamed: bool) -> bool:
+        """Return whether it can be offered now to a get that takes streams, or does not."""
+        return self.is_offerable or (
+            streamed and self.unclaimed > 0 and self.state is TransferState.STREAMING
+        )
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What one side of one transfer cost: bytes, copies and seconds.
+
+    Attributes:
+        nbytes: the whole payload, header and padding included.
+        copies: times the tensors' bytes were copied in host memory.
+        reused_nbytes: bytes not sent, because a branch is a prefix of another or the same.
+        copier: the copier that moved the bytes; "" if none did.
+        instructions: the instruction set it used, where it chooses one.
+        digests: "crc32c" or "off".
+        seconds: of each phase, in the order they ran.
+    """
+
+    nbytes: int = 0
+    copies: int = 0
+    reused_nbytes: int = 0
+    copier: str = ""
+    instructions: str = ""
+    digests: str = "off"
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the `with` block and record it in `seconds` under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - start
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
+        return (
+            f"{self.nbytes / 1e6:.2f} MB, {self.copies} host copies, "
+            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}: {phases}"
+        )
+
+
+class Receipt:
+    """The producer's view of a payload that was put: its state, and a way to wait for its release.
+
+    Attributes:
+        ledger: what the put cost.
+    """
+
+    def __init__(self, transfer: Transfer, ledger: Ledger):
+        self._transfer = transfer
+        self.ledger = ledger
+
+    @property
+    def key(self) -> str:
+        """The payload's key."""
+        return self._transfer.key
+
+    @property
+    def state(self) -> str:
+        """The state now: "committed", "leased", or finally "released", "failed" or "expired"."""
+        return self._transfer.state.value
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is final; never blocks."""
+        return self._transfer.done.is_set()
+
+    def wait(self, *, timeout: float) -> None:
+        """Block until every declared reader has released the payload.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Raises:
+            TransferFailed: it failed, was aborted or rejected, or expired.
+            TransferTimeout: it was not released within `timeout` seconds.
+        """
+        transfer = self._transfer
+        if not transfer.done.wait(min(timeout, threading.TIMEOUT_MAX)):
+            raise TransferTimeout(
+                f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
+                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
+                key=self.key,
+                waited=timeout,
+                phase=self.state,
+            )
+        if transfer.state is not TransferState.RELEASED:
+            raise TransferFailed(
+                f"payload {self.key!r} {self.state}: {transfer.reason}",
+                key=self.key,
+                reason=transfer.reason,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Receipt {self.key!r}: {self.state}>"
 
 
 class TransferTable:
-    """All transfers of a producer, and who waits for which.
+    """All transfers of a producer, and the gets that wait for them.
+
+    Not thread-safe: every call is made with the owner's lock held.
 
     Args:
         send: takes a message for a peer; may drop it if the peer is gone.
-        free: told when a transfer's memory may be reused.
+        free: called when a transfer's memory may be reused.
+
+    Attributes:
+        counters: of events since the start.
     """
 
     def __init__(self, send: Callable[[Peer, Message], None], free: Callable[[Transfer], None]):
@@ -52,7 +265,7 @@ class TransferTable:
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
         self._pinned: set[Transfer] = set()
-        self._wants: dict[str, OrderedDict[Claim, bool]] = {}
+        self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
             ("committed", "released", "failed", "expired", "redelivered", "stale"), 0
@@ -61,10 +274,10 @@ class TransferTable:
     # Calls of the producer itself
 
     def reserve(self, key: str) -> Transfer:
-        """Claim a key for a payload in the making.
+        """Start a transfer whose payload is not written yet.
 
         Raises:
-            DuplicateKeyError: a live payload has it.
+            DuplicateKeyError: a live payload has this key.
         """
         other = self._live.get(key)
         if other is not None:
@@ -75,25 +288,26 @@ class TransferTable:
         self._epoch += 1
         transfer = self._live[key] = Transfer(key, self._epoch)
         self._tombstones.pop(key, None)
-        for peer, get_id in self._wants.get(key, ()):
-            self._send(peer, Status(get_id, _PHASE[TransferState.RESERVED]))
+        for peer, get_id in self._waiting.get(key, ()):
+            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
         return transfer
 
-    def give_up(self, transfer: Transfer, reason: str, now: float) -> None:
-        """The writer cannot finish it: who waits is told why. Another payload of its key is not
-        touched: this one may have been ended, and the key put again, long before.
-        """
-        if transfer.has_writer and not transfer.state.is_final:
-            self.fail(transfer.key, reason, "failed", now)
-        self.discard(transfer)
+    def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
+        """End a transfer that was not committed; after `commit` this changes nothing.
 
-    def discard(self, transfer: Transfer) -> None:
-        """Give up a reservation that was never committed; who waits goes on waiting.
+        Readers of a stream are told. No other transfer of the same key is touched: this one may
+        have ended long before, and the key may have been put again.
 
-        A stream was announced, so its readers are told. After `commit` this changes nothing.
+        Args:
+            transfer: it will not be written to any more.
+            reason: fails the gets that wait for the key, and those of the next
+                `TOMBSTONE_SECONDS`. Without one they go on waiting for another payload.
+            now: the time, if there is a reason.
         """
         if not transfer.has_writer:
             return
+        if reason and not transfer.state.is_final:
+            self.fail(transfer.key, reason, "failed", now)
         transfer.has_writer = False
         if transfer.state is TransferState.STREAMING:
             self._end(transfer, TransferState.FAILED, "its producer gave it up", "failed")
@@ -101,10 +315,10 @@ class TransferTable:
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
             transfer.state, transfer.reason = TransferState.FAILED, "it was given up unwritten"
-            transfer.settled.set()
-        self._free_if_unseen(transfer)
+            transfer.done.set()
+        self._free_if_unused(transfer)
 
-    def begin(
+    def begin_stream(
         self,
         transfer: Transfer,
         location: Location,
@@ -112,11 +326,18 @@ class TransferTable:
         readers: int,
         direct: DirectSource | None = None,
     ) -> None:
-        """Offer a payload that is still being written to readers that take its layers.
+        """Offer a payload that is still being written, to gets that take streams.
 
         Args:
-            direct: where it lies, if that is its caller's memory: it may be committed when it
-                `is_taken`, and cannot be delivered again then.
+            transfer: reserved.
+            location: of the payload.
+            draft: bytes of its header without digests, which lies behind it.
+            readers: that will have it.
+            direct: the caller's tensors that it is sent from. It may be committed as soon as
+                `Transfer.is_sent`, and cannot be delivered again after that.
+
+        Raises:
+            TransferFailed: the transfer was aborted meanwhile.
         """
         self._check_writing(transfer)
         transfer.direct = direct
@@ -125,7 +346,7 @@ class TransferTable:
         self._offer(transfer)
 
     def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are written.
+        """Tell the readers of a stream that the tensors from number `first` on are written.
 
         Raises:
             TransferFailed: the transfer was aborted, or a reader rejected it.
@@ -135,16 +356,10 @@ class TransferTable:
         for peer, get_id in transfer.leases:
             self._send(peer, Layer(get_id, first, digests))
 
-    def took(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
-        """Bytes have left for a reader."""
-        if transfer.direct is not None:
-            transfer.direct.took(claim, start, stop)
-            self._see_if_taken(transfer)
-
     def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
-        """The payload is whole: offer it to `readers` readers until `expires`.
+        """Offer a complete payload to `readers` readers until `expires`.
 
-        Of a stream, `begin` said where it lies and for how many readers.
+        Of a stream, `begin_stream` set the location and the readers.
 
         Raises:
             TransferFailed: it was aborted while it was being written.
@@ -152,7 +367,7 @@ class TransferTable:
         self._check_writing(transfer)
         if transfer.state is TransferState.RESERVED:
             transfer.location, transfer.unclaimed = location, readers
-        transfer.expires, transfer.has_writer, transfer.is_whole = expires, False, True
+        transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
         if transfer.direct is not None:
             transfer.direct.give_back()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
@@ -164,32 +379,32 @@ class TransferTable:
             self._end(transfer, TransferState.RELEASED, "", "closed")
 
     def lend(self, transfer: Transfer) -> None:
-        """The caller holds tensors of the payload: its memory waits for `give_back`."""
+        """Keep the memory until `on_lent_released`: the caller holds tensors of it."""
         transfer.is_lent = True
 
-    def give_back(self, transfer: Transfer) -> None:
-        """The last tensor that was lent is gone."""
+    def on_lent_released(self, transfer: Transfer) -> None:
+        """The last tensor that the caller held was freed."""
         transfer.is_lent = False
-        self._free_if_unseen(transfer)
+        self._free_if_unused(transfer)
 
     def fail(self, key: str, reason: str, ending: Ending, now: float) -> None:
-        """There is, or will be, no payload `key`: tell who waits, remember it for who comes."""
+        """Fail the payload `key`, the gets that wait for it, and later gets for a while."""
         transfer = self._live.get(key)
         if transfer is not None:
             self._end(transfer, TransferState.FAILED, reason, ending)
         self._add_tombstone(key, reason, ending, now)
 
     def close(self, reason: str) -> None:
-        """End everything; every want is answered."""
+        """Fail every transfer and every waiting get."""
         for transfer in list(self._live.values()):
             self._end(transfer, TransferState.FAILED, reason, "closed")
-        for claims in self._wants.values():
+        for claims in self._waiting.values():
             for peer, get_id in claims:
                 self._send(peer, Failed(get_id, reason, "closed"))
-        self._wants.clear()
+        self._waiting.clear()
 
     def tick(self, now: float) -> float:
-        """Expire what is due; returns when to call next."""
+        """Expire transfers and tombstones that are due; return when to call next."""
         for transfer in list(self._live.values()):
             if transfer.expires <= now and transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
@@ -200,46 +415,63 @@ class TransferTable:
         return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
 
     def has_waiting_reader(self, key: str) -> bool:
-        """Whether somebody waits who would take it while it is being written."""
-        return any(self._wants.get(key, {}).values())
+        """Return whether a get waits for `key` that takes it while it is being written."""
+        return any(self._waiting.get(key, {}).values())
 
-    # What peers say
+    def find_leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
+        """Return the transfer that a get may fetch bytes of, or None if it has no such lease.
 
-    def request(
+        A committed one can be fetched also after it ended; a stream that failed cannot.
+        """
+        transfer = self._leased.get(epoch)
+        if transfer is None or (peer, get_id) not in transfer.leases:
+            return None
+        return transfer if transfer.is_committed or not transfer.state.is_final else None
+
+    def stats(self) -> dict[str, int]:
+        """Return the numbers now (live, leased, waiting, pinned) and those since the start."""
+        waiting = sum(len(claims) for claims in self._waiting.values())
+        leased = sum(len(transfer.leases) for transfer in self._leased.values())
+        now = {"live": len(self._live), "leased": leased, "waiting": waiting}
+        return {**now, "pinned": len(self._pinned), **self.counters}
+
+    # Events of the peers
+
+    def on_get(
         self, peer: Peer, get_id: int, key: str, now: float, *, streamed: bool = False
     ) -> None:
-        """A reader asks, before or after the payload exists."""
+        """A consumer requests a key, before or after the payload exists."""
         transfer, claim, self._now = self._live.get(key), (peer, get_id), now
         if transfer is None and key in self._tombstones:
             _, reason, ending = self._tombstones[key]
             self._send(peer, Failed(get_id, reason, ending))
             return
-        claims = self._wants.get(key, OrderedDict())
-        if len(self._wants) >= MAX_WANTS or len(claims) >= MAX_WANTS:
+        claims = self._waiting.get(key, OrderedDict())
+        if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
             self._send(
-                peer, Failed(get_id, f"more than {MAX_WANTS} readers wait already", "failed")
+                peer, Failed(get_id, f"more than {MAX_WAITING} readers wait already", "failed")
             )
             return
-        self._wants.setdefault(key, claims)[claim] = streamed
+        self._waiting.setdefault(key, claims)[claim] = streamed
         if transfer is not None:
             self._offer(transfer)
-            if claim in self._wants.get(key, ()):
-                self._send(peer, Status(get_id, _PHASE[transfer.state]))
+            if claim in self._waiting.get(key, ()):
+                self._send(peer, Status(get_id, _PHASES[transfer.state]))
 
-    def cancel(self, peer: Peer, get_id: int) -> None:
-        """A reader waits no more; what was offered to it meanwhile goes back unread."""
-        for key, claims in self._wants.items():
+    def on_cancel(self, peer: Peer, get_id: int) -> None:
+        """A get is cancelled; what it was offered meanwhile is delivered to another one."""
+        for key, claims in self._waiting.items():
             if (peer, get_id) in claims:
-                self._forget(key, (peer, get_id))
+                self._remove_waiting(key, (peer, get_id))
                 return
-        for transfer, claim in self._held_by(peer):
+        for transfer, claim in self._leases_of(peer):
             if claim == (peer, get_id):
-                self._drop_lease(transfer, claim, redeliver=True)
+                self._end_lease(transfer, claim, redeliver=True)
 
-    def release(
+    def on_release(
         self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
     ) -> None:
-        """A reader let go. Stale words (of an earlier epoch, or said twice) change nothing."""
+        """A consumer ends its lease; a stale message (earlier epoch, repeated) changes nothing."""
         transfer = self._leased.get(epoch)
         if transfer is None or (peer, get_id) not in transfer.leases:
             self.counters["stale"] += 1
@@ -247,53 +479,48 @@ class TransferTable:
         if outcome == "rejected" and not transfer.state.is_final:
             self._end(transfer, TransferState.FAILED, f"a reader rejected it: {reason}", "failed")
             self._add_tombstone(transfer.key, transfer.reason, "failed", now)
-        self._drop_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
+        self._end_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
 
-    def leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
-        """What a reader has on lease and may fetch, ended or not; unless a stream broke off."""
-        transfer = self._leased.get(epoch)
-        if transfer is None or (peer, get_id) not in transfer.leases:
-            return None
-        return transfer if transfer.is_whole or not transfer.state.is_final else None
+    def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
+        """The bytes `start` to `stop` were sent to a reader."""
+        if transfer.direct is not None:
+            transfer.direct.took(claim, start, stop)
+            self._check_sent(transfer)
 
-    def leave(self, peer: Peer) -> None:
-        """A peer asks for nothing more: its wants are void, what it holds it will release."""
-        for key, claims in list(self._wants.items()):
+    def cancel_gets(self, peer: Peer) -> None:
+        """Cancel the waiting gets of a peer; its leases stay."""
+        for key, claims in list(self._waiting.items()):
             for claim in [claim for claim in claims if claim[0] == peer]:
-                self._forget(key, claim)
+                self._remove_waiting(key, claim)
 
-    def detach(self, peer: Peer) -> bool:
-        """A peer is cut off but lives, and may look at what it held until `lost` says otherwise.
+    def on_disconnect(self, peer: Peer) -> bool:
+        """A peer is disconnected, but its process lives and may read the memory of its leases.
 
-        That can be delivered again, and ends as it would; only its memory is not reused.
-        Returns whether there is any.
+        The payloads can be delivered again and end as they would; only their memory is not reused
+        until `on_peer_lost`.
+
+        Returns:
+            Whether there is such memory.
         """
-        self.leave(peer)
-        for transfer, claim in self._held_by(peer):
+        self.cancel_gets(peer)
+        for transfer, claim in self._leases_of(peer):
             transfer.pins.add(peer)
             self._pinned.add(transfer)
-            self._drop_lease(transfer, claim, redeliver=True)
+            self._end_lease(transfer, claim, redeliver=True)
         return any(peer in transfer.pins for transfer in self._pinned)
 
-    def lost(self, peer: Peer) -> None:
-        """A peer is gone: its wants are void, what it held can be delivered again."""
-        self.leave(peer)
-        for transfer, claim in self._held_by(peer):
-            self._drop_lease(transfer, claim, redeliver=True)
+    def on_peer_lost(self, peer: Peer) -> None:
+        """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""
+        self.cancel_gets(peer)
+        for transfer, claim in self._leases_of(peer):
+            self._end_lease(transfer, claim, redeliver=True)
         for transfer in [transfer for transfer in self._pinned if peer in transfer.pins]:
             transfer.pins.discard(peer)
             if not transfer.pins:
                 self._pinned.discard(transfer)
-            self._free_if_unseen(transfer)
+            self._free_if_unused(transfer)
 
-    def stats(self) -> dict[str, int]:
-        """Numbers now (live, leased, waiting, pinned) and since the start."""
-        waiting = sum(len(claims) for claims in self._wants.values())
-        leased = sum(len(transfer.leases) for transfer in self._leased.values())
-        now = {"live": len(self._live), "leased": leased, "waiting": waiting}
-        return {**now, "pinned": len(self._pinned), **self.counters}
-
-    # The machine
+    # Inside
 
     def _check_writing(self, transfer: Transfer) -> None:
         if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):
@@ -304,14 +531,14 @@ class TransferTable:
             )
 
     def _offer(self, transfer: Transfer) -> None:
-        """Give the payload to who waits longest, as far as readers are missing."""
+        """Lease the payload to the gets that wait longest, as long as readers are missing."""
         if transfer.location is None or not transfer.unclaimed:
-            return  # before the list of who waits, which may be long, is copied
-        for claim, streamed in list(self._wants.get(transfer.key, {}).items()):
+            return  # before the list of waiting gets, which may be long, is copied
+        for claim, streamed in list(self._waiting.get(transfer.key, {}).items()):
             if not transfer.unclaimed:
                 return
             if transfer.is_for(streamed):
-                self._forget(transfer.key, claim)
+                self._remove_waiting(transfer.key, claim)
                 self._lease(transfer, transfer.location, claim)
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
@@ -327,16 +554,16 @@ class TransferTable:
         self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))
         for first, digests in transfer.layers:
             self._send(peer, Layer(get_id, first, digests))
-        self._see_if_taken(transfer)
+        self._check_sent(transfer)
 
-    def _drop_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
+    def _end_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases.discard(claim)
         if not transfer.leases:
             self._leased.pop(transfer.epoch, None)
         if transfer.state.is_final:
-            self._free_if_unseen(transfer)
+            self._free_if_unused(transfer)
             return
-        if redeliver and transfer.is_whole and transfer.direct is not None:
+        if redeliver and transfer.is_committed and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
             self._end(transfer, TransferState.FAILED, reason, "failed")
             self._add_tombstone(transfer.key, reason, "failed", self._now)
@@ -354,16 +581,16 @@ class TransferTable:
             and not transfer.leases
         ):
             self._end(transfer, TransferState.RELEASED, "", "closed")
-        self._see_if_taken(transfer)
+        self._check_sent(transfer)
 
-    def _see_if_taken(self, transfer: Transfer) -> None:
-        if transfer.is_taken:
-            transfer.taken.set()
+    def _check_sent(self, transfer: Transfer) -> None:
+        if transfer.is_sent:
+            transfer.all_sent.set()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
-        """Reach a final state; the memory is freed now, or when nobody is on it any more.
+        """Reach a final state; free the memory, now or when nothing uses it any more.
 
-        Who reads a stream is told; a payload that was committed is theirs whatever becomes of it.
+        Readers of an unfinished stream are told. A committed payload stays with its readers.
         """
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:
@@ -372,36 +599,32 @@ class TransferTable:
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
         self.counters[state.value] += 1
-        transfer.settle()
-        self._free_if_unseen(transfer)
+        if transfer.direct is not None:
+            transfer.direct.give_back()
+        transfer.done.set()
+        transfer.all_sent.set()
+        self._free_if_unused(transfer)
 
-    def _free_if_unseen(self, transfer: Transfer) -> None:
-        is_seen = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
-        if transfer.state.is_final and not is_seen:
+    def _free_if_unused(self, transfer: Transfer) -> None:
+        is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
+        if transfer.state.is_final and not is_used:
             self._free(transfer)
 
-    def _held_by(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
+    def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
         leased = self._leased.values()
         return [(t, claim) for t in leased for claim in t.leases if claim[0] == peer]
 
     def _add_tombstone(self, key: str, reason: str, ending: Ending, now: float) -> None:
+        """Remember why a key has no payload, and fail the gets that wait for it."""
         reason = short(reason)
         self._tombstones.pop(key, None)
         self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-        for peer, get_id in self._wants.pop(key, ()):
+        for peer, get_id in self._waiting.pop(key, ()):
             self._send(peer, Failed(get_id, reason, ending))
 
-    def _forget(self, key: str, claim: Claim) -> None:
-        self._wants[key].pop(claim, None)
-        if not self._wants[key]:
-            del self._wants[key]
-
-
-_PHASE = {
-    TransferState.RESERVED: "announced, the producer is still writing it",
-    TransferState.STREAMING: "announced, the producer is still writing it",
-    TransferState.COMMITTED: "announced, not fetched",
-    TransferState.LEASED: "announced, but every declared reader has it already",
-}
+    def _remove_waiting(self, key: str, claim: Claim) -> None:
+        self._waiting[key].pop(claim, None)
+        if not self._waiting[key]:
+            del self._waiting[key]

@@ -1,4 +1,4 @@
-"""What every consumer does alike: one session at a time, renewed when the producer comes back."""
+"""The consumer of every connector: one session at a time, renewed when the producer comes back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.base import Consumer, Delivery, PendingGet
-from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
+from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
+from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
+    SLOT,
     Abort,
     Hello,
     Location,
@@ -20,9 +21,9 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Refused,
     agree,
+    holds,
     short,
 )
-from omni_kvlink.connectors.protocol.slot import SLOT, holds
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import (
     ClosedError,
@@ -38,72 +39,77 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.header import MAX_HEADER
 
 _RECONNECT_SECONDS = 0.5
-"""Seconds that a producer which is alive may take to answer again after its connection broke."""
+"""Seconds that a live producer may take to answer again after its connection broke."""
 
 
 class Session(ABC):
-    """One connection to one life of a producer."""
+    """One connection to one run of a producer.
+
+    Attributes:
+        inbox: the gets of this connection.
+        nonce: identifies the run of the producer.
+    """
 
     inbox: GetTable
     nonce: str
-    """Which life of a producer it is."""
 
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the producer is gone."""
+        """Whether the connection has ended."""
 
     @abstractmethod
     def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Ask for a payload.
+        """Request a payload; does not block.
 
         Raises:
-            PeerLostError: the producer is gone.
+            PeerLostError: the connection has ended.
         """
 
     @abstractmethod
     def send(self, message: Abort) -> None:
-        """Carry a message to the producer; does not block."""
+        """Send a message to the producer; does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Every waiting `get` ends with ClosedError; good-bye is said when the last view is gone.
+        """Fail every waiting get with ClosedError; disconnect when the last view is freed.
 
-        Earlier, the producer would reuse memory under a reader that still looks at it.
+        If it disconnected earlier, the producer would reuse memory that a reader still looks at.
         """
 
     def fail(self, key: str, error: KVLinkError) -> None:
-        """Whoever waits here for this key raises the error."""
+        """Fail every get of this key that waits here."""
         self.inbox.fail(key, error)
 
 
-class MappedSession(Session):
-    """A session with a producer whose memory is mapped here."""
-
-    @abstractmethod
-    def slot(self, location: Location, draft: int) -> Region:
-        """The slot that was offered, mapped: head, payload, and `draft` bytes behind it.
-
-        Raises:
-            WireError: no such place; nothing a peer says is believed.
-        """
-
-    def request(self, key: str, *, streamed: bool) -> PendingGet:
-        return MappedGet(self, self.inbox.request(key, streamed=streamed))
-
-
 class SessionGet(PendingGet):
-    """A want of one session.
+    """A get of one session.
 
     Attributes:
-        session: where it was asked.
+        session: where it was requested.
     """
 
     session: Session
 
 
+class MappedSession(Session):
+    """A session with a producer whose memory is mapped in this process."""
+
+    @abstractmethod
+    def slot(self, location: Location, draft: int) -> Region:
+        """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
+
+        Raises:
+            WireError: there is no such memory.
+        """
+
+    def request(self, key: str, *, streamed: bool) -> PendingGet:
+        """Request a payload; does not block."""
+        return MappedGet(self, self.inbox.request(key, streamed=streamed))
+
+
 class MappedGet(SessionGet):
-    """A want at a producer whose payloads lie in memory that both sides map."""
+    """A get of a payload that lies in memory which both sides map."""
 
     def __init__(self, session: MappedSession, get_state: GetState):
         self.session = self._session = session
@@ -111,20 +117,21 @@ class MappedGet(SessionGet):
         self.future = get_state.future
 
     def wait(self, *, timeout: float) -> Delivery:
+        """Block until the offer comes, and map it."""
         left = self._get_state.started + timeout - time.monotonic()
         return self._deliver(self._session.inbox.wait(self._get_state, left))
 
     def cancel(self) -> None:
-        if not self._session.inbox.cancel(self._get_state):
-            error = self._get_state.future.exception()
-            if error is None:
-                epoch = self._get_state.future.result().epoch
-                self._session.inbox.release(self._get_state.number, epoch, "unread")
+        """Withdraw the request, or release the offer unread."""
+        get_state, inbox = self._get_state, self._session.inbox
+        if not inbox.cancel(get_state) and get_state.future.exception() is None:
+            inbox.release(get_state.get_id, get_state.future.result().epoch, "unread")
 
     def _deliver(self, offer: Offer) -> Delivery:
-        release = partial(self._session.inbox.release, self._get_state.number, offer.epoch)
+        release = partial(self._session.inbox.release, self._get_state.get_id, offer.epoch)
         try:
-            fault_points.point("get.offered")
+            if fault_points.enabled:
+                fault_points.point("get.offered")
             nbytes, draft = offer.location.nbytes, offer.draft
             if draft > 8 + MAX_HEADER:  # it will be copied
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
@@ -133,7 +140,8 @@ class MappedGet(SessionGet):
                 raise IntegrityError(f"the slot offered for {self._get_state.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
-            fault_points.point("get.mapped")
+            if fault_points.enabled:
+                fault_points.point("get.mapped")
         except BaseException as error:
             release("rejected", short(repr(error)))
             raise
@@ -142,7 +150,7 @@ class MappedGet(SessionGet):
 
 
 class SessionConsumer(Consumer):
-    """A consumer that finds its producer again after a restart; subclasses open sessions."""
+    """A consumer that reconnects to its producer after a restart; subclasses open the sessions."""
 
     def __init__(self, url: str):
         self._url = url
@@ -154,12 +162,14 @@ class SessionConsumer(Consumer):
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
-        """Wait for a producer and shake hands; TransferTimeout if none comes.
+        """Wait for a producer and complete the handshake.
 
         Args:
-            hasty: do not wait for one; only for the answer of one that is there.
+            timeout: seconds to wait for both.
+            no_wait: do not wait for a producer, only for the answer of one that is there.
 
         Raises:
+            TransferTimeout: no producer in time.
             ClosedError: the link was closed meanwhile.
         """
 
@@ -167,30 +177,48 @@ class SessionConsumer(Consumer):
         """Wake a thread that waits in `_open`: the link was closed."""
 
     def connect(self, timeout: float) -> None:
-        """The first session; later ones are opened by whoever needs them."""
+        """Open the first session; later ones are opened by the calls that need them."""
         self._session = self._open(timeout)
         self._sessions = 1
 
-    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+    def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+        """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed)
 
-    def is_back(self, get_id: PendingGet, *, timeout: float) -> bool:
-        assert isinstance(get_id, SessionGet)
-        lost, limit = get_id.session, min(timeout, _RECONNECT_SECONDS)
+    begin = begin_get  # former name, for the other areas
+
+    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
+        """Block until a payload arrives; request it again if only the connection broke."""
+        deadline, retries = time.monotonic() + timeout, 0
+        while True:
+            pending = self.begin_get(key, timeout=deadline - time.monotonic(), streamed=streamed)
+            try:
+                return pending.wait(timeout=deadline - time.monotonic())
+            except PeerLostError:
+                retries += 1
+                left = deadline - time.monotonic()
+                if retries > MAX_RETRIES or not self.is_back(pending, timeout=left):
+                    raise
+
+    def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
+        """Return whether the producer of a get can be reached again, and reconnect."""
+        assert isinstance(pending, SessionGet)
+        old, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
             return False
         try:
-            if self._session is lost and lost.is_over:
+            if self._session is old and old.is_over:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
             session = self._session
-            return session is not None and session is not lost and session.nonce == lost.nonce
+            return session is not None and session is not old and session.nonce == old.nonce
         except (KVLinkError, OSError):
-            return False  # whoever waited hears why the first one ended
+            return False  # the caller raises the error that ended the first session
         finally:
             self._opening.release()
 
     def abort(self, key: str, reason: str) -> None:
+        """End this key for both sides."""
         self._check_open()
         session = self._session
         if session is not None and not session.is_over:
@@ -199,6 +227,7 @@ class SessionConsumer(Consumer):
             session.fail(key, error)
 
     def health(self) -> dict[str, Any]:
+        """Return the state of the connection."""
         self._check_process()
         session = self._session
         return {
@@ -211,6 +240,7 @@ class SessionConsumer(Consumer):
         }
 
     def close(self) -> None:
+        """Close the session; waiting calls raise ClosedError."""
         if self._closed or os.getpid() != self._pid:
             self._closed = True
             return
@@ -233,6 +263,7 @@ class SessionConsumer(Consumer):
             raise ClosedError(f"link {self._url} is closed")
 
     def _live_session(self, timeout: float) -> Session:
+        """Return the session, a new one if the last has ended."""
         self._check_open()
         session = self._session
         if session is not None and not session.is_over:
@@ -243,24 +274,22 @@ class SessionConsumer(Consumer):
         try:
             self._check_open()
             if self._session is None or self._session.is_over:
-                self._session = self._reopen(deadline - time.monotonic())
+                self._session = self._open(deadline - time.monotonic())
                 self._sessions += 1
             return self._session
+        except TimeoutError as error:
+            raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
         finally:
             self._opening.release()
 
-    def _reopen(self, timeout: float) -> Session:
-        try:
-            return self._open(timeout)
-        except TimeoutError as error:
-            raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
-
 
 def check_greeting(url: str, message: Message) -> Hello:
-    """What a producer says first, in answer to Hello.
+    """Return the producer's answer to Hello, if it is one that this side can work with.
 
     Raises:
-        ConnectorError: it refused; VersionError: no version in common; WireError: no greeting.
+        ConnectorError: the producer refused this process.
+        VersionError: there is no common protocol version.
+        WireError: it is no answer to Hello.
     """
     if isinstance(message, Refused) and agree(message.versions) is not None:
         raise ConnectorError(f"{url} refused this process: {message.reason}")
@@ -275,5 +304,5 @@ def check_greeting(url: str, message: Message) -> Hello:
 
 
 def closed_here(url: str) -> KVLinkError:
-    """What a waiting `get` raises when its own link is closed."""
+    """Return the error of a get whose own link was closed while it waited."""
     return ClosedError(f"link {url} was closed on this side")

@@ -1,4 +1,4 @@
-"""One thread that sleeps until a descriptor, a call or a deadline needs it; never polls."""
+"""A thread that sleeps until a descriptor, a call or a deadline needs it; it never polls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from typing import Protocol
 
 
 class HasFileno(Protocol):
-    def fileno(self) -> int: ...
+    """An object with a descriptor, as `select` accepts it."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
 
 
 Handler = Callable[[int], None]
+"""Called with the events (`READ | WRITE`) that happened."""
 
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 _AT_EXIT = 0.5
-"""Seconds that a process which ends gives each loop for what was called, such as releases."""
+"""Seconds that an exiting process gives each loop for pending calls, such as releases."""
+_MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
-_LONGEST = 86_400.0  # epoll counts milliseconds in an int; a longer sleep is two
 
 
 def _never(now: float) -> float:
@@ -42,9 +47,10 @@ class EventLoop:
     writes an eventfd. Handlers and `tick` run in the loop's thread.
 
     Args:
-        name: the thread's name.
-        tick: does what is due and returns the monotonic time when it wants to run again.
-        crashed: told of an error that ends the thread, so that nobody waits for it in vain.
+        name: of the thread.
+        tick: does what is due at the time it is given, and returns when to call it again
+            (`time.monotonic`).
+        crashed: called with an error that ends the thread, so that waiting calls can be failed.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class EventLoop:
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._sleeps_until = 0.0
         self._running = True
         self._pid = os.getpid()
@@ -66,29 +72,30 @@ class EventLoop:
         _loops.add(self)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon, in the loop's thread."""
+        """Run `function` in the loop's thread, after earlier calls; never blocks, takes no lock."""
         self._calls.append(function)
-        self._poke()
+        self._wake_up()
 
     def catch_up(self) -> None:
-        """Run what was called so far; in the loop's thread only."""
+        """Run the pending calls now; in the loop's thread only."""
         while self._calls:
             self._calls.popleft()()
 
-    def remind(self, when: float) -> None:
-        """Make sure `tick` runs at `when`."""
+    def tick_by(self, when: float) -> None:
+        """Make sure that `tick` runs at `when` (`time.monotonic`) or before."""
         if when < self._sleeps_until:
-            self._poke()
+            self._wake_up()
 
     def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
-        """Call `handler(events)` when they happen; in the loop's thread only."""
+        """Call `handler(events)` whenever they happen; in the loop's thread only."""
         try:
             self._selector.modify(what, events, handler)
         except KeyError:
             self._selector.register(what, events, handler)
 
     def unwatch(self, what: int | HasFileno) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # already gone
+        """Undo `watch`; does nothing if `what` is not watched."""
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(what)
 
     @property
@@ -97,28 +104,32 @@ class EventLoop:
         return threading.current_thread() is self._thread
 
     def drain(self, timeout: float) -> None:
-        """Return when all that was called so far has run, or the time is over."""
+        """Block until all pending calls have run, `timeout` seconds at most."""
         done = threading.Event()
         self.call(done.set)
         if self._thread.is_alive() and not self.is_own_thread:
             done.wait(timeout)
 
-    def stop(self) -> None:
-        """Run what was called so far, then end the thread."""
+    def close(self) -> None:
+        """Run the pending calls, then end the thread; blocks unless called in that thread."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread, and shares the descriptors
-        self.call(self._finish)
+        self.call(self._end_run)
         if not self.is_own_thread:
             self._thread.join()
 
-    def _finish(self) -> None:
+    def stop(self) -> None:
+        """Former name of `close`, for the other areas."""
+        self.close()
+
+    def _end_run(self) -> None:
         self._running = False
 
-    def _poke(self) -> None:
+    def _wake_up(self) -> None:
         if os.getpid() == self._pid:  # a forked child shares the descriptor, not the thread
             os.eventfd_write(self._wake, 1)
 
-    def _woken(self, events: int) -> None:
+    def _on_wake(self, events: int) -> None:
         os.eventfd_read(self._wake)
 
     def _run(self) -> None:
@@ -126,7 +137,7 @@ class EventLoop:
             while self._running:
                 self.catch_up()
                 now = time.monotonic()
-                self._sleeps_until = float("inf")  # a `remind` during the tick must poke
+                self._sleeps_until = float("inf")  # a `tick_by` during the tick must wake it up
                 self._sleeps_until = self._tick(now)
                 if self._calls or not self._running:
                     continue
@@ -140,17 +151,17 @@ class EventLoop:
             self._calls.clear()
 
     def __del__(self) -> None:
-        # Not in `stop`: a late finalizer may still write to it, and its number must not be reused.
+        # Not in `close`: a late finalizer may still write to it, and its number must not be reused.
         os.close(self._wake)
 
     def _sleep(self, seconds: float) -> None:
-        timeout = None if seconds == float("inf") else min(max(0.0, seconds), _LONGEST)
+        timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
         for key, events in self._selector.select(timeout):
             key.data(events)
 
 
 def _drain_all() -> None:
-    """A daemon thread is stopped wherever it is; a view dropped a moment before counts as read."""
+    """Run pending calls before the process exits: a view freed a moment before counts as read."""
     for loop in list(_loops):
         if loop._pid == os.getpid():
             loop.drain(_AT_EXIT)
@@ -160,11 +171,8 @@ atexit.register(_drain_all)
 
 
 def readable_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends, or -1 where that cannot be had."""
+    """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return -1
-
-
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

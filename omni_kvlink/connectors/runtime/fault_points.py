@@ -1,7 +1,12 @@
-"""Named places in the real code where a test can make a process die, stop, stall or fail.
+"""Named points of the code at which a test can make the process die, stop, stall or fail.
 
-Armed by the environment before import: `OMNI_KVLINK_FAULT="shm.commit=kill"`; several are joined
-by commas. Off, a point costs one comparison. `omni_kvlink.testing.faults` is the public face.
+They are armed by the environment before import: `OMNI_KVLINK_FAULT="publish.before=kill"`; several
+are separated by commas. `omni_kvlink.testing.faults` is the public interface.
+
+A caller tests the flag itself, so that a disabled point costs no call:
+
+    if fault_points.enabled:
+        fault_points.point("publish.before")
 """
 
 from __future__ import annotations
@@ -26,7 +31,11 @@ POINTS = (
 
 
 def parse(text: str) -> dict[str, str]:
-    """`"a=kill,b=sleep:0.2"` as a dict; refuses a point that does not exist."""
+    """Return `"a=kill,b=sleep:0.2"` as a dict.
+
+    Raises:
+        ValueError: there is no such point.
+    """
     armed = dict(item.split("=", 1) for item in text.split(",") if item)
     unknown = set(armed) - set(POINTS)
     if unknown:
@@ -35,20 +44,18 @@ def parse(text: str) -> dict[str, str]:
 
 
 _ARMED = parse(os.environ.get(VARIABLE, ""))
+enabled = bool(_ARMED)
+"""Whether the points are called; a test that replaces `_ARMED` or `point` sets it, too."""
 
 
 def point(name: str) -> None:
-    """Do here what was armed for `name`: kill, stop, `sleep:SECONDS` or `raise`."""
-    if _ARMED and name in _ARMED:
-        _act(name, _ARMED[name])
-
-
-def _act(name: str, action: str) -> None:
+    """Do what was armed for this point: `kill`, `stop`, `sleep:SECONDS` or `raise`."""
+    action = _ARMED.get(name, "")
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action.startswith("sleep:"):
         time.sleep(float(action[6:]))
-    else:
+    elif action:
         raise RuntimeError(f"fault armed at {name}")

@@ -1,4 +1,4 @@
-"""What every producer with pooled memory does alike: reserve, publish, fail, expire, close."""
+"""The producer of every connector with pooled memory, and the contract of its listeners."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import threading
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.base import Options, Producer, Receipt
-from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.base import Options, Producer
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
+    SLOT,
     Abort,
     Cancel,
     Get,
@@ -25,29 +26,98 @@ from omni_kvlink.connectors.protocol.messages import (
     Release,
     own_hello,
     unexpected,
+    write_head,
 )
-from omni_kvlink.connectors.protocol.slot import SLOT, write_head
-from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer
-from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.protocol.transfer_table import (
+    Claim,
+    Ledger,
+    Peer,
+    Receipt,
+    Transfer,
+    TransferTable,
+)
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import CapacityError, ClosedError, SchemaError, WireError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Lease, Mapping, Region
 
+
+class Listener(ABC):
+    """Accepts the consumers of one transport, and carries messages between them and the producer.
+
+    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop.
+
+    Attributes:
+        transports: by which a consumer that connects here can have its bytes: "shm", "ucx", "zmq".
+        bound_url: the address as the URL gave it, and as it was bound, with the port assigned.
+    """
+
+    transports: tuple[str, ...] = ()
+    bound_url: tuple[str, str] = ("", "")
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a thread of the listener's own, which `shut` waits for."""
+        return False
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin to accept: the producer has all its listeners now."""
+
+    @abstractmethod
+    def send(self, peer: Any, message: Message) -> None:
+        """Send a message to a peer of this listener; the lock is held, so it must not block."""
+
+    def refuses(self, device: str) -> str:
+        """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
+        return "readers look into the link's own memory here"
+
+    def flush(self) -> None:  # noqa: B027 (most listeners send at once)
+        """Send queued messages now; in the thread that queued them, with no lock held."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Send the last messages, then close every connection; called once."""
+
+    def health(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {}
+
+    def tick(self, now: float) -> float:
+        """Do what is due at `now`; return when to call next (`time.monotonic`)."""
+        return float("inf")
+
+    def retire_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
+        """An arena was freed; any thread, with the pool's lock held."""
+
+
+class PeerHandle:
+    """A connected consumer, as the producer's `TransferTable` knows it."""
+
+    def __init__(self, listener: Listener):
+        self.listener = listener
+
+
 Opener = Callable[["PooledProducer"], Listener]
-"""Opens a door of the producer that it is given."""
+"""Makes a listener of the producer that it is given."""
 
 
 class PooledProducer(Producer):
-    """A producer whose payloads lie in an `ArenaPool`; readers come by its doors.
+    """A producer whose payloads lie in an `ArenaPool`.
 
     Args:
-        name: for the thread and the messages.
+        name: for the thread and for error texts.
         options: quota, mode, prefault.
         make: maps an arena of so many bytes.
-        openers: one for each door; if one fails, all are closed again.
+        openers: one for each listener; if one fails, all are closed again.
+
+    Attributes:
+        loop: in whose thread the listeners run.
+        pool: of the payloads.
+        transfers: the protocol's state; guarded by `lock`.
+        listeners: all that were opened.
+        nonce: identifies this run of the producer.
     """
 
     def __init__(
@@ -60,10 +130,10 @@ class PooledProducer(Producer):
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
         self.nonce = os.urandom(8).hex()
-        self._flying: Counter[Block] = Counter()
-        self._doomed: set[Block] = set()
+        self._in_flight: Counter[Block] = Counter()
+        self._free_when_sent: set[Block] = set()
         pooled = options.mode == "pooled"
-        self.pool = ArenaPool(make, options.quota, self._retire, keep=pooled)
+        self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled)
         if options.prefault and pooled:
             self.pool.prefault(options.prefault)
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
@@ -76,28 +146,30 @@ class PooledProducer(Producer):
         for listener in self.listeners:
             self.loop.call(listener.open)
 
-    # For doors
+    # For listeners, in the loop's thread
 
     @property
     def hello(self) -> Hello:
-        """What it says to whoever comes."""
-        transports = tuple(
-            transport for listener in self.listeners for transport in listener.transports
-        )
-        return own_hello(self.nonce, transports)
+        """The answer to a consumer's Hello."""
+        transports = [name for listener in self.listeners for name in listener.transports]
+        return own_hello(self.nonce, tuple(transports))
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """What a greeted reader said; in the loop's thread. WireError if it may not say that."""
+        """Handle a message of a peer that completed the handshake.
+
+        Raises:
+            WireError: a consumer must not send it.
+        """
         now = time.monotonic()
         with self.lock:
             if isinstance(message, Get):
-                self.transfers.request(
+                self.transfers.on_get(
                     peer, message.get_id, message.key, now, streamed=message.streamed
                 )
             elif isinstance(message, Cancel):
-                self.transfers.cancel(peer, message.get_id)
+                self.transfers.on_cancel(peer, message.get_id)
             elif isinstance(message, Release):
-                self.transfers.release(
+                self.transfers.on_release(
                     peer, message.get_id, message.epoch, message.outcome, message.reason, now
                 )
             elif isinstance(message, Abort):
@@ -106,30 +178,30 @@ class PooledProducer(Producer):
                 unexpected(message)
 
     def on_peer_lost(self, peer: Peer) -> None:
-        """A reader is gone."""
+        """A peer is gone, and so is its access to the memory."""
         with self.lock:
-            self.transfers.lost(peer)
+            self.transfers.on_peer_lost(peer)
 
-    def leave(self, peer: Peer) -> None:
-        """A reader asks for nothing more; what it holds it will release."""
+    def on_disconnect(self, peer: Peer) -> bool:
+        """A peer is disconnected but lives; return whether it may still read leased memory."""
         with self.lock:
-            self.transfers.leave(peer)
+            return self.transfers.on_disconnect(peer)
 
-    def detach(self, peer: Peer) -> bool:
-        """A reader is cut off, but lives; whether it may still look at what it held."""
+    def cancel_gets(self, peer: Peer) -> None:
+        """Cancel the waiting gets of a peer; its leases stay."""
         with self.lock:
-            return self.transfers.detach(peer)
+            self.transfers.cancel_gets(peer)
 
     def leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
-        """What a reader has on lease and may fetch."""
+        """Return the transfer that a get may fetch bytes of, or None if it has no such lease."""
         with self.lock:
-            return self.transfers.leased(peer, get_id, epoch)
+            return self.transfers.find_leased(peer, get_id, epoch)
 
     def piece(self, transfer: Transfer, start: int, stop: int) -> Region:
-        """Bytes of what a reader may fetch: the payload, and a stream's draft behind it.
+        """Return bytes of a leased payload; those of a stream's draft header follow the payload's.
 
         Raises:
-            WireError: there are no such bytes, or they lie in two places.
+            WireError: there are no such bytes, or not in one piece.
         """
         if transfer.direct is not None:
             return transfer.direct.find(start, stop)
@@ -140,46 +212,55 @@ class PooledProducer(Producer):
         return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
     def borrow_piece(
-        self, transfer: Transfer, claim: Claim, start: int, stop: int, landed: Callable[[int], None]
+        self, transfer: Transfer, claim: Claim, start: int, stop: int, sent: Callable[[int], None]
     ) -> Region:
-        """A piece of a payload to send from, later: its memory stays until the last view is gone.
+        """Return bytes to send; their memory is not reused before the last view of them is freed.
 
         Args:
-            landed: told the bytes then; in the loop's thread.
+            transfer: leased by `claim`.
+            claim: the get that is sent the bytes.
+            start: first byte, as of `piece`.
+            stop: last byte + 1.
+            sent: called with the number of bytes when the last view was freed; in the loop.
 
         Raises:
             WireError: as of `piece`.
         """
-        fault_points.point("send.chunk")
+        if fault_points.enabled:
+            fault_points.point("send.chunk")
         block, piece = _block(transfer), self.piece(transfer, start, stop)
         with self.lock:
-            self._flying[block] += piece.nbytes
-        took = partial(self.transfers.took, transfer, claim, start, stop)
-        back = partial(self._landed, block, took, piece.nbytes, landed)
-        weakref.finalize(piece.span, self.loop.call, back).atexit = False
+            self._in_flight[block] += piece.nbytes
+        on_sent = partial(self.transfers.on_sent, transfer, claim, start, stop)
+        done = partial(self._on_sent, block, on_sent, piece.nbytes, sent)
+        weakref.finalize(piece.span, self.loop.call, done).atexit = False
         return piece
 
     @property
     def flying(self) -> int:
-        """Bytes of pieces that somebody still sends from."""
-        return self._flying.total()
+        """Bytes of pieces that are still being sent."""
+        return self._in_flight.total()
 
-    # The contract
+    # The contract of `Producer`
 
     @property
     def bound_url(self) -> tuple[str, str]:
+        """The bound address of the first listener that has one."""
         return next(
             (listener.bound_url for listener in self.listeners if listener.bound_url[0]), ("", "")
         )
 
     def has_waiting_reader(self, key: str) -> bool:
+        """Return whether a get waits that takes the payload while it is written."""
         with self.lock:
             return self.transfers.has_waiting_reader(key)
 
     def refuses(self, device: str) -> str:
+        """Return the reason of the first listener that cannot; "" if all can."""
         return next(filter(None, (listener.refuses(device) for listener in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
+        """Reserve a slot of the pool; blocks while the pool is full."""
         self._check_open()
         with self.lock:
             transfer = self.transfers.reserve(key)
@@ -187,29 +268,32 @@ class PooledProducer(Producer):
             transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
             slot = self.pool.region(block)
             write_head(slot, transfer.epoch, nbytes, committed=False)
-            return Lease(slot.slice(SLOT, nbytes), partial(self._discard, transfer), transfer)
+            return Lease(slot.slice(SLOT, nbytes), partial(self._abort, transfer), transfer)
         except CapacityError as error:
-            self._discard(transfer)
+            self._abort(transfer)
             raise CapacityError(
                 f"key {key!r}: {error}", asked=error.asked, free=error.free
             ) from None
         except BaseException:
-            self._discard(transfer)
+            self._abort(transfer)
             raise
 
     def lend(self, lease: Lease) -> Region:
+        """Return the leased memory; it stays until the last view is freed."""
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
         with self.lock:
             self.transfers.lend(transfer)
-        back = partial(self.loop.call, partial(self._take_back, transfer))
-        weakref.finalize(region.span, back).atexit = False
+        released = partial(self.loop.call, partial(self._on_lent_released, transfer))
+        weakref.finalize(region.span, released).atexit = False
         return region
 
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
+        """Return the receipt of a payload that is not published yet."""
         return Receipt(_transfer(lease), ledger)
 
-    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+    def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
+        """Write the draft header and offer the payload to gets that take streams."""
         self._begin(lease, draft, lease.region.nbytes, readers, None)
 
     def begin_direct(
@@ -221,19 +305,29 @@ class PooledProducer(Producer):
         nbytes: int,
         readers: int,
     ) -> None:
+        """Offer a payload that is sent from the tensors of the caller."""
         head = self.pool.region(_block(_transfer(lease)))
         head = head.slice(SLOT, lease.region.nbytes + len(draft))
         direct = DirectSource(head, lease.region.nbytes, tensors, nbytes)
         self._begin(lease, draft, nbytes, readers, direct)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
+        """Announce tensors that are written."""
         self._check_open()
         with self.lock:
             self.transfers.announce(_transfer(lease), first, digests)
 
     def publish(
-        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, until: float = 0.0
+        self,
+        lease: Lease,
+        *,
+        readers: int,
+        ttl: float,
+        ledger: Ledger,
+        deadline: float = 0.0,
+        until: float = 0.0,
     ) -> Receipt:
+        """Commit the payload; blocks only if it is direct, until all readers were sent it."""
         self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
@@ -241,35 +335,40 @@ class PooledProducer(Producer):
         region = lease.move()
         expires = time.monotonic() + ttl
         try:
-            fault_points.point("publish.before")
+            if fault_points.enabled:
+                fault_points.point("publish.before")
             slot = self.pool.region(_block(transfer))
             write_head(slot, transfer.epoch, region.nbytes, committed=True)
             while not self._commit(transfer, region.nbytes, readers, expires):
-                transfer.await_taken(until)
+                transfer.wait_sent(deadline or until)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves a payload that is whole and will expire.
-            self._discard(transfer)
+            self._abort(transfer)
             raise
-        self.loop.remind(expires)
-        fault_points.point("publish.after")
+        self.loop.tick_by(expires)
+        if fault_points.enabled:
+            fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
-    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
-        end = partial(self._give_up, _transfer(lease), reason)
-        if soon:
-            self.loop.call(end)
-        elif os.getpid() == self._pid:
-            end()
+    def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
+        """End the transfer of this lease."""
+        abort = partial(self._abort, _transfer(lease), reason)
+        if deferred:
+            self.loop.call(abort)
+        else:
+            abort()
 
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
+        """Fail a key."""
         self._check_open()
         with self.lock:
             now = time.monotonic()
             self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
 
     def health(self) -> dict[str, Any]:
+        """Return the state, the counters of the transfers and of the pool."""
         self._check_process()  # before the lock: the fork may have happened while it was held
         with self.lock:
             transfers = self.transfers.stats()
@@ -281,21 +380,21 @@ class PooledProducer(Producer):
             "mode": self._options.mode,
             "transfers": transfers,
             "memory": self.pool.stats(),
-            **(listeners[0] if len(listeners) == 1 else {"doors": listeners}),
+            **(listeners[0] if len(listeners) == 1 else {"listeners": listeners}),
         }
 
     def close(self) -> None:
+        """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
         if self._closed or os.getpid() != self._pid:
             self._closed = True
             return
         self._closed = True
-        self.loop.call(partial(self._shut, f"the producer {self._name!r} closed the link"))
-        if any(
-            listener.is_own_thread for listener in self.listeners
-        ):  # a forgotten link, collected there
-            threading.Thread(target=self.loop.stop, name="kvlink-close", daemon=True).start()
+        self.loop.call(partial(self._close, f"the producer {self._name!r} closed the link"))
+        if any(listener.is_own_thread for listener in self.listeners):
+            # The link was garbage-collected in a listener's thread, which closing waits for.
+            threading.Thread(target=self.loop.close, name="kvlink-close", daemon=True).start()
         else:
-            self.loop.stop()
+            self.loop.close()
 
     # Inside
 
@@ -323,71 +422,63 @@ class PooledProducer(Producer):
         slot.view(SLOT + here, SLOT + here + len(draft))[:] = draft
         with self.lock:
             location = _location(transfer, nbytes)
-            self.transfers.begin(transfer, location, len(draft), readers, direct)
+            self.transfers.begin_stream(transfer, location, len(draft), readers, direct)
 
     def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
-        """Unless readers still need the caller's own memory."""
+        """Commit, unless readers still need the caller's own tensors; return whether it did."""
         with self.lock:
-            if transfer.is_taken or transfer.state.is_final:
+            if transfer.is_sent or transfer.state.is_final:
                 self.transfers.commit(transfer, _location(transfer, nbytes), readers, expires)
                 return True
-            transfer.taken.clear()
+            transfer.all_sent.clear()
             return False
 
-    def _discard(self, transfer: Transfer) -> None:
-        if os.getpid() == self._pid:
+    def _abort(self, transfer: Transfer, reason: str = "") -> None:
+        if os.getpid() == self._pid:  # a forked child shares no state with the producer
             with self.lock:
-                self.transfers.discard(transfer)
+                self.transfers.abort(transfer, reason, time.monotonic())
 
-    def _give_up(self, transfer: Transfer, reason: str) -> None:
+    def _on_lent_released(self, transfer: Transfer) -> None:
         with self.lock:
-            self.transfers.give_up(transfer, reason, time.monotonic())
-
-    def _take_back(self, transfer: Transfer) -> None:
-        with self.lock:
-            self.transfers.give_back(transfer)
+            self.transfers.on_lent_released(transfer)
 
     def _free(self, transfer: Transfer) -> None:
-        """The exchange says that no reader has a payload any more; a piece of it may be flying."""
+        """Free the memory of a transfer, now or when no piece of it is being sent any more."""
         block, transfer.block = transfer.block, None
-        if isinstance(block, Block) and self._flying[block]:
-            self._doomed.add(block)
+        if isinstance(block, Block) and self._in_flight[block]:
+            self._free_when_sent.add(block)
         elif isinstance(block, Block):
             self.pool.free(block)
 
-    def _landed(
-        self,
-        block: Block,
-        took: Callable[[], None],
-        nbytes: int,
-        landed: Callable[[int], None],
+    def _on_sent(
+        self, block: Block, on_sent: Callable[[], None], nbytes: int, sent: Callable[[int], None]
     ) -> None:
-        """A piece was let go of: sent, or dropped with its connection."""
+        """The last view of a piece was freed: it was sent, or its connection was closed."""
         with self.lock:
-            took()
-            self._flying[block] -= nbytes
-            if not self._flying[block]:
-                del self._flying[block]
-                if block in self._doomed:
-                    self._doomed.discard(block)
+            on_sent()
+            self._in_flight[block] -= nbytes
+            if not self._in_flight[block]:
+                del self._in_flight[block]
+                if block in self._free_when_sent:
+                    self._free_when_sent.discard(block)
                     self.pool.free(block)
-        landed(nbytes)
+        sent(nbytes)
 
     def _send(self, peer: Peer, message: Message) -> None:
-        """Called with the lock held."""
+        """Send a message of the table; the lock is held."""
         assert isinstance(peer, PeerHandle)
         peer.listener.send(peer, message)
 
-    def _retire(self, arena: int) -> None:
+    def _retire_arena(self, arena: int) -> None:
         for listener in self.listeners:
-            listener.forget(arena)
+            listener.retire_arena(arena)
 
     def _tick(self, now: float) -> float:
         with self.lock:
             due = self.transfers.tick(now)
         return min([due, *(listener.tick(now) for listener in self.listeners)])
 
-    def _shut(self, reason: str) -> None:
+    def _close(self, reason: str) -> None:
         with self.lock:
             self.transfers.close(reason)
         for listener in self.listeners:
@@ -397,7 +488,7 @@ class PooledProducer(Producer):
     def _crashed(self, error: BaseException) -> None:
         warnings.warn(f"link {self._name!r} broke down: {error!r}", RuntimeWarning, stacklevel=2)
         self._closed = True
-        self._shut(f"the producer {self._name!r} broke down: {error!r}")
+        self._close(f"the producer {self._name!r} broke down: {error!r}")
 
 
 def _transfer(lease: Lease) -> Transfer:

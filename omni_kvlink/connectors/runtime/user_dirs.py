@@ -1,4 +1,4 @@
-"""Directories that are this user's alone, and one process at a time in them; sockets there."""
+"""Directories that belong to this user alone, locks on them, and the Unix sockets in them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from omni_kvlink.errors import ConnectorError
 
 
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:
-    """Make a directory, or check that it is this user's.
+    """Create a directory, or check that it belongs to this user.
 
     Args:
-        forbidden: permissions that nobody else may have there.
+        directory: its path.
+        forbidden: permission bits that it must not have.
 
     Raises:
-        ConnectorError: it is somebody else's, or open to others.
+        ConnectorError: it belongs to another user, or is open to others.
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     found = os.lstat(directory)
-    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_mine or found.st_mode & forbidden:
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or found.st_mode & forbidden:
         verb = "enter" if forbidden & 0o055 else "write to"
         raise ConnectorError(
             f"{directory} must be a directory of uid {os.geteuid()} that nobody else can {verb}; "
@@ -34,7 +35,7 @@ def check_private(directory: str, *, forbidden: int = 0o022) -> None:
 
 @contextlib.contextmanager
 def locked(directory: str) -> Iterator[None]:
-    """One process at a time looks and then acts; held for a moment, never across a fork."""
+    """Exclude other processes that lock the directory; blocks. Not to be held across a fork."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -44,7 +45,7 @@ def locked(directory: str) -> Iterator[None]:
 
 
 def is_alive(path: str, kind: socket.SocketKind) -> bool:
-    """Whether a process listens there, be it too busy or too frozen to accept."""
+    """Return whether a process listens at a Unix socket, even if it is too busy to accept."""
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.setblocking(False)
         try:

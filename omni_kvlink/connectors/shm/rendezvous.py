@@ -1,4 +1,4 @@
-"""Where two processes find each other: a socket in a private directory, never a guessed port."""
+"""How two processes of a user find each other: by a named socket in a private directory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def socket_path(name: str, directory: str = "") -> str:
-    """The socket of `shm://name`, its directory made and checked.
+    """Return the path of the socket of `shm://name`; create and check its directory.
 
     Raises:
-        ValueError: the name is no plain file name.
-        ConnectorError: the directory is not this user's alone.
+        ValueError: the name is not a plain file name, or the path is too long.
+        ConnectorError: the directory is open to other users.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -42,7 +42,7 @@ def socket_path(name: str, directory: str = "") -> str:
 
 
 def listen(path: str) -> socket.socket:
-    """A listening socket that appears under `path` in one step, replacing a dead one.
+    """Return a listening socket that appears under `path` atomically, replacing a dead one.
 
     Raises:
         BusyError: a live producer listens there.
@@ -52,12 +52,14 @@ def listen(path: str) -> socket.socket:
     try:
         with locked(os.path.dirname(path)):
             if is_alive(path, socket.SOCK_SEQPACKET):
-                raise BusyError(f"{path}: another producer serves this name")
+                raise BusyError(
+                    f"{path}: another producer serves this name; close it, or serve another name"
+                )
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft)
             listener.bind(draft)
             listener.listen(_BACKLOG)
-            os.rename(draft, path)  # waiting consumers see one event, of a socket that listens
+            os.rename(draft, path)  # waiting consumers see one event, when the socket listens
     except BaseException:
         listener.close()
         with contextlib.suppress(FileNotFoundError):
@@ -69,23 +71,25 @@ def listen(path: str) -> socket.socket:
 
 
 def unlink(path: str, listener: socket.socket) -> None:
-    """Remove the socket file, unless a successor has put its own there."""
+    """Close a listening socket and remove its file, unless another producer listens there now."""
     listener.close()
-    # Somebody may have cleared the whole directory away already.
+    # The directory may have been removed already.
     with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(path)):
         if not is_alive(path, socket.SOCK_SEQPACKET):
             os.unlink(path)
 
 
-def dial(path: str, timeout: float, stop: int) -> socket.socket:
-    """Connect as soon as somebody listens at `path`; woken by the directory, never polling.
+def dial(path: str, timeout: float, cancelled: int) -> socket.socket:
+    """Connect as soon as a producer listens at `path`; woken by inotify, never polling.
 
     Args:
-        stop: a descriptor that becomes readable when nobody wants the answer any more.
+        path: of the socket.
+        timeout: seconds to wait.
+        cancelled: a descriptor that becomes readable when the link is closed.
 
     Raises:
-        TransferTimeout: nobody came within `timeout` seconds.
-        ClosedError: `stop` became readable.
+        TransferTimeout: no producer came within `timeout` seconds.
+        ClosedError: `cancelled` became readable.
     """
     deadline = time.monotonic() + timeout
     with watching(os.path.dirname(path)) as events:
@@ -94,8 +98,8 @@ def dial(path: str, timeout: float, stop: int) -> socket.socket:
             found = _try_dial(path, max(left, 0.001))
             if found is not None:
                 return found
-            ready = select.select([events, stop], [], [], max(0.0, left))[0]
-            if stop in ready:
+            ready = select.select([events, cancelled], [], [], max(0.0, left))[0]
+            if cancelled in ready:
                 raise ClosedError(f"the link was closed while it waited for {path}")
             if left <= 0 or not ready:
                 raise TransferTimeout(
@@ -108,14 +112,14 @@ def dial(path: str, timeout: float, stop: int) -> socket.socket:
 
 
 def peer_identity(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, as the kernel vouches."""
+    """Return (pid, uid) of the process at the other end, as the kernel recorded them."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
 
 
 def default_directory() -> str:
-    """Of this user; made and checked by whoever uses it."""
+    """Return this user's directory of sockets; the caller creates and checks it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.path.isdir(runtime):
         return os.path.join(runtime, "kvlink")
@@ -124,7 +128,7 @@ def default_directory() -> str:
 
 def _try_dial(path: str, timeout: float) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # The kernel's own deadline, for a producer too busy to accept: Python's would not wait here.
+    # The kernel's own timeout, for a producer too busy to accept: Python's does not apply here.
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     try:
@@ -140,7 +144,7 @@ def _try_dial(path: str, timeout: float) -> socket.socket | None:
 
 @contextlib.contextmanager
 def watching(directory: str) -> Iterator[int]:
-    """An inotify descriptor that becomes readable when a file is renamed into the directory."""
+    """Give an inotify descriptor, readable when a file was renamed into the directory."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO) < 0:
@@ -155,7 +159,7 @@ def watching(directory: str) -> Iterator[int]:
 
 
 def _close_in_child() -> None:
-    """A forked child must not make its parent's name look alive after the parent's death."""
+    """Close inherited sockets: they would make the name look served after the parent's death."""
     for listener in list(_listeners):
         listener.close()
 

@@ -1,4 +1,4 @@
-"""How far a streamed payload has come: what a peer may announce, and who is woken by it."""
+"""The progress of a streamed payload: what a peer may announce, and which futures it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from omni_kvlink import KVLinkError, PeerLostError, WireError
-from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.connectors.protocol.get_table import Progress
 
 ONE = (b"1234",)
 
@@ -36,7 +36,7 @@ def test_woken_when_all_tensors_of_a_layer_are_there(progress: Progress) -> None
 
 
 def test_commit_with_a_gap(progress: Progress) -> None:
-    """Who waits for what was never announced is told at once, and so is who asks later."""
+    """Waiting for tensors that were never announced fails at the commit, and at once after it."""
     progress.announce(0, ONE)
     gap = progress.when(range(2))
     progress.commit()
@@ -47,25 +47,25 @@ def test_commit_with_a_gap(progress: Progress) -> None:
 
 
 @pytest.mark.parametrize("first", ["end", "commit"])
-def test_the_first_end_counts(progress: Progress, first: str) -> None:
+def test_only_the_first_ending_counts(progress: Progress, first: str) -> None:
     progress.announce(0, ONE)
     waiting = progress.when(range(2))
     if first == "commit":
         progress.commit()
-    progress.end(PeerLostError("gone"))
+    progress.fail(PeerLostError("gone"))
     progress.commit()
-    progress.end(KVLinkError("later"))
+    progress.fail(KVLinkError("later"))
     there = first == "commit"
     assert state(progress.whole) == ("there" if there else "PeerLostError")
     assert state(waiting) == ("WireError" if there else "PeerLostError")
     assert state(progress.when(range(1))) == ("there" if there else "PeerLostError")
 
 
-def test_forgotten_futures_are_not_ended(progress: Progress) -> None:
+def test_cancelled_futures_are_not_ended(progress: Progress) -> None:
     future = progress.when(range(1))
-    progress.forget(future)
+    progress.cancel(future)
     progress.announce(0, ONE)
-    progress.end(KVLinkError("over"))
+    progress.fail(KVLinkError("over"))
     assert state(future) == "waiting"
 
 

@@ -1,4 +1,4 @@
-"""A slot says that it is committed only when it is, and only for its own epoch."""
+"""The commit word of a slot: set after the payload is written, for its own epoch only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.slot import SLOT, holds
+from omni_kvlink.connectors.protocol.messages import SLOT, holds
 from omni_kvlink.connectors.registry import backend
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -22,14 +22,14 @@ _numbers = itertools.count()
 
 
 class Watching(TorchCopier):
-    """Remembers whether any epoch was committed while the payload was being written."""
+    """A copier that records whether any epoch was committed while the payload was written."""
 
     def __init__(self) -> None:
         self.seen: list[bool] = []
         self.slots: list[Region] = []
 
     def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         slot = Region(region.address - SLOT, SLOT + region.nbytes, region.owner)
         self.seen += [holds(slot, epoch, manifest.nbytes, committed=True) for epoch in range(20)]

@@ -8,7 +8,6 @@ from transfer_table_fixtures import HERE, Bench, offer
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol import transfer_table as module
 from omni_kvlink.connectors.protocol.messages import Failed, Status
-from omni_kvlink.connectors.protocol.transfer import TransferState
 from omni_kvlink.connectors.protocol.transfer_table import TOMBSTONE_SECONDS
 
 
@@ -21,20 +20,20 @@ def test_expiry(bench: Bench) -> None:
     bench.put("late", expires=20.0)
     transfer = bench.put("k", expires=10.0)
     assert bench.transfers.tick(9.9) == 10.0
-    assert transfer.state is TransferState.COMMITTED
+    assert transfer.state.value == "committed"
     assert bench.transfers.tick(10.0) == 20.0
-    assert transfer.state is TransferState.EXPIRED
+    assert transfer.state.value == "expired"
     bench.request("a", 1, "k", 11.0)
-    ((_, failed),) = bench.heard()
+    ((_, failed),) = bench.sent_messages()
     assert isinstance(failed, Failed)
     assert failed.ending == "expired"
 
 
-def test_expiry_spares_who_reads(bench: Bench) -> None:
+def test_expiry_does_not_free_what_is_read(bench: Bench) -> None:
     transfer = bench.put("k", readers=2, expires=10.0)
     bench.request("a", 1, "k")
     bench.transfers.tick(10.0)
-    assert transfer.state is TransferState.EXPIRED
+    assert transfer.state.value == "expired"
     assert bench.freed == [], "freed under a reader"
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
@@ -44,28 +43,30 @@ def test_fully_leased_does_not_expire(bench: Bench) -> None:
     transfer = bench.put("k", expires=10.0)
     bench.request("a", 1, "k")
     assert bench.transfers.tick(99.0) == float("inf")
-    assert transfer.state is TransferState.LEASED
-    bench.transfers.lost("a")
+    assert transfer.state.value == "leased"
+    bench.transfers.on_peer_lost("a")
     bench.transfers.tick(99.0)
-    assert transfer.state is TransferState.EXPIRED
+    assert transfer.state.value == "expired"
 
 
-def test_tombstone_answers_until_it_is_old(bench: Bench) -> None:
+def test_tombstone_answers_until_it_expires(bench: Bench) -> None:
     bench.request("a", 1, "k")
     bench.transfers.fail("k", "why", "failed", 0.0)
-    assert bench.heard() == [("a", Failed(1, "why", "failed"))]
+    assert bench.sent_messages() == [("a", Failed(1, "why", "failed"))]
     bench.request("a", 2, "k", 1.0)
-    assert bench.heard() == [("a", Failed(2, "why", "failed"))]
+    assert bench.sent_messages() == [("a", Failed(2, "why", "failed"))]
     bench.transfers.tick(TOMBSTONE_SECONDS)
     bench.request("a", 3, "k", TOMBSTONE_SECONDS)
-    assert bench.heard() == []
+    assert bench.sent_messages() == []
 
 
 def test_tombstone_ends_with_the_next_put(bench: Bench) -> None:
     bench.transfers.fail("k", "why", "failed", 0.0)
     bench.transfers.reserve("k")
     bench.request("a", 1, "k", 1.0)
-    assert bench.heard() == [("a", Status(1, "announced, the producer is still writing it"))]
+    assert bench.sent_messages() == [
+        ("a", Status(1, "announced, the producer is still writing it"))
+    ]
 
 
 def test_tombstones_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,23 +75,25 @@ def test_tombstones_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
         bench.transfers.fail(f"k{number}", "why", "failed", float(number))
     for number in range(5):
         bench.request("a", number, f"k{number}", 5.0)
-    assert [said.get_id for _, said in bench.heard() if isinstance(said, Failed)] == [2, 3, 4]
+    assert [
+        message.get_id for _, message in bench.sent_messages() if isinstance(message, Failed)
+    ] == [2, 3, 4]
 
 
-def test_wants_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WANTS", 3)
+def test_waiting_gets_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
     for number in range(5):
         bench.request("a", number, "same")
-    assert [type(said) for _, said in bench.heard()] == [Failed, Failed]
+    assert [type(message) for _, message in bench.sent_messages()] == [Failed, Failed]
     for number in range(5):
         bench.request("b", number, f"k{number}")
-    assert [type(said) for _, said in bench.heard()] == [Failed, Failed, Failed]
+    assert [type(message) for _, message in bench.sent_messages()] == [Failed, Failed, Failed]
 
 
 def test_long_reasons_are_cut(bench: Bench) -> None:
     bench.transfers.fail("k", "x" * 10_000, "failed", 0.0)
     bench.request("a", 1, "k", 0.0)
-    ((_, failed),) = bench.heard()
+    ((_, failed),) = bench.sent_messages()
     assert isinstance(failed, Failed)
     assert len(failed.reason) == 4096
 
@@ -99,25 +102,25 @@ def test_fail_while_leased(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
     bench.request("a", 1, "k")
     bench.transfers.fail("k", "why", "failed", 0.0)
-    assert transfer.settled.is_set()
+    assert transfer.done.is_set()
     assert bench.freed == []
     again = bench.put("k")
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
-    assert again.state is TransferState.COMMITTED
+    assert again.state.value == "committed"
 
 
-def test_late_rejection_spares_the_next_payload_of_the_key(bench: Bench) -> None:
+def test_late_rejection_does_not_fail_the_next_payload_of_the_key(bench: Bench) -> None:
     first = bench.put("k")
     bench.request("a", 1, "k")
     bench.transfers.fail("k", "why", "failed", 0.0)
     second = bench.put("k")
     bench.release("a", 1, first, "rejected")
-    assert second.state is TransferState.COMMITTED
+    assert second.state.value == "committed"
     assert bench.transfers.stats()["failed"] == 1, "counted twice"
-    bench.heard()
+    bench.sent_messages()
     bench.request("b", 1, "k", 1.0)
-    assert bench.heard() == [("b", offer(1, second))]
+    assert bench.sent_messages() == [("b", offer(1, second))]
     assert bench.freed == [first]
 
 
@@ -125,12 +128,12 @@ def test_rejection_fails_it_for_all(bench: Bench) -> None:
     transfer = bench.put("k", readers=3)
     for peer in "ab":
         bench.request(peer, 1, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.release("a", 1, transfer, "rejected")
-    assert transfer.state is TransferState.FAILED
+    assert transfer.state.value == "failed"
     assert transfer.reason == "a reader rejected it: bad"
     bench.request("c", 1, "k", 1.0)
-    ((_, failed),) = bench.heard()
+    ((_, failed),) = bench.sent_messages()
     assert isinstance(failed, Failed)
     assert bench.freed == []
     bench.release("b", 1, transfer)
@@ -138,26 +141,26 @@ def test_rejection_fails_it_for_all(bench: Bench) -> None:
 
 
 def test_abort_while_it_is_written(bench: Bench) -> None:
-    """The writer still owns the memory; its commit is refused, its discard frees."""
+    """The writer still owns the memory: its commit raises, its abort frees the memory."""
     transfer = bench.transfers.reserve("k")
     bench.transfers.fail("k", "the user left", "aborted", 0.0)
     assert bench.freed == []
     successor = bench.transfers.reserve("k")
     with pytest.raises(TransferFailed, match="the user left"):
         bench.transfers.commit(transfer, HERE, 1, 10.0)
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == [transfer]
     bench.transfers.commit(successor, HERE, 1, 10.0)
-    assert successor.state is TransferState.COMMITTED
+    assert successor.state.value == "committed"
 
 
-def test_discarded_reservation(bench: Bench) -> None:
+def test_aborted_reservation(bench: Bench) -> None:
     bench.request("a", 1, "k")
     transfer = bench.transfers.reserve("k")
-    bench.transfers.discard(transfer)
-    bench.heard()
+    bench.transfers.abort(transfer)
+    bench.sent_messages()
     again = bench.put("k")
-    assert bench.heard()[-1] == ("a", offer(1, again))
+    assert bench.sent_messages()[-1] == ("a", offer(1, again))
 
 
 @pytest.mark.parametrize("state", ["reserved", "committed", "leased"])
@@ -172,21 +175,24 @@ def test_duplicate_key(bench: Bench, state: str) -> None:
         bench.transfers.reserve("k")
 
 
-def test_close_answers_everyone(bench: Bench) -> None:
+def test_close_answers_every_get(bench: Bench) -> None:
     committed, leased = bench.put("c"), bench.put("l")
     reserved = bench.transfers.reserve("r")
     bench.request("a", 1, "l")
     bench.request("a", 2, "w")
     bench.request("b", 3, "r")
-    bench.heard()
-    bench.transfers.close("good-bye")
-    said = sorted(bench.heard(), key=repr)
-    assert said == [("a", Failed(2, "good-bye", "closed")), ("b", Failed(3, "good-bye", "closed"))]
+    bench.sent_messages()
+    bench.transfers.close("closed")
+    message = sorted(bench.sent_messages(), key=repr)
+    assert message == [
+        ("a", Failed(2, "closed", "closed")),
+        ("b", Failed(3, "closed", "closed")),
+    ]
     for transfer in (committed, leased, reserved):
-        assert transfer.state is TransferState.FAILED
-        assert transfer.settled.is_set()
+        assert transfer.state.value == "failed"
+        assert transfer.done.is_set()
     assert bench.freed == [committed]
-    bench.transfers.lost("a")
-    bench.transfers.discard(reserved)
+    bench.transfers.on_peer_lost("a")
+    bench.transfers.abort(reserved)
     assert bench.freed == [committed, leased, reserved]
     assert bench.transfers.stats()["live"] == 0

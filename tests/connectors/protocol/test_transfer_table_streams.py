@@ -1,4 +1,4 @@
-"""The producer's state machine for payloads that are written while they are read, by hand."""
+"""The producer's state machine with payloads that are read while they are written."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import pytest
 from transfer_table_fixtures import HERE, Bench
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
-from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer, Status
-from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
+from omni_kvlink.connectors.protocol.messages import Committed, Ending, Failed, Layer, Offer, Status
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 K, V = (b"\1\2\3\4", b"\5\6\7\10"), (b"abcd", b"efgh")
 DRAFT = 512
 
 
 class StreamBench(Bench):
-    """The same with streams."""
+    """A `Bench` with streams."""
 
     def begin(self, key: str = "k", readers: int = 1) -> Transfer:
         transfer = self.transfers.reserve(key)
-        self.transfers.begin(transfer, HERE, DRAFT, readers)
+        self.transfers.begin_stream(transfer, HERE, DRAFT, readers)
         return transfer
 
     def follow(self, peer: str, number: int, key: str = "k") -> None:
-        """Want the layers as they come."""
-        self.transfers.request(peer, number, key, 0.0, streamed=True)
+        """Request the payload as a stream."""
+        self.transfers.on_get(peer, number, key, 0.0, streamed=True)
 
     def commit(self, transfer: Transfer, expires: float = 100.0) -> None:
-        self.transfers.commit(transfer, HERE, 99, expires)  # `begin` said how many readers
+        self.transfers.commit(transfer, HERE, 99, expires)  # `begin_stream` set the readers
 
     def failures(self) -> list[tuple[str, int, str]]:
         return [
-            (peer, said.get_id, said.reason)
-            for peer, said in self.heard()
-            if isinstance(said, Failed)
+            (peer, message.get_id, message.reason)
+            for peer, message in self.sent_messages()
+            if isinstance(message, Failed)
         ]
 
 
@@ -48,33 +48,33 @@ def draft(number: int, transfer: Transfer) -> Offer:
 def test_from_beginning_to_end(bench: StreamBench) -> None:
     bench.follow("a", 1)
     transfer = bench.begin()
-    assert transfer.state is TransferState.STREAMING
+    assert transfer.state.value == "streaming"
     bench.transfers.announce(transfer, 0, K)
     bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("a", draft(1, transfer)),
         ("a", Layer(1, 0, K)),
         ("a", Layer(1, 2, V)),
         ("a", Committed(1)),
     ]
-    assert transfer.state is TransferState.LEASED
+    assert transfer.state.value == "leased"
     bench.release("a", 1, transfer)
-    assert transfer.state is TransferState.RELEASED
-    assert transfer.settled.is_set()
+    assert transfer.state.value == "released"
+    assert transfer.done.is_set()
     assert bench.freed == [transfer]
 
 
-def test_late_reader_hears_the_earlier_layers_first(bench: StreamBench) -> None:
+def test_late_reader_is_sent_the_earlier_layers_first(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.transfers.announce(transfer, 2, V)
-    bench.heard()
+    bench.sent_messages()
     bench.follow("b", 7)
-    assert bench.heard() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
+    assert bench.sent_messages() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
     bench.transfers.announce(transfer, 0, K)
-    assert sorted(bench.heard(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
+    assert sorted(bench.sent_messages(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
 
 
 def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
@@ -82,13 +82,13 @@ def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
     bench.request("a", 1, "k")
     bench.follow("b", 2)
     bench.transfers.announce(transfer, 0, K)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("b", draft(2, transfer)),
         ("b", Layer(2, 0, K)),
     ]
     bench.commit(transfer)
-    assert bench.heard() == [
+    assert bench.sent_messages() == [
         ("b", Committed(2)),
         ("a", Offer(1, transfer.epoch, HERE)),
     ]
@@ -100,9 +100,9 @@ def test_a_reader_of_layers_takes_a_whole_payload(bench: StreamBench) -> None:
     stream = bench.begin("s")
     bench.transfers.announce(stream, 0, K)
     bench.commit(stream)
-    bench.heard()
+    bench.sent_messages()
     bench.follow("b", 2, "s")
-    assert bench.heard() == [("b", Offer(2, stream.epoch, HERE))]
+    assert bench.sent_messages() == [("b", Offer(2, stream.epoch, HERE))]
     bench.release("a", 1, transfer)
 
 
@@ -113,49 +113,51 @@ def test_no_more_readers_than_declared(bench: StreamBench) -> None:
     bench.request("c", 3, "k")
     bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
-    assert [peer for peer, said in bench.heard() if not isinstance(said, Status)] == ["a"] * 3
+    assert [peer for peer, message in bench.sent_messages() if not isinstance(message, Status)] == [
+        "a"
+    ] * 3
     assert bench.transfers.stats()["waiting"] == 2
 
 
-@pytest.mark.parametrize("how", ["unread", "lost", "strand"])
-def test_a_reader_that_is_lost_half_way_is_replaced(bench: StreamBench, how: str) -> None:
-    """The next one has the earlier layers too, while the writer goes on."""
+@pytest.mark.parametrize("how", ["unread", "lost", "disconnect"])
+def test_a_reader_that_is_lost_amid_a_stream_is_replaced(bench: StreamBench, how: str) -> None:
+    """The next reader gets the earlier layers, too, and the writer goes on."""
     transfer = bench.begin()
     bench.follow("a", 1)
     bench.request("w", 4, "k")
     bench.transfers.announce(transfer, 0, K)
     bench.follow("b", 2)
-    bench.heard()
+    bench.sent_messages()
     if how == "unread":
         bench.release("a", 1, transfer, "unread")
     elif how == "lost":
-        bench.transfers.lost("a")
+        bench.transfers.on_peer_lost("a")
     else:
-        assert bench.transfers.detach("a")
-    assert bench.heard() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
-    assert transfer.state is TransferState.STREAMING
+        assert bench.transfers.on_disconnect("a")
+    assert bench.sent_messages() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
+    assert transfer.state.value == "streaming"
     assert bench.transfers.stats()["redelivered"] == 1
     bench.transfers.announce(transfer, 2, V)
     bench.commit(transfer)
-    assert bench.heard() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
+    assert bench.sent_messages() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
     bench.release("b", 2, transfer)
-    assert transfer.state is TransferState.RELEASED
-    assert bench.freed == ([] if how == "strand" else [transfer])
-    bench.transfers.lost("a")
+    assert transfer.state.value == "released"
+    assert bench.freed == ([] if how == "disconnect" else [transfer])
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 
 
 def test_the_last_reader_is_lost_and_the_stream_goes_on(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     bench.transfers.announce(transfer, 0, K)
-    assert transfer.state is TransferState.STREAMING
+    assert transfer.state.value == "streaming"
     bench.commit(transfer, expires=10.0)
-    assert transfer.state is TransferState.COMMITTED
+    assert transfer.state.value == "committed"
     assert bench.transfers.tick(5.0) == 10.0
     bench.transfers.tick(10.0)
-    assert transfer.state is TransferState.EXPIRED
+    assert transfer.state.value == "expired"
     assert bench.freed == [transfer]
 
 
@@ -165,18 +167,18 @@ def test_no_time_to_live_before_the_commit(bench: StreamBench) -> None:
     assert bench.transfers.stats()["expired"] == 0
 
 
-def test_commit_with_nobody_left(bench: StreamBench) -> None:
-    """Every declared reader had enough before the end: it is released, and freed."""
+def test_commit_after_every_reader_released(bench: StreamBench) -> None:
+    """Every declared reader released before the commit: the payload is released and freed."""
     transfer = bench.begin(readers=2)
     for number, peer in enumerate("ab"):
         bench.follow(peer, number)
         bench.release(peer, number, transfer)
-    assert transfer.state is TransferState.STREAMING
-    assert not transfer.settled.is_set()
+    assert transfer.state.value == "streaming"
+    assert not transfer.done.is_set()
     assert bench.freed == []
     bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
-    assert transfer.state is TransferState.RELEASED
+    assert transfer.state.value == "released"
     assert bench.freed == [transfer]
     assert bench.transfers.stats()["live"] == 0
 
@@ -186,10 +188,10 @@ def test_commit_with_one_reader_missing(bench: StreamBench) -> None:
     bench.follow("a", 1)
     bench.release("a", 1, transfer)
     bench.commit(transfer)
-    assert transfer.state is TransferState.COMMITTED
+    assert transfer.state.value == "committed"
     bench.request("b", 2, "k")
     bench.release("b", 2, transfer)
-    assert transfer.state is TransferState.RELEASED
+    assert transfer.state.value == "released"
 
 
 def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
@@ -197,11 +199,11 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     bench.follow("a", 1)
     bench.follow("b", 2)
     bench.request("c", 3, "k")
-    bench.heard()
+    bench.sent_messages()
     bench.release("a", 1, transfer, "rejected")
     why = "a reader rejected it: bad"
     assert sorted(bench.failures()) == [("a", 1, why), ("b", 2, why), ("c", 3, why)]
-    assert transfer.state is TransferState.FAILED
+    assert transfer.state.value == "failed"
     for call in (
         lambda: bench.transfers.announce(transfer, 0, K),
         lambda: bench.commit(transfer),
@@ -212,83 +214,83 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     assert bench.failures() == [("d", 4, why)]
     bench.release("b", 2, transfer)
     assert bench.freed == [], "freed under the writer"
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == [transfer]
 
 
 @pytest.mark.parametrize("ending", ["failed", "aborted"])
-def test_who_reads_a_stream_is_told_of_its_failure(bench: StreamBench, ending: str) -> None:
+def test_readers_of_a_stream_are_told_of_its_failure(bench: StreamBench, ending: Ending) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.request("b", 2, "k")
-    bench.heard()
-    bench.transfers.fail("k", "why", ending, 0.0)  # type: ignore[arg-type]
+    bench.sent_messages()
+    bench.transfers.fail("k", "why", ending, 0.0)
     assert sorted(bench.failures()) == [("a", 1, "why"), ("b", 2, "why")]
-    bench.transfers.discard(transfer)
+    bench.transfers.abort(transfer)
     assert bench.freed == [], "freed under a reader"
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
     assert bench.transfers.stats()["failed"] == 1
 
 
-def test_who_reads_what_was_committed_is_not_told(bench: StreamBench) -> None:
-    """It is whole, and theirs, whatever becomes of it."""
+def test_readers_of_a_committed_stream_are_not_told(bench: StreamBench) -> None:
+    """A committed payload stays with its readers."""
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.commit(transfer)
-    bench.heard()
+    bench.sent_messages()
     bench.transfers.fail("k", "why", "failed", 0.0)
     assert bench.failures() == []
 
 
-def test_discard_of_a_stream(bench: StreamBench) -> None:
+def test_abort_of_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin()
     bench.follow("a", 1)
-    bench.heard()
-    bench.transfers.discard(transfer)
+    bench.sent_messages()
+    bench.transfers.abort(transfer)
     assert bench.failures() == [("a", 1, "its producer gave it up")]
-    assert transfer.state is TransferState.FAILED
-    bench.transfers.discard(transfer)
+    assert transfer.state.value == "failed"
+    bench.transfers.abort(transfer)
     assert bench.freed == []
-    bench.transfers.lost("a")
+    bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_giving_up_tells_everyone_why(bench: StreamBench, begun: bool) -> None:
+def test_abort_with_a_reason_fails_every_get(bench: StreamBench, begun: bool) -> None:
     bench.request("a", 1, "k")
     transfer = bench.begin() if begun else bench.transfers.reserve("k")
-    bench.transfers.give_up(transfer, "no layer 3", 0.0)
+    bench.transfers.abort(transfer, "no layer 3", 0.0)
     bench.follow("b", 2)
     assert bench.failures() == [("a", 1, "no layer 3"), ("b", 2, "no layer 3")]
-    assert transfer.state is TransferState.FAILED
+    assert transfer.state.value == "failed"
     assert transfer.reason == "no layer 3"
     assert bench.freed == [transfer]
 
 
-def test_giving_up_too_late_spares_the_next_payload(bench: StreamBench) -> None:
+def test_late_abort_does_not_fail_the_next_payload(bench: StreamBench) -> None:
     first = bench.begin()
     bench.transfers.fail("k", "aborted", "aborted", 0.0)
     second = bench.begin()
     bench.follow("a", 1)
-    bench.heard()
-    bench.transfers.give_up(first, "too late", 1.0)
+    bench.sent_messages()
+    bench.transfers.abort(first, "too late", 1.0)
     assert bench.failures() == []
-    assert second.state is TransferState.STREAMING
+    assert second.state.value == "streaming"
     assert bench.freed == [first]
     bench.commit(second)
-    bench.transfers.give_up(second, "after the commit", 2.0)
-    assert second.state is TransferState.LEASED
+    bench.transfers.abort(second, "after the commit", 2.0)
+    assert second.state.value == "leased"
 
 
-def test_close_tells_who_reads_a_stream(bench: StreamBench) -> None:
+def test_close_fails_the_readers_of_a_stream(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.request("b", 2, "k")
-    bench.heard()
-    bench.transfers.close("good-bye")
-    assert sorted(bench.failures()) == [("a", 1, "good-bye"), ("b", 2, "good-bye")]
-    bench.transfers.discard(transfer)
+    bench.sent_messages()
+    bench.transfers.close("closed")
+    assert sorted(bench.failures()) == [("a", 1, "closed"), ("b", 2, "closed")]
+    bench.transfers.abort(transfer)
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]
 
@@ -299,53 +301,53 @@ def test_duplicate_key_of_a_stream(bench: StreamBench) -> None:
         bench.transfers.reserve("k")
 
 
-@pytest.mark.parametrize("last", ["reader", "engine", "stranded"])
-def test_lent_memory_waits_for_the_last_of_all(bench: StreamBench, last: str) -> None:
+@pytest.mark.parametrize("last", ["reader", "engine", "disconnected"])
+def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) -> None:
     transfer = bench.transfers.reserve("k")
     bench.transfers.lend(transfer)
     bench.transfers.commit(transfer, HERE, 1, 100.0)
     bench.request("a", 1, "k")
-    if last == "stranded":
-        bench.transfers.detach("a")
+    if last == "disconnected":
+        bench.transfers.on_disconnect("a")
         bench.transfers.fail("k", "why", "failed", 0.0)
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
         assert bench.freed == []
-        bench.transfers.lost("a")
+        bench.transfers.on_peer_lost("a")
     elif last == "reader":
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
         assert bench.freed == []
         bench.release("a", 1, transfer)
     else:
         bench.release("a", 1, transfer)
-        assert transfer.state is TransferState.RELEASED
-        assert transfer.settled.is_set()
+        assert transfer.state.value == "released"
+        assert transfer.done.is_set()
         assert bench.freed == []
-        bench.transfers.give_back(transfer)
+        bench.transfers.on_lent_released(transfer)
     assert bench.freed == [transfer]
 
 
-@pytest.mark.parametrize("end", ["discard", "abort", "close", "expiry"])
+@pytest.mark.parametrize("end", ["abort", "fail", "close", "expiry"])
 def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
     transfer = bench.transfers.reserve("k")
     bench.transfers.lend(transfer)
     if end == "expiry":
         bench.transfers.commit(transfer, HERE, 1, 10.0)
         bench.transfers.tick(10.0)
-    elif end == "abort":
+    elif end == "fail":
         bench.transfers.fail("k", "why", "aborted", 0.0)
     elif end == "close":
-        bench.transfers.close("good-bye")
-    bench.transfers.discard(transfer)
+        bench.transfers.close("closed")
+    bench.transfers.abort(transfer)
     assert bench.freed == []
-    bench.transfers.give_back(transfer)
+    bench.transfers.on_lent_released(transfer)
     assert bench.freed == [transfer]
 
 
-def test_lent_memory_given_back_early(bench: StreamBench) -> None:
+def test_lent_memory_released_early(bench: StreamBench) -> None:
     """The engine dropped its tensors before the put: nothing is freed under the writer."""
     transfer = bench.transfers.reserve("k")
     bench.transfers.lend(transfer)
-    bench.transfers.give_back(transfer)
+    bench.transfers.on_lent_released(transfer)
     assert bench.freed == []
     bench.transfers.commit(transfer, HERE, 1, 100.0)
     bench.request("a", 1, "k")

@@ -1,24 +1,23 @@
-"""An exchange driven by hand: a clock of our own, every message recorded."""
+"""A transfer table driven by hand: the clock is an argument, every message is recorded."""
 
 from __future__ import annotations
 
-from omni_kvlink.connectors.protocol.messages import Location, Message, Offer
-from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.protocol.messages import Location, Message, Offer, Outcome
+from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
 
 HERE = Location(0, 4096, 100)
 
 
 class Bench:
-    """An exchange, what it said to whom, and what it freed."""
+    """A transfer table, the messages it sent to each peer, and what it freed."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, Message]] = []
+        self._sent: list[tuple[str, Message]] = []
         self.freed: list[Transfer] = []
         self.transfers = TransferTable(self._send, self.freed.append)
 
     def _send(self, peer: object, message: Message) -> None:
-        self.said.append((str(peer), message))
+        self._sent.append((str(peer), message))
 
     def put(self, key: str, readers: int = 1, expires: float = 100.0) -> Transfer:
         transfer = self.transfers.reserve(key)
@@ -26,19 +25,25 @@ class Bench:
         return transfer
 
     def request(self, peer: str, number: int, key: str, now: float = 0.0) -> None:
-        self.transfers.request(peer, number, key, now)
+        self.transfers.on_get(peer, number, key, now)
 
     def release(
-        self, peer: str, number: int, transfer: Transfer, outcome: str = "read", now: float = 0.0
+        self,
+        peer: str,
+        number: int,
+        transfer: Transfer,
+        outcome: Outcome = "read",
+        now: float = 0.0,
     ) -> None:
-        self.transfers.release(peer, number, transfer.epoch, outcome, "bad", now)  # type: ignore[arg-type]
+        self.transfers.on_release(peer, number, transfer.epoch, outcome, "bad", now)
 
-    def heard(self) -> list[tuple[str, Message]]:
-        said, self.said = self.said, []
-        return said
+    def sent_messages(self) -> list[tuple[str, Message]]:
+        """The messages since the last call, each with its peer."""
+        sent, self._sent = self._sent, []
+        return sent
 
     def offers(self) -> list[tuple[str, Message]]:
-        return [said for said in self.heard() if isinstance(said[1], Offer)]
+        return [sent for sent in self.sent_messages() if isinstance(sent[1], Offer)]
 
 
 def offer(number: int, transfer: Transfer) -> Offer:

@@ -1,4 +1,4 @@
-"""Bytes of a large payload leave while it is being copied, where they must travel."""
+"""Bytes of a large payload are sent while it is still being copied, where they must be sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = Recipe("k", layers=9, tokens=100)
 
 
 class Halting(TorchCopier):
-    """Fails, or waits until the reader has something, before the third tensors."""
+    """A copier that fails, or waits until the reader has a lease, before the third gather."""
 
     def __init__(self, producer: KVLink, error: Exception | None):
         self._producer, self._error, self._calls = producer, error, 0
@@ -71,7 +71,7 @@ def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
     receipt.wait(timeout=5)
 
 
-def test_a_put_that_breaks_off_is_heard_of(producer: KVLink, reader: Remote) -> None:
+def test_a_put_that_fails_is_reported(producer: KVLink, reader: Remote) -> None:
     """In milliseconds, and the key can be put again."""
     halt(producer, MemoryError("no more"))
     get = reader.ask("get", key="k", timeout=PATIENCE)
@@ -84,11 +84,11 @@ def test_a_put_that_breaks_off_is_heard_of(producer: KVLink, reader: Remote) -> 
     receipt.wait(timeout=5)
 
 
-def test_nobody_waits_so_nothing_is_announced(
+def test_nothing_is_announced_without_a_waiting_get(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: Remote
 ) -> None:
     begun = list[object]()
-    monkeypatch.setattr(TransferTable, "begin", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))
     producer.put(RECIPE.make())
     assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
     assert not begun

@@ -1,4 +1,4 @@
-"""The loop sleeps until something is due: a call, a descriptor, a deadline."""
+"""The event loop sleeps until a call, a descriptor or a deadline is due."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_call_runs_in_the_loop() -> None:
     loop, done, where = EventLoop("t"), threading.Event(), list[bool]()
-    loop.call(lambda: (where.append(loop.is_own_thread), done.set()))  # type: ignore[func-returns-value]
+    loop.call(lambda: (where.append(loop.is_own_thread), done.set()))  # type: ignore[func-returns-value, arg-type]
     assert done.wait(5)
     assert where == [True]
     assert not loop.is_own_thread
-    loop.stop()
+    loop.close()
 
 
-def test_calls_run_in_order_and_before_the_stop() -> None:
+def test_calls_run_in_order_and_before_the_close() -> None:
     loop, seen = EventLoop("t"), list[int]()
     for number in range(1000):
         loop.call(lambda number=number: seen.append(number))  # type: ignore[misc]
-    loop.stop()
+    loop.close()
     assert seen == list(range(1000))
 
 
-def test_stop_from_inside_and_twice() -> None:
+def test_close_from_inside_and_twice() -> None:
     loop, done = EventLoop("t"), threading.Event()
-    loop.call(lambda: (loop.stop(), done.set()))  # type: ignore[func-returns-value]
+    loop.call(lambda: (loop.close(), done.set()))  # type: ignore[func-returns-value, arg-type]
     assert done.wait(5)
-    loop.stop()
-    loop.stop()
+    loop.close()
+    loop.close()
     loop.call(done.clear)  # too late, and harmless
     assert done.is_set()
 
@@ -64,11 +64,11 @@ def test_watch_and_unwatch(pipe: tuple[int, int]) -> None:
     assert seen.wait(5)
     seen.clear()
     quiet = threading.Event()
-    loop.call(lambda: (loop.unwatch(pipe[0]), loop.unwatch(pipe[0]), quiet.set()))  # type: ignore[func-returns-value]
+    loop.call(lambda: (loop.unwatch(pipe[0]), loop.unwatch(pipe[0]), quiet.set()))  # type: ignore[func-returns-value, arg-type]
     assert quiet.wait(5)
     os.write(pipe[1], b"x")
     assert not seen.wait(0.05)
-    loop.stop()
+    loop.close()
 
 
 def test_tick_runs_when_it_is_due() -> None:
@@ -85,13 +85,13 @@ def test_tick_runs_when_it_is_due() -> None:
 
     loop = EventLoop("t", tick)
     when = due[0] = time.monotonic() + 0.1
-    loop.remind(when)
+    loop.tick_by(when)
     assert done.wait(5)
     assert when <= ran[0] < when + SLACK
-    loop.stop()
+    loop.close()
 
 
-def test_tick_is_not_called_in_vain() -> None:
+def test_tick_is_not_called_too_early() -> None:
     ticks: list[float] = []
 
     def tick(now: float) -> float:
@@ -99,10 +99,10 @@ def test_tick_is_not_called_in_vain() -> None:
         return now + 3600
 
     loop = EventLoop("t", tick)
-    loop.remind(time.monotonic() + 7200)
+    loop.tick_by(time.monotonic() + 7200)
     time.sleep(0.1)
     assert len(ticks) <= 2
-    loop.stop()
+    loop.close()
 
 
 @pytest.mark.parametrize("far", [1e7, 1e10, 1e300, float("inf")])
@@ -113,31 +113,33 @@ def test_far_deadlines_do_not_break_it(far: float) -> None:
     time.sleep(0.02)
     loop.call(done.set)
     assert done.wait(5), crashes
-    loop.stop()
+    loop.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_crash_is_told() -> None:
-    told: list[BaseException] = []
+def test_crash_is_reported() -> None:
+    errors: list[BaseException] = []
     done = threading.Event()
-    loop = EventLoop("t", crashed=lambda error: (told.append(error), done.set()))  # type: ignore[func-returns-value, arg-type]
+    loop = EventLoop("t", crashed=lambda error: (errors.append(error), done.set()))  # type: ignore[func-returns-value, arg-type]
     loop.call(lambda: [][1])
     assert done.wait(5)
-    assert isinstance(told[0], IndexError)
-    loop.stop()
+    assert isinstance(errors[0], IndexError)
+    loop.close()
 
 
 def test_call_from_many_threads() -> None:
     loop, seen = EventLoop("t"), list[int]()
-    threads = [
-        threading.Thread(target=lambda: [loop.call(lambda: seen.append(1)) for _ in range(500)])
-        for _ in range(8)
-    ]
+
+    def call_often() -> None:
+        for _ in range(500):
+            loop.call(lambda: seen.append(1))
+
+    threads = [threading.Thread(target=call_often) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    loop.stop()
+    loop.close()
     assert len(seen) == 4000
 
 
@@ -148,22 +150,22 @@ def test_pidfd() -> None:
         os._exit(0)
     fd = readable_pidfd(child)
     loop, done = EventLoop("t"), threading.Event()
-    loop.call(lambda: loop.watch(fd, READ, lambda events: (loop.unwatch(fd), done.set())))  # type: ignore[func-returns-value, arg-type, return-value]
+    loop.call(lambda: loop.watch(fd, READ, lambda events: (loop.unwatch(fd), done.set())))  # type: ignore[func-returns-value, arg-type]
     assert done.wait(5)
     os.waitpid(child, 0)
     assert readable_pidfd(child) == -1
-    loop.stop()
+    loop.close()
     os.close(fd)
 
 
-def test_what_was_called_runs_before_the_process_ends() -> None:
-    """A daemon thread would be stopped wherever it is: a view's last word would be lost."""
+def test_pending_calls_run_before_the_process_ends() -> None:
+    """The loop is a daemon thread: without this the release of a view freed last would be lost."""
     program = (
         "import time\n"
-        "from omni_kvlink.connectors.runtime.event_loop import Loop\n"
-        "loop = Loop('t')\n"
+        "from omni_kvlink.connectors.runtime.event_loop import EventLoop\n"
+        "loop = EventLoop('t')\n"
         "loop.call(lambda: time.sleep(0.2))\n"
-        "loop.call(lambda: print('said', flush=True))\n"
+        "loop.call(lambda: print('done', flush=True))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("said\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -19,7 +19,7 @@ PUTS = 150
 
 
 class Interrupt(Exception):
-    """What a signal handler of the user may raise."""
+    """Raised by the signal handler."""
 
 
 def recipe(number: int) -> Recipe:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -22,30 +23,30 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 @pytest.mark.parametrize("point", ["put.reserved", "put.copied", "put.encoded", "publish.before"])
 def test_producer_killed_before_commit(pooled: Field, start: Start, point: str) -> None:
-    victim = start({point: "kill"})
-    producer, reader = pooled.serve_at(victim), pooled.connect()
+    target = start({point: "kill"})
+    producer, reader = pooled.serve_at(target), pooled.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
     dying = producer.ask("put", recipe=Recipe("k").to_dict())
-    victim.process.wait(PATIENCE)
+    target.process.wait(PATIENCE)
     moment = time.monotonic()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
     assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerGone, lambda: dying.result(PATIENCE))
-    # Nobody answers at that name: the deadline holds.
+    # No producer answers at that name: the timeout is kept.
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
 def test_producer_killed_after_commit(field: Field, start: Start) -> None:
     """The payload that was offered arrives whole, or the reader learns that it will not."""
-    victim = start({"publish.after": "kill"})
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start({"publish.after": "kill"})
+    producer, reader = field.serve_at(target), field.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
     producer.ask("put", recipe=Recipe("k").to_dict())
-    victim.process.wait(PATIENCE)
+    target.process.wait(PATIENCE)
     moment = time.monotonic()
     with contextlib.suppress(PeerLostError):
         assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
@@ -53,13 +54,13 @@ def test_producer_killed_after_commit(field: Field, start: Start) -> None:
 
 
 def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -> None:
-    victim = start()
-    producer, reader = pooled.serve_at(victim), pooled.connect()
+    target = start()
+    producer, reader = pooled.serve_at(target), pooled.connect()
     producer.do("put", recipe=Recipe("k").to_dict())
     waiting = reader.ask("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
@@ -67,18 +68,22 @@ def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -
 
 def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
     """A get issued at the very moment of the death never hangs and never gives wrong bytes."""
-    victim = start()
-    producer, reader = pooled.serve_at(victim), pooled.connect()
+    target = start()
+    producer, reader = pooled.serve_at(target), pooled.connect()
     keys = [f"k{n}" for n in range(40)]
     for key in keys:
         producer.do("put", recipe=Recipe(key).to_dict())
     early = [reader.ask("get", key=key, timeout=1, verify="full") for key in keys[:20]]
-    kill(victim)
+    kill(target)
     late, lasted = list[Future[str]](), list[float]()
+
+    def record(started: float) -> Callable[[Future[str]], None]:
+        return lambda _: lasted.append(time.monotonic() - started)
+
     for key in keys[20:]:
-        asked = time.monotonic()
+        started = time.monotonic()
         late.append(reader.ask("get", key=key, timeout=0.2))
-        late[-1].add_done_callback(lambda _, asked=asked: lasted.append(time.monotonic() - asked))  # type: ignore[misc]
+        late[-1].add_done_callback(record(started))
     for key, get in zip(keys, [*early, *late], strict=True):
         with contextlib.suppress(PeerLostError):
             assert get.result(PATIENCE) == fingerprint(Recipe(key).make())
@@ -87,16 +92,16 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
 
 
 def test_producer_killed_while_leased(field: Field, start: Start) -> None:
-    """What a reader holds stays whole after its producer's death, and can be let go."""
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    """What a reader holds stays whole after its producer's death, and can be released."""
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("put", recipe=Recipe("k").to_dict())
     reader.do("hold", key="k", timeout=5)
     before = field.here.do("look", key="k")
     waiting = reader.ask("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED
     assert field.here.do("look", key="k") == before
@@ -105,16 +110,16 @@ def test_producer_killed_while_leased(field: Field, start: Start) -> None:
 
 def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
     """Killed and started again: the reader that waits has the next payload when it is put."""
-    victim, heir = start(), start()
-    producer, reader = pooled.serve_at(victim), pooled.connect()
+    target, successor = start(), start()
+    producer, reader = pooled.serve_at(target), pooled.connect()
     producer.do("put", recipe=Recipe("old").to_dict())
     reader.do("get", key="old", timeout=5)
     producer.do("put", recipe=Recipe("lost").to_dict())
-    kill(victim)
+    kill(target)
     until(lambda: not reader.do("stats")["connected"], "the reader noticed")
     waiting = reader.ask("get", key="new", timeout=PATIENCE)
     ended = timed(waiting)
-    again = pooled.serve_at(heir)
+    again = pooled.serve_at(successor)
     again.do("put", recipe=Recipe("new", seed=9).to_dict())
     moment = time.monotonic()
     assert waiting.result(PATIENCE) == fingerprint(Recipe("new", seed=9).make())
@@ -127,17 +132,17 @@ def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
 
 
 def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
-    victim = start()
+    target = start()
     producer = pooled.serve()
-    dying, reader = pooled.connect_at(victim), pooled.connect()
+    dying, reader = pooled.connect_at(target), pooled.connect()
     dying.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
 
     def is_noticed() -> bool:
-        stats = producer.stats()  # the reader goes first, then its wants
-        return stats["readers"] == 1 and stats["transfers"]["waiting"] == 0
+        stats = producer.stats()  # the connection is counted first, then its gets
+        return bool(stats["readers"] == 1 and stats["transfers"]["waiting"] == 0)
 
-    kill(victim)
+    kill(target)
     until(is_noticed, "the producer noticed", NOTICED)
     receipt = producer.put(Recipe("k").make())
     assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
@@ -147,22 +152,22 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
 
 @pytest.mark.parametrize("how", ["hold", "open", "get.offered", "get.mapped"])
 def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> None:
-    """What a dead reader had is there for the next one, who may be waiting already."""
-    victim = start({how: "kill"} if "." in how else None)
+    """What a killed reader had is delivered to the next one, which may be waiting already."""
+    target = start({how: "kill"} if "." in how else None)
     producer = field.serve()
-    dying, reader = field.connect_at(victim), field.connect()
+    dying, reader = field.connect_at(target), field.connect()
     receipt = producer.put(Recipe("k").make())
     taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
     if "." in how:
-        victim.process.wait(PATIENCE)
+        target.process.wait(PATIENCE)
         moment = time.monotonic()
     else:
         taken.result(PATIENCE)
         assert receipt.state == "leased"
         waiting = reader.ask("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        moment = kill(victim)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        moment = kill(target)
     if "." in how:
         waiting = reader.ask("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
@@ -173,17 +178,17 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
     until_freed(producer)
 
 
-def test_reader_killed_and_nobody_else_comes(pooled: Field, start: Start) -> None:
-    victim = start()
+def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
+    target = start()
     producer = pooled.serve()
-    dying = pooled.connect_at(victim)
-    holding = dying.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    dying = pooled.connect_at(target)
+    hold = dying.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     receipt = producer.put(Recipe("k").make(), ttl=0.5)
-    holding.result(PATIENCE)
+    hold.result(PATIENCE)
     time.sleep(0.5)  # the time to live passes while it is read, which is no fault
     assert receipt.state == "leased"
-    kill(victim)
+    kill(target)
     expect(TransferFailed, lambda: receipt.wait(timeout=5), within=NOTICED, words=("expired",))
     until_freed(producer)
 
@@ -207,55 +212,55 @@ def test_both_killed(pooled: Field, start: Start) -> None:
 
 
 def test_frozen_producer(pooled: Field, start: Start) -> None:
-    """No call outlives its deadline, and all goes on when it thaws."""
-    victim = start()
-    producer, reader = pooled.serve_at(victim), pooled.connect()
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    """No call outlives its timeout, and the link works on when the producer thaws."""
+    target = start()
+    producer, reader = pooled.serve_at(target), pooled.connect()
+    os.kill(target.process.pid, signal.SIGSTOP)
     expect(TransferTimeout, lambda: reader.do("get", key="k", timeout=0.3), within=0.3 + SLACK)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect("shm://field", timeout=0.3, **pooled.options)
     waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     producer.do("put", recipe=Recipe("k").to_dict())
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
 
 
 def test_frozen_reader(pooled: Field, start: Start) -> None:
-    """What a frozen reader holds is not taken from it; others go on."""
-    victim = start()
+    """What a frozen reader holds is not reused; other readers go on."""
+    target = start()
     producer = pooled.serve()
-    frozen, reader = pooled.connect_at(victim), pooled.connect()
-    holding = frozen.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-    held = producer.put(Recipe("k").make(), ttl=0.2)
-    holding.result(PATIENCE)
-    before = victim.do("look", key="k")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    frozen, reader = pooled.connect_at(target), pooled.connect()
+    hold = frozen.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+    leased = producer.put(Recipe("k").make(), ttl=0.2)
+    hold.result(PATIENCE)
+    before = target.do("look", key="k")
+    os.kill(target.process.pid, signal.SIGSTOP)
     for seed in range(20):
         receipt = producer.put(Recipe("next", seed=seed).make())
         assert reader.do("get", key="next", timeout=5) == fingerprint(
             Recipe("next", seed=seed).make()
         )
         receipt.wait(timeout=5)
-    assert held.state == "leased"
-    os.kill(victim.process.pid, signal.SIGCONT)
-    assert victim.do("look", key="k") == before
-    victim.do("drop", key="k")
-    held.wait(timeout=5)
+    assert leased.state == "leased"
+    os.kill(target.process.pid, signal.SIGCONT)
+    assert target.do("look", key="k") == before
+    target.do("drop", key="k")
+    leased.wait(timeout=5)
     until_freed(producer)
 
 
 def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
-    """A reader that never reads costs a bounded backlog; its wants are answered when it thaws."""
-    victim = start()
+    """A reader that never reads costs a bounded backlog; its gets are answered when it thaws."""
+    target = start()
     producer = pooled.serve()
-    frozen = pooled.connect_at(victim)
-    asked = {n: frozen.ask("get", key=f"k{n}", timeout=PATIENCE) for n in range(300)}
-    until(lambda: producer.stats()["transfers"]["waiting"] == 300, "the wants arrived")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    frozen = pooled.connect_at(target)
+    gets = {n: frozen.ask("get", key=f"k{n}", timeout=PATIENCE) for n in range(300)}
+    until(lambda: producer.stats()["transfers"]["waiting"] == 300, "the gets arrived")
+    os.kill(target.process.pid, signal.SIGSTOP)
     receipts = [producer.put(Recipe(f"k{n}", layers=1).make()) for n in range(300)]
-    os.kill(victim.process.pid, signal.SIGCONT)
-    for n, get in asked.items():
+    os.kill(target.process.pid, signal.SIGCONT)
+    for n, get in gets.items():
         assert get.result(PATIENCE) == fingerprint(Recipe(f"k{n}", layers=1).make())
     for receipt in receipts:
         receipt.wait(timeout=5)
@@ -266,16 +271,16 @@ def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
 
 
 def test_close_with_readers_waiting(field: Field, start: Start) -> None:
-    victim = start()
-    producer, reader = field.serve(), field.connect_at(victim)
+    target = start()
+    producer, reader = field.serve(), field.connect_at(target)
     waiting = [reader.ask("get", key=f"k{n}", timeout=PATIENCE) for n in range(10)]
-    until(lambda: producer.stats()["transfers"]["waiting"] == 10, "the wants arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 10, "the gets arrived")
     producer.close()
     for get in waiting:
         expect(PeerLostError, lambda get=get: get.result(PATIENCE), within=NOTICED)  # type: ignore[misc]
 
 
-def test_close_with_a_directory_gone(pooled: Field) -> None:
+def test_close_with_a_removed_directory(pooled: Field) -> None:
     producer, reader = pooled.serve(), pooled.connect()
     os.rename(pooled.options["directory"], f"{pooled.options['directory']}-gone")
     producer.close()

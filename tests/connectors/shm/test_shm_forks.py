@@ -19,22 +19,22 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
-    """The child may use nothing, its parent is unharmed, and it does not hide a parent's death."""
-    victim = start()
-    producer, reader = pooled.serve_at(victim), pooled.connect()
+    """A child can use nothing of the link, does not harm it, and does not conceal its death."""
+    target = start()
+    producer, reader = pooled.serve_at(target), pooled.connect()
     producer.do("put", recipe=Recipe("k").to_dict())
     answers = producer.do("fork", linger=2 * PATIENCE)
     child = int(answers.pop("pid"))
     assert answers.pop("close") == ""
-    assert answers.pop("get") == "KVLinkError"  # a producer's end has no such verb anywhere
+    assert answers.pop("get") == "KVLinkError"  # a producer has no such method
     assert set(answers.values()) == {"ClosedError"}, answers
     assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
     waiting = reader.ask("get", key="w", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child concealed its parent's death"
     again = pooled.serve()  # the name is free, though the child is still there
     receipt = again.put(Recipe("w").make())
     assert reader.do("get", key="w", timeout=5) == fingerprint(Recipe("w").make())
@@ -43,8 +43,8 @@ def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
 
 
 def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
-    victim = start()
-    producer, reader = pooled.serve(), pooled.connect_at(victim)
+    target = start()
+    producer, reader = pooled.serve(), pooled.connect_at(target)
     other = pooled.connect()
     receipt = producer.put(Recipe("k").make())
     reader.do("hold", key="k", timeout=5)
@@ -55,17 +55,17 @@ def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
     assert set(answers.values()) == {"ClosedError"}, answers
     # Time for a release by the child's copy to arrive.
     expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("leased",))
-    moment = kill(victim)
+    moment = kill(target)
     waiting = other.ask("get", key="k", timeout=PATIENCE)
     ended = timed(waiting)
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
-    assert ended.result(PATIENCE) - moment < NOTICED, "the child hid its parent's death"
+    assert ended.result(PATIENCE) - moment < NOTICED, "the child concealed its parent's death"
     receipt.wait(timeout=5)
     os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
 
 
 def test_death_is_seen_behind_a_copied_socket(pooled: Field) -> None:
-    """A process that some other way of forking left behind holds the connection open."""
+    """A process that was forked without Python's hooks holds the connection open."""
     producer = pooled.serve()
     path = producer.stats()["socket"]
 
@@ -89,7 +89,7 @@ def test_death_is_seen_behind_a_copied_listener(pooled: Field) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"{path}.draft")
         listener.listen()
-        os.rename(f"{path}.draft", path)  # nobody may find it before it listens
+        os.rename(f"{path}.draft", path)  # it must not be found before it listens
         sock, _ = listener.accept()
         sock.recv(65536)
         sock.send(encode(own_hello()))

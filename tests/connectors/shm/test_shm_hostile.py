@@ -27,11 +27,8 @@ def path(sockets: str) -> str:
     return os.path.join(sockets, "name.sock")
 
 
-# What a hostile producer can do to a reader: nothing but fail
-
-
 class Hostile:
-    """A producer that greets well and then answers the first want with what it is told."""
+    """A producer that completes the handshake and then answers the first get as it is told."""
 
     def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
         self._listener = listen(path)
@@ -44,9 +41,9 @@ class Hostile:
         sock, _ = self._listener.accept()
         with sock:
             peer = Raw(sock)
-            peer.handle()
+            peer.receive()
             peer.send(own_hello())
-            get_id, _ = peer.handle()
+            get_id, _ = peer.receive()
             assert isinstance(get_id, Get)
             with contextlib.suppress(BrokenPipeError):
                 self._answer(peer, get_id)
@@ -105,7 +102,7 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "no payload": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 3))), WireError),
     "garbage": (lambda: lambda peer, get_id: peer.send(b"\xff" * 100), WireError),
     "too long": (lambda: lambda peer, get_id: peer.send(b"\xff" * 66_000), WireError),
-    "a want": (lambda: lambda peer, get_id: peer.send(Get(1, "k")), WireError),
+    "a get": (lambda: lambda peer, get_id: peer.send(Get(1, "k")), WireError),
     "nothing": (lambda: lambda peer, get_id: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
 }
 
@@ -127,7 +124,7 @@ def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None
     def answer() -> None:
         sock, _ = listener.accept()
         with sock:
-            Raw(sock).handle()
+            Raw(sock).receive()
             Raw(sock).send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
             Raw(sock).is_dropped()
 

@@ -38,20 +38,20 @@ GOOD = (b"1234", b"5678")
 ARENA = -(-(256 + PLAN.nbytes + len(HEADER)) // 4096) * 4096
 
 
-HANG_UP = "hang up"
+DISCONNECT = "disconnect"
 Step = Callable[[int], Message] | threading.Event | str
-"""A message for a want; something to wait for; or the end."""
+"""A message for a get; an event to wait for; or `DISCONNECT`."""
 
 
 class Answer:
-    """Offer a draft, say what else there is to say, and keep what the reader answers."""
+    """Offers a draft, takes the steps that follow, and keeps what the reader answers."""
 
-    def __init__(self, *said: Step, draft: int = len(HEADER), **other: Any):
-        self._said, self._draft = said, draft
+    def __init__(self, *steps: Step, draft: int = len(HEADER), **other: Any):
+        self._steps, self._draft = steps, draft
         self._header = other.get("header", HEADER)
         self._arena = other.get("arena", ARENA)
         self._epochs = other.get("epochs", (3, 3))
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
 
     def __call__(self, peer: Raw, get_id: Get) -> None:
         fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -64,14 +64,14 @@ class Answer:
         os.close(fd)
         peer.send(Offer(get_id.get_id, epoch, Location(0, 0, PLAN.nbytes), self._draft))
         with contextlib.suppress(ConnectionError):
-            self._say(peer, get_id.get_id)
-        for _ in range(2):  # what it did not read comes as a reset, before its last words
+            self._send_steps(peer, get_id.get_id)
+        for _ in range(2):  # unread messages cause a reset before the last ones arrive
             with contextlib.suppress(OSError):
                 while True:
-                    self.heard.append(peer.handle()[0])
+                    self.received.append(peer.receive()[0])
 
-    def _say(self, peer: Raw, get_id: int) -> None:
-        for step in self._said:
+    def _send_steps(self, peer: Raw, get_id: int) -> None:
+        for step in self._steps:
             if isinstance(step, threading.Event):
                 step.wait(5)
             elif isinstance(step, str):
@@ -81,7 +81,9 @@ class Answer:
 
     @property
     def rejections(self) -> list[str]:
-        return [m.reason for m in self.heard if isinstance(m, Release) and m.outcome == "rejected"]
+        return [
+            m.reason for m in self.received if isinstance(m, Release) and m.outcome == "rejected"
+        ]
 
 
 def layer(first: int, *digests: bytes) -> Callable[[int], Message]:
@@ -102,8 +104,8 @@ def connected(path: str, sockets: str, answer: Answer) -> Any:
         yield reader
 
 
-def test_an_honest_one_is_read(sockets: str, path: str) -> None:
-    """Else the tests below prove nothing."""
+def test_a_correct_stream_is_read(sockets: str, path: str) -> None:
+    """The tests below prove nothing unless this passes."""
     answer = Answer(layer(0, *GOOD), layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:
         assert [found.index for found in stream] == [0, 1]
@@ -129,10 +131,10 @@ def test_bad_offers(sockets: str, path: str, what: str) -> None:
     answer = BAD_OFFERS[what]
     with connected(path, sockets, answer) as reader, pytest.raises(WireError):
         reader.stream_get("k", timeout=5)
-    assert len(answer.rejections) == 1, answer.heard
+    assert len(answer.rejections) == 1, answer.received
 
 
-BAD_LAYERS = {
+BAD_LAYERS: dict[str, list[Step]] = {
     "a short digest": [layer(0, b"123", b"5678")],
     "a long digest": [layer(0, b"1234", b"5678" * 9)],
     "no digest": [layer(0, b"", b"")],
@@ -145,7 +147,7 @@ BAD_LAYERS = {
 @pytest.mark.parametrize("what", BAD_LAYERS)
 @pytest.mark.parametrize("how", ["layer", "whole"])
 def test_bad_layers(sockets: str, path: str, what: str, how: str) -> None:
-    """Refused at once, and the producer is told."""
+    """Rejected at once, and the producer is told."""
     answer = Answer(*BAD_LAYERS[what], layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader:
         stream = reader.stream_get("k", timeout=5)
@@ -154,20 +156,20 @@ def test_bad_layers(sockets: str, path: str, what: str, how: str) -> None:
         with pytest.raises(KVLinkError):
             wait()
         stream.release()
-    assert len(answer.rejections) == 1, answer.heard
+    assert len(answer.rejections) == 1, answer.received
 
 
-FATAL = {
+FATAL: dict[str, list[Step]] = {
     "out of range": [layer(4096, *GOOD)],
     "far out of range": [layer(2**53, *GOOD)],
     "twice": [layer(0, *GOOD)],
     "too many bytes": [layer(number, b"x" * 60_000) for number in range(2, 22)],
-    "what readers say": [lambda get_id: Get(get_id, "k")],
+    "a message of readers": [lambda get_id: Get(get_id, "k")],
 }
 
 
 @pytest.mark.parametrize("what", FATAL)
-def test_what_no_producer_says_ends_the_connection(sockets: str, path: str, what: str) -> None:
+def test_a_protocol_violation_ends_the_connection(sockets: str, path: str, what: str) -> None:
     begun = threading.Event()
     answer = Answer(begun, layer(0, *GOOD), *FATAL[what])
     with connected(path, sockets, answer) as reader:
@@ -178,7 +180,7 @@ def test_what_no_producer_says_ends_the_connection(sockets: str, path: str, what
 
 
 def test_numbers_in_range_that_the_payload_has_not(sockets: str, path: str) -> None:
-    """Nobody looks at them, and they are few."""
+    """They are ignored, and their number is bounded."""
     noise = [layer(first, b"x") for first in range(4, 4096)]
     answer = Answer(*noise, layer(0, *GOOD), layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:
@@ -193,7 +195,7 @@ def test_numbers_in_range_that_the_payload_has_not(sockets: str, path: str) -> N
         (lambda get_id: Failed(get_id, "no more", "closed"), PeerLostError),
     ],
 )
-def test_words_for_other_streams_change_nothing(
+def test_messages_for_other_streams_change_nothing(
     sockets: str, path: str, last: Callable[[int], Message], error: type[KVLinkError]
 ) -> None:
     answer = Answer(
@@ -212,9 +214,9 @@ def test_words_for_other_streams_change_nothing(
         stream.release()
 
 
-def test_a_producer_that_hangs_up(sockets: str, path: str) -> None:
+def test_a_producer_that_disconnects(sockets: str, path: str) -> None:
     read = threading.Event()
-    with connected(path, sockets, Answer(layer(0, *GOOD), read, HANG_UP)) as reader:
+    with connected(path, sockets, Answer(layer(0, *GOOD), read, DISCONNECT)) as reader:
         stream = reader.stream_get("k", timeout=5)
         stream.wait_for_layer(0)
         read.set()

@@ -1,4 +1,4 @@
-"""What a reader said before it closed counts, though it had not read all that it was sent."""
+"""Messages that a reader sent before it closed are handled, although it left some unread."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 @pytest.mark.parametrize("outcome", ["read", "rejected"])
 def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -> None:
-    """The system reports them as a reset of the connection, and before its last words."""
-    with KVLink.serve("shm://words", directory=sockets) as producer:
+    """Linux reports unread messages as a reset of the connection, before the reader's last ones."""
+    with KVLink.serve("shm://last", directory=sockets) as producer:
         out, layers = begin(producer, Recipe("s", layers=8))
         with greeted(producer.stats()["socket"]) as peer:
             peer.send(Get(1, "s", True))
             until(lambda: producer.stats()["transfers"]["leased"] == 1, "it was offered")
-            _, fds = peer.handle()
-            offer, _ = peer.handle()
+            _, fds = peer.receive()
+            offer, _ = peer.receive()
             assert isinstance(offer, Offer)
             write(out, layers)
-            gate = threading.Event()  # both come at once, as they do on a busy machine
-            producer._end.loop.call(lambda: gate.wait(5) or None)  # type: ignore[union-attr]
+            unblock = threading.Event()  # both events are seen at once, as on a busy machine
+            producer._end.loop.call(lambda: unblock.wait(5) or None)  # type: ignore[union-attr]
             peer.send(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
             peer.sock.close()
-            gate.set()
+            unblock.set()
         _close(fds)
         until(lambda: producer.stats()["transfers"]["leased"] == 0, "its end was seen")
         found = producer.stats()["transfers"]

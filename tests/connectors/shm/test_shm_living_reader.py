@@ -1,4 +1,4 @@
-"""A reader whose connection broke but whose process lives keeps the memory it looks at."""
+"""A reader whose connection broke but whose process lives keeps the memory that it reads."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ def cache(key: str, value: int) -> KVCacheTransferData:
     )
 
 
+def first_tensor(data: object) -> torch.Tensor:
+    assert isinstance(data, KVCacheTransferData)
+    tensor = data.layer_blocks["key_cache"][0]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
 @pytest.mark.parametrize("side", ["reader", "producer"])
 def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
     url = f"shm://living?directory={battlefield}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
         get_id = reader.begin_get("a", timeout=5)  # before the time starts to run
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         first = producer.put(cache("a", 1), ttl=0.3)
         delivery = get_id.wait(timeout=5)
         with reader.open_delivery(delivery, started=time.perf_counter(), verify="auto") as data:
-            seen = data.layer_blocks["key_cache"][0]
+            seen = first_tensor(data)
         session = reader._end._session  # type: ignore[union-attr]
         if side == "reader":
             session._loop.call(session._channel.close)  # not while its thread reads
         else:
-            (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
-            producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
+            (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
+            producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
                 session.inbox.request("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
@@ -47,7 +54,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
         assert producer.stats()["memory"]["blocks"] == 2
         assert int(seen.min()) == int(seen.max()) == 1
         with KVLink.connect(url, timeout=5) as other, other.get("c", timeout=5) as data:
-            assert int(data.layer_blocks["key_cache"][0][0, 0, 0]) == 9
+            assert int(first_tensor(data)[0, 0, 0]) == 9
         second.wait(timeout=5)
         assert producer.stats()["memory"]["blocks"] == 1
         del seen, data
@@ -58,26 +65,26 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(battlefield: str) -> N
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as other:
         reader, busy = KVLink.connect(url, timeout=5), threading.Event()
         reader.begin_get("a", timeout=5)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        producer._end.loop.call(lambda: busy.wait(5))  # type: ignore[union-attr, arg-type, return-value]
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        producer._end.loop.call(lambda: busy.wait(5))  # type: ignore[union-attr]
         reader.close()
-        receipt = producer.put(cache("a", 1))  # offered before the good-bye was read
+        receipt = producer.put(cache("a", 1))  # offered before its Cancel was read
         busy.set()
         other.get("a", timeout=5).release()
         receipt.wait(timeout=5)
         until_freed(producer)
 
 
-def test_another_reader_gets_what_a_cut_off_one_still_sees(battlefield: str) -> None:
+def test_another_reader_gets_what_a_disconnected_one_still_reads(battlefield: str) -> None:
     url = f"shm://living?directory={battlefield}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:
-            seen = data.layer_blocks["key_cache"][0]
-        (peer,) = producer._end.listeners[0]._readers  # type: ignore[union-attr]
-        producer._end.loop.call(lambda: producer._end.listeners[0]._drop(peer))  # type: ignore[union-attr]
+            seen = first_tensor(data)
+        (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
+        producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
         with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
-            assert int(data.layer_blocks["key_cache"][0].max()) == 1
+            assert int(first_tensor(data).max()) == 1
         receipt.wait(timeout=5)
         assert producer.stats()["memory"]["blocks"] == 1
         assert int(seen.max()) == 1

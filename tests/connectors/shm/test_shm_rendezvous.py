@@ -1,4 +1,4 @@
-"""Where processes meet: names, directories, stale and busy sockets."""
+"""How processes find each other: names, directories, stale and busy sockets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_live_name_is_busy(sockets: str, path: str) -> None:
 
 
 def test_name_with_a_full_backlog_is_alive(path: str) -> None:
-    """A producer too busy to accept is not dead: nobody may take its name."""
+    """A producer that is too busy to accept is alive: its name cannot be served again."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as busy:
         busy.bind(path)
         busy.listen(0)
@@ -100,7 +100,7 @@ def test_stale_socket_is_replaced(sockets: str, path: str) -> None:
         del data
 
 
-def test_late_good_bye_spares_the_successor(path: str) -> None:
+def test_late_unlink_keeps_the_socket_of_a_successor(path: str) -> None:
     first = listen(path)
     os.unlink(path)
     second = listen(path)

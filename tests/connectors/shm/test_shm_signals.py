@@ -30,12 +30,12 @@ def test_puts_in_a_storm_of_signals(battlefield: str, mode: str) -> None:
         assert process.stdout
         process.stdin.write("go\n")
         for number in range(storm.PUTS):
-            told = json.loads(process.stdout.readline())
-            if told["ended"] == "put":
+            line = json.loads(process.stdout.readline())
+            if line["ended"] == "put":
                 _check(reader, number, timeout=5)
             else:
-                assert mode == "raise", told
-                assert told["ended"] == "Interrupt", told
+                assert mode == "raise", line
+                assert line["ended"] == "Interrupt", line
                 # Interrupted after the commit, or it never happened.
                 with contextlib.suppress(TransferTimeout):
                     _check(reader, number, timeout=0.02)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NOTICED = 0.5
 """Seconds from a kill to every survivor's answer."""
 RECIPE = Recipe("s", layers=3)
-LAYERS = {layer: hash_tensors(places) for (_, layer), places in layers_of(RECIPE.make()).items()}
+LAYERS = {layer: hash_tensors(tensors) for (_, layer), tensors in layers_of(RECIPE.make()).items()}
 
 
 @pytest.fixture
@@ -39,42 +39,42 @@ def layer(reader: Remote, index: int, timeout: float = 5) -> str:
 
 @BOTH_MODES
 def test_producer_killed_between_layers(field: Field, start: Start) -> None:
-    """Who waits for a layer or the whole learns it at once; what was held stays what it is."""
-    victim = start()
-    producer, reader, other = field.serve_at(victim), field.connect(), field.connect()
+    """Waiting calls fail at once; a layer that a reader holds stays unchanged."""
+    target = start()
+    producer, reader, other = field.serve_at(target), field.connect(), field.connect()
     producer.do("stream_put", recipe=RECIPE.to_dict(), readers=2)
     reader.do("stream_get", key="s", timeout=5)
     getting = other.ask("get", key="s", timeout=PATIENCE)
-    victim.do("write", key="s", layer=0)
+    target.do("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
-    held = field.here._peer._streams["s"].wait_for_layer(0).key
+    tensor = field.here._peer._streams["s"].wait_for_layer(0).key
     waiting = [
         reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE),
         reader.handle.ask("whole", key="s", timeout=PATIENCE),
         getting,
     ]
     ends = [timed(future) for future in waiting]
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    before = hash_tensors([held])
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    before = hash_tensors([tensor])
+    moment = kill(target)
     for future, ended in zip(waiting, ends, strict=True):
         expect(PeerLostError, lambda f=future: f.result(PATIENCE))  # type: ignore[misc]
         assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerLostError, lambda: layer(reader, 2), within=SLACK, words=("layer 2",))
-    assert hash_tensors([held]) == before
-    del held
+    assert hash_tensors([tensor]) == before
+    del tensor
     reader.handle.do("drop", key="s")
 
 
 def test_producer_killed_in_a_layer(field: Field, start: Start) -> None:
-    victim = start({"stream.layer": "kill"})
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start({"stream.layer": "kill"})
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("stream_put", recipe=RECIPE.to_dict())
     reader.do("stream_get", key="s", timeout=5)
     waiting = reader.handle.ask("layer", key="s", layer=0, timeout=PATIENCE)
     ended = timed(waiting)
-    dying = victim.ask("write", key="s", layer=0)
-    victim.process.wait(PATIENCE)
+    dying = target.ask("write", key="s", layer=0)
+    target.process.wait(PATIENCE)
     moment = time.monotonic()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("layer 0",))
     assert ended.result(PATIENCE) - moment < NOTICED
@@ -85,28 +85,28 @@ def test_producer_killed_in_a_layer(field: Field, start: Start) -> None:
 @pytest.mark.parametrize("point", ["put.encoded", "publish.before"])
 def test_producer_killed_at_the_commit(field: Field, start: Start, point: str) -> None:
     """Every layer is there, and the payload is not."""
-    victim = start({point: "kill"})
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start({point: "kill"})
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("stream_put", recipe=RECIPE.to_dict())
     reader.do("stream_get", key="s", timeout=5)
     for index, found in LAYERS.items():
-        victim.do("write", key="s", layer=index)
+        target.do("write", key="s", layer=index)
         assert layer(reader, index) == found
     whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
-    victim.ask("commit", key="s")
-    victim.process.wait(PATIENCE)
+    target.ask("commit", key="s")
+    target.process.wait(PATIENCE)
     expect(PeerLostError, lambda: whole.result(PATIENCE), within=NOTICED, words=("commit",))
     reader.handle.do("drop", key="s")
 
 
 def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
-    victim = start({"stream.layer": "raise"})
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start({"stream.layer": "raise"})
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("stream_put", recipe=RECIPE.to_dict())
     reader.do("stream_get", key="s", timeout=5)
     with pytest.raises(Exception, match="fault armed"):
-        victim.do("write", key="s", layer=0)
-    victim.do("give_up", key="s", why="it was armed")
+        target.do("write", key="s", layer=0)
+    target.do("give_up", key="s", why="it was armed")
     words = ("layer 0 of branch 'kv'", "it was armed")
     expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, words=words)
     reader.handle.do("drop", key="s")
@@ -115,25 +115,25 @@ def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
 
 @BOTH_MODES
 @pytest.mark.parametrize("point", ["", "get.mapped"])
-def test_reader_killed_half_way(field: Field, start: Start, point: str) -> None:
+def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> None:
     """The next reader gets all layers, the earlier ones too; the writer notices nothing."""
-    victim = start({point: "kill"} if point else None)
-    producer, dying, reader = field.serve(), field.connect_at(victim), field.connect()
+    target = start({point: "kill"} if point else None)
+    producer, dying, reader = field.serve(), field.connect_at(target), field.connect()
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data) as out:
         out.write_layer(0, *layers["kv", 0])
         taken = dying.ask("stream_get", key="s", timeout=5)
         if point:
-            victim.process.wait(PATIENCE)
+            target.process.wait(PATIENCE)
             expect(PeerGone, lambda: taken.result(PATIENCE))
         else:
             taken.result(PATIENCE)
             assert layer(dying, 0) == LAYERS[0]
         waiting = reader.ask("stream_get", key="s", timeout=PATIENCE)
         if not point:
-            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-            kill(victim)
+            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+            kill(target)
         moment = time.monotonic()
         waiting.result(PATIENCE)
         assert layer(reader, 0) == LAYERS[0]
@@ -149,15 +149,15 @@ def test_reader_killed_half_way(field: Field, start: Start, point: str) -> None:
 
 
 def test_reader_killed_and_a_plain_get_comes(field: Field, start: Start) -> None:
-    victim = start()
-    producer, dying, reader = field.serve(), field.connect_at(victim), field.connect()
+    target = start()
+    producer, dying, reader = field.serve(), field.connect_at(target), field.connect()
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data) as out:
         dying.do("stream_get", key="s", timeout=5)
         for index in LAYERS:
             out.write_layer(index, *layers["kv", index])
-    kill(victim)
+    kill(target)
     assert reader.do("get", key="s", timeout=5, verify="full") == fingerprint(data)
     out.commit().wait(timeout=5)
     until_freed(producer)
@@ -165,35 +165,35 @@ def test_reader_killed_and_a_plain_get_comes(field: Field, start: Start) -> None
 
 def test_frozen_writer(field: Field, start: Start) -> None:
     """No wait outlives its deadline, and the stream goes on when it thaws."""
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("stream_put", recipe=RECIPE.to_dict())
     reader.do("stream_get", key="s", timeout=5)
-    victim.do("write", key="s", layer=0)
+    target.do("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
-    os.kill(victim.process.pid, signal.SIGSTOP)
-    writing = victim.ask("write", key="s", layer=1)
+    os.kill(target.process.pid, signal.SIGSTOP)
+    writing = target.ask("write", key="s", layer=1)
     expect(TransferTimeout, lambda: layer(reader, 1, 0.3), within=0.3 + SLACK, words=("layer 1",))
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     assert layer(reader, 1) == LAYERS[1]
     writing.result(PATIENCE)
-    victim.do("write", key="s", layer=2)
-    victim.do("commit", key="s")
+    target.do("write", key="s", layer=2)
+    target.do("commit", key="s")
     assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(RECIPE.make())
     reader.handle.do("drop", key="s")
-    victim.do("wait", key="s", timeout=5)
+    target.do("wait", key="s", timeout=5)
 
 
 def test_frozen_reader(field: Field, start: Start) -> None:
     """It does not hold up the writer or another reader, and finds everything when it thaws."""
-    victim = start()
-    producer, frozen, reader = field.serve(), field.connect_at(victim), field.connect()
+    target = start()
+    producer, frozen, reader = field.serve(), field.connect_at(target), field.connect()
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data, readers=2) as out:
         frozen.do("stream_get", key="s", timeout=5)
         reader.do("stream_get", key="s", timeout=5)
-        os.kill(victim.process.pid, signal.SIGSTOP)
+        os.kill(target.process.pid, signal.SIGSTOP)
         for index, found in LAYERS.items():
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == found
@@ -201,14 +201,14 @@ def test_frozen_reader(field: Field, start: Start) -> None:
     assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(data)
     reader.handle.do("drop", key="s")
     assert not receipt.done
-    os.kill(victim.process.pid, signal.SIGCONT)
-    assert victim.do("whole", key="s", timeout=5) == fingerprint(data)
-    victim.do("drop", key="s")
+    os.kill(target.process.pid, signal.SIGCONT)
+    assert target.do("whole", key="s", timeout=5) == fingerprint(data)
+    target.do("drop", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
-def test_both_killed_half_way(field: Field, start: Start) -> None:
+def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
     """Nothing is left, and the next producer of the name starts clean."""
     one, two = start(), start()
     producer, reader = field.serve_at(one), field.connect_at(two)

@@ -1,4 +1,4 @@
-"""Strangers at the producer's door, and what they can do to its memory: look, if at all."""
+"""Unauthorized peers of a producer: they are refused, and can at most read its memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Memory,
     Message,
     Offer,
+    Outcome,
     Release,
     encode,
     own_hello,
@@ -41,7 +43,7 @@ def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVLink]:
         yield link
 
 
-# Strangers at the producer's door
+# Unauthorized peers
 
 GARBAGE = [
     b"\x00",
@@ -72,8 +74,8 @@ FORBIDDEN: list[Message | bytes] = [
     Memory(0, 4096),
     Offer(1, 1, Location(0, 0, 1)),
     Get(1, "k" * 5000),
-    msgspec.msgpack.encode(["Want", -1, "k"]),
-    msgspec.msgpack.encode(["Want", 2**63, "k"]),
+    msgspec.msgpack.encode(["Get", -1, "k"]),
+    msgspec.msgpack.encode(["Get", 2**63, "k"]),
     msgspec.msgpack.encode(["Release", 1, 1, "eaten", ""]),
 ]
 
@@ -82,7 +84,7 @@ FORBIDDEN: list[Message | bytes] = [
 def test_forbidden_after_the_greeting(
     producer: KVLink, sockets: str, path: str, message: Message | bytes
 ) -> None:
-    """The stranger is dropped and counted; the readers beside it notice nothing."""
+    """The peer is disconnected and counted; other readers are not affected."""
     with (
         KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
         greeted(path) as peer,
@@ -109,22 +111,22 @@ def test_releases_of_what_was_never_offered(producer: KVLink, path: str) -> None
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         for epoch in range(5):
-            for outcome in ("read", "unread", "rejected"):
-                peer.send(Release(1, epoch, outcome))  # type: ignore[arg-type]
-        until(lambda: producer.stats()["transfers"]["stale"] == 15, "they were heard")
+            for outcome in get_args(Outcome):
+                peer.send(Release(1, epoch, outcome))
+        until(lambda: producer.stats()["transfers"]["stale"] == 15, "they were received")
     assert receipt.state == "committed"
 
 
 def test_other_version_is_refused_by_the_producer(producer: KVLink, path: str) -> None:
     with dialled(path) as peer:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
-        refused, _ = peer.handle()
+        refused, _ = peer.receive()
         assert type(refused).__name__ == "Refused"
         assert peer.is_dropped()
     assert producer.stats()["refused"] == {"other version": 1}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
 def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> None:
     """Even where file permissions would let it in."""
     os.chmod(sockets, 0o711)
@@ -137,9 +139,9 @@ def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> Non
             os.setuid(NOBODY)
             with dialled(path) as peer:
                 peer.send(own_hello())
-                refused, fds = peer.handle()
-                said = getattr(refused, "reason", "")
-                code = 0 if f"uid {NOBODY} may not read" in said and not fds else 2
+                refused, fds = peer.receive()
+                reason = getattr(refused, "reason", "")
+                code = 0 if f"uid {NOBODY} may not read" in reason and not fds else 2
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -148,15 +150,15 @@ def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> Non
     until(lambda: producer.stats()["readers"] == 0, "it was dropped")
 
 
-# What a reader can do to the producer's memory: look
+# A reader can read the producer's memory, and nothing else
 
 
 def test_reader_cannot_change_the_memory(producer: KVLink, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         peer.send(Get(1, "k"))
-        memory, (fd,) = peer.handle()
-        offer, _ = peer.handle()
+        memory, (fd,) = peer.receive()
+        offer, _ = peer.receive()
         assert isinstance(memory, Memory)
         assert isinstance(offer, Offer)
         assert fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
@@ -184,7 +186,7 @@ def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
         producer.put(Recipe("k", seed=2).make())
         with greeted(path) as peer:
             peer.send(Get(1, "k"))
-            memory, (fd,) = peer.handle()
+            memory, (fd,) = peer.receive()
             assert isinstance(memory, Memory)
             seen = os.pread(fd, memory.nbytes, 0)
             assert b'\\"request_id\\":\\"k\\"' in seen
@@ -196,9 +198,9 @@ def test_rejected_payload_is_reported(producer: KVLink, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         peer.send(Get(1, "k"))
-        _, (fd,) = peer.handle()
+        _, (fd,) = peer.receive()
         os.close(fd)
-        offer, _ = peer.handle()
+        offer, _ = peer.receive()
         assert isinstance(offer, Offer)
         peer.send(Release(1, offer.epoch, "rejected", "the bytes are bad"))
         error = expect(TransferFailed, lambda: receipt.wait(timeout=5))

@@ -1,4 +1,4 @@
-"""Peers that say what they like, over a bare socket."""
+"""Peers that send arbitrary messages over a bare socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_kvlink.connectors.protocol.messages import Message, decode, encode, ow
 
 
 class Raw:
-    """A peer that says what it likes."""
+    """A peer that sends arbitrary messages."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -22,7 +22,7 @@ class Raw:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.sock.sendmsg([data], rights)
 
-    def handle(self) -> tuple[Message, list[int]]:
+    def receive(self) -> tuple[Message, list[int]]:
         data, fds, _, _ = socket.recv_fds(self.sock, 65536, 4)
         if not data:
             raise ConnectionError("closed")
@@ -46,5 +46,5 @@ def dialled(path: str) -> Iterator[Raw]:
 def greeted(path: str) -> Iterator[Raw]:
     with dialled(path) as peer:
         peer.send(own_hello())
-        peer.handle()
+        peer.receive()
         yield peer

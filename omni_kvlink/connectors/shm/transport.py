@@ -1,0 +1,605 @@
+"""Shared memory: memory files passed over a Unix socket, mapped once by each consumer.
+
+Three parts: `ShmChannel`, the socket of either side; `ShmListener`, the producer's side; and
+`ShmConsumer` with its `ShmSession`, the consumer's side.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from omni_kvlink.connectors.base import Options, refuse_keys
+from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    SLOT,
+    Abort,
+    Cancel,
+    Hello,
+    Location,
+    Memory,
+    Message,
+    Offer,
+    Refused,
+    Retire,
+    agree,
+    decode,
+    encode,
+    own_hello,
+)
+from omni_kvlink.connectors.runtime.consumer import (
+    MappedSession,
+    Session,
+    SessionConsumer,
+    check_greeting,
+    closed_here,
+)
+from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
+from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
+from omni_kvlink.connectors.shm.rendezvous import dial, listen, peer_identity, socket_path, unlink
+from omni_kvlink.errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    WireError,
+)
+from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.memory.region import Mapping, Region, is_sealed
+
+MAX_PEERS = 1024
+MAX_BACKLOG = 4096
+"""Messages that may wait for a peer that does not read; then it is disconnected."""
+_FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+_open_channels: weakref.WeakSet[ShmChannel] = weakref.WeakSet()
+
+
+class ShmChannel:
+    """A SEQPACKET socket that carries whole messages and descriptors, and never blocks.
+
+    `send` and `flush` are thread-safe; `receive` is for one thread.
+
+    Args:
+        sock: connected; the channel owns it from now on.
+        backlogged: called in the sender's thread when messages wait for `flush`.
+    """
+
+    def __init__(self, sock: socket.socket, backlogged: Callable[[], None]):
+        sock.setblocking(False)
+        self._sock: socket.socket | None = sock
+        self._backlogged = backlogged
+        self._lock = threading.Lock()
+        self._backlog: deque[tuple[bytes, int]] = deque()
+        _open_channels.add(self)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 after `close`."""
+        return -1 if self._sock is None else self._sock.fileno()
+
+    @property
+    def is_backlog_full(self) -> bool:
+        """Whether the peer has not read for so long that it should be disconnected."""
+        return len(self._backlog) > MAX_BACKLOG
+
+    def send(self, message: Message, fd: int = -1) -> None:
+        """Send now, or queue in order; the end of the connection is reported by `receive`.
+
+        Args:
+            message: for the peer.
+            fd: a descriptor to pass with it; stays the caller's.
+        """
+        data = encode(message)
+        with self._lock:
+            if self._sock is None:
+                return
+            if not self._backlog and self._put(data, fd):
+                return
+            self._backlog.append((data, os.dup(fd) if fd >= 0 else -1))
+        self._backlogged()
+
+    def flush(self) -> bool:
+        """Send queued messages as far as the socket takes them; return whether none is left."""
+        with self._lock:
+            while self._backlog:
+                data, fd = self._backlog[0]
+                if not self._put(data, fd):
+                    return False
+                self._backlog.popleft()
+                if fd >= 0:
+                    os.close(fd)
+            return True
+
+    def receive(self) -> Iterator[tuple[Message, int]]:
+        """Yield every message that has arrived, with its descriptor (the caller's) or -1.
+
+        Raises:
+            ConnectionError: the connection has ended.
+            WireError: the peer sent something that is not a message.
+        """
+        was_reset = False
+        while self._sock is not None:
+            try:
+                data, ancillary, flags, _ = self._sock.recvmsg(
+                    MAX_MESSAGE, _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # The peer closed before it had read everything: Linux reports that before the
+                # peer's last messages, which can still be received.
+                if was_reset:
+                    raise
+                was_reset = True
+                continue
+            fds = _descriptors(ancillary)
+            try:
+                if not data:
+                    raise ConnectionError("the connection was closed")
+                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+                    raise WireError("a message is too long, or carries too many descriptors")
+                message = decode(data)
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+            yield message, fds[0] if fds else -1
+
+    def close(self) -> None:
+        """End the connection, also for copies of the socket that a forked child may hold."""
+        with self._lock:
+            sock, self._sock = self._sock, None
+            for _, fd in self._backlog:
+                if fd >= 0:
+                    os.close(fd)
+            self._backlog.clear()
+            self._backlogged = lambda: None  # breaks the cycle with the owner
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _put(self, data: bytes, fd: int) -> bool:
+        assert self._sock is not None
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+        try:
+            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError:
+            # The peer is gone, or a message is lost (no more descriptors may travel): either way
+            # the connection is over. The loop receives what is left of it, then its end.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _close_in_child(self) -> None:
+        """Close the descriptor alone: the connection is the parent's."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def _close_channels_in_child() -> None:
+    """Close inherited sockets: they would keep connections open after the parent's death."""
+    for channel in list(_open_channels):
+        channel._close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_channels_in_child)
+
+
+class ShmPeerConnection(PeerHandle):
+    """A connected consumer.
+
+    Attributes:
+        channel: to it.
+        refusal: why it will be refused; "" if it may stay.
+        pidfd: readable when its process ends; -1 if there is none.
+        arenas: whose descriptors it was passed.
+        hello: its first message, once the handshake is complete.
+    """
+
+    def __init__(self, listener: ShmListener, channel: ShmChannel, pid: int, refusal: str):
+        super().__init__(listener)
+        self.channel, self.refusal = channel, refusal
+        self.pidfd = readable_pidfd(pid) if pid > 0 else -1
+        self.arenas: set[int] = set()
+        self.hello: Hello | None = None
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class ShmListener(Listener):
+    """The producer's side: passes the memory files, which have no names and so cannot be left over.
+
+    Args:
+        name: of the link.
+        directory: of the sockets; "" for the user's default.
+        producer: whose pool the consumers map.
+    """
+
+    transports = ("shm",)
+
+    def __init__(self, name: str, directory: str, producer: PooledProducer):
+        self._producer, self._loop = producer, producer.loop
+        self._path = socket_path(name, directory)
+        self._peers: set[ShmPeerConnection] = set()
+        self._detached: set[ShmPeerConnection] = set()
+        self._refused: Counter[str] = Counter()
+        self._socket = listen(self._path)
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._loop.watch(self._socket, READ, self._accept)
+
+    def health(self) -> dict[str, Any]:
+        """Return the path of the socket, connected readers, and refusals by reason."""
+        return {
+            "socket": self._path,
+            "readers": len(self._peers),
+            "refused": dict(self._refused),
+        }
+
+    def send(self, peer: ShmPeerConnection, message: Message) -> None:
+        """Send a message; before an offer, the memory file that it refers to."""
+        if isinstance(message, Offer) and message.location.arena not in peer.arenas:
+            arena = message.location.arena
+            mapping = self._producer.pool.mapping(arena)
+            peer.arenas.add(arena)
+            peer.channel.send(Memory(arena, mapping.nbytes), mapping.fd)
+        peer.channel.send(message)
+
+    def retire_arena(self, arena: int) -> None:
+        """Have the peers unmap an arena."""
+        self._loop.call(partial(self._send_retire, arena))
+
+    def shut(self) -> None:
+        """Disconnect every peer and remove the socket."""
+        for peer in list(self._peers):
+            peer.channel.flush()
+            self._disconnect(peer)
+        for peer in list(self._detached):
+            self._reap(peer)
+        self._loop.unwatch(self._socket)
+        unlink(self._path, self._socket)
+
+    # In the loop's thread
+
+    def _send_retire(self, arena: int) -> None:
+        for peer in self._peers:
+            if arena in peer.arenas:
+                peer.arenas.discard(arena)
+                peer.channel.send(Retire(arena))
+
+    def _accept(self, events: int) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:
+                # Out of descriptors: the connection stays in the kernel's backlog.
+                self._refused["accept failed"] += 1
+                return
+            self._add_peer(sock)
+
+    def _add_peer(self, sock: socket.socket) -> None:
+        pid, uid = peer_identity(sock)
+        refusal = ""
+        if uid != os.geteuid():
+            refusal = f"uid {uid} may not read from uid {os.geteuid()}"
+        elif len(self._peers) >= MAX_PEERS:
+            refusal = f"{MAX_PEERS} readers are connected already"
+        channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush, peer)))
+        peer = ShmPeerConnection(self, channel, pid, refusal)
+        self._peers.add(peer)
+        self._loop.watch(peer.channel, READ, partial(self._on_events, peer))
+        if peer.pidfd >= 0:
+            self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit(peer))
+
+    def _flush(self, peer: ShmPeerConnection) -> None:
+        """Send queued messages when the socket has space; disconnect a peer that never reads."""
+        if peer not in self._peers:
+            return
+        if peer.channel.is_backlog_full:
+            self._refused["too slow"] += 1
+            self._disconnect(peer)
+            return
+        events = READ if peer.channel.flush() else READ | WRITE
+        self._loop.watch(peer.channel, events, partial(self._on_events, peer))
+
+    def _on_events(self, peer: ShmPeerConnection, events: int) -> None:
+        if events & WRITE:
+            self._flush(peer)
+        if not events & READ:
+            return
+        try:
+            for message, fd in peer.channel.receive():
+                if fd >= 0:
+                    os.close(fd)
+                    raise WireError("a reader passes no descriptors")
+                self._on_message(peer, message)
+        except ConnectionError:
+            self._disconnect(peer)
+        except WireError:
+            self._refused["bad message"] += 1
+            self._disconnect(peer)
+
+    def _on_message(self, peer: ShmPeerConnection, message: Message) -> None:
+        if peer.hello is not None:
+            self._producer.handle(peer, message)
+        elif not isinstance(message, Hello):
+            raise WireError("the first message must be Hello")
+        elif peer.refusal or agree(message.versions) is None:
+            # Not before its Hello was read: closing a socket with unread messages loses ours.
+            self._refused["refused" if peer.refusal else "other version"] += 1
+            peer.channel.send(Refused(peer.refusal or "no common version", PROTOCOL))
+            raise ConnectionError("refused")
+        else:
+            peer.hello = message
+            peer.channel.send(self._producer.hello)
+
+    def _on_exit(self, peer: ShmPeerConnection) -> None:
+        """The peer's process ended. A child of it may hold the socket open: read what it sent."""
+        if peer in self._peers:
+            self._on_events(peer, READ)
+            self._disconnect(peer)
+        self._reap(peer)
+
+    def _disconnect(self, peer: ShmPeerConnection) -> None:
+        """Close a connection; until its process ends, the peer may still read what it mapped."""
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        self._loop.unwatch(peer.channel)
+        peer.channel.close()
+        self._detached.add(peer)
+        may_read = self._producer.on_disconnect(peer)
+        if not may_read or peer.pidfd < 0:
+            self._reap(peer)
+
+    def _reap(self, peer: ShmPeerConnection) -> None:
+        """A disconnected peer can read no more: the memory of its leases may be reused."""
+        if peer in self._detached:
+            self._detached.discard(peer)
+            if peer.pidfd >= 0:
+                self._loop.unwatch(peer.pidfd)
+            peer.close()
+            self._producer.on_peer_lost(peer)
+
+
+class ShmConsumer(SessionConsumer):
+    """The consuming end of `shm://name`."""
+
+    def __init__(self, name: str, options: Options):
+        super().__init__(f"shm://{name}")
+        refuse_keys(self._url, options)
+        self._path = socket_path(name, options.directory)
+        self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def _interrupt(self) -> None:
+        os.eventfd_write(self._cancelled, 1)
+
+    def __del__(self) -> None:
+        # Not in `close`: another thread may still wait for it, and its number must not be reused.
+        if hasattr(self, "_cancelled"):
+            os.close(self._cancelled)
+
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
+        deadline = time.monotonic() + timeout
+        while True:
+            left = 0.0 if no_wait else deadline - time.monotonic()
+            sock = dial(self._path, left, self._cancelled)
+            try:
+                return ShmSession(self._url, sock, deadline, self._cancelled)
+            except ConnectionError:  # the producer died during the handshake
+                if no_wait or time.monotonic() >= deadline:
+                    raise
+
+
+class ShmSession(MappedSession):
+    """One connection, its mapped arenas, and the thread that receives.
+
+    The constructor blocks until the handshake is complete.
+
+    Args:
+        url: for error texts.
+        sock: connected; the session owns it from now on.
+        deadline: of the handshake (`time.monotonic`).
+        cancelled: a descriptor that becomes readable when the link is closed.
+
+    Raises:
+        TransferTimeout: the producer did not answer in time.
+        ConnectionError: it went away during the handshake.
+        ConnectorError: it is another user's, or refused this process.
+    """
+
+    def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
+        self._url = url
+        pid, uid = peer_identity(sock)
+        if uid != os.geteuid():
+            sock.close()
+            raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
+        self._arenas: dict[int, Mapping] = {}
+        self._closed = self._closing = False
+        self._leases = 0  # offers not yet released; used in the loop's thread only
+        self._close_done = threading.Event()
+        self._channel = ShmChannel(sock, self._on_backlog)
+        try:
+            self.nonce = self._greet(deadline, cancelled).nonce
+        except BaseException:
+            self._channel.close()
+            raise
+        self._pidfd = readable_pidfd(pid) if pid > 0 else -1
+        self.inbox = GetTable(self._channel.send, self._post)
+        self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
+        self._loop.call(self._watch)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection has ended."""
+        return self._closed
+
+    def slot(self, location: Location, draft: int) -> Region:
+        """Return the mapped slot of an offer, if it lies within an arena that was passed."""
+        mapping = self._arenas.get(location.arena)
+        if mapping is None and self._closed:
+            raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
+        if mapping is None:
+            raise WireError(
+                f"a payload was offered in arena {location.arena}, which was not passed"
+            )
+        nbytes = SLOT + location.nbytes + draft
+        if location.offset % GRAIN or location.offset + nbytes > mapping.nbytes:
+            raise WireError(
+                f"a payload of {location.nbytes} bytes was offered at {location.offset} "
+                f"in an arena of {mapping.nbytes}"
+            )
+        return mapping.region.slice(location.offset, nbytes)
+
+    def send(self, message: Abort) -> None:
+        """Send a message to the producer; does not block."""
+        self._channel.send(message)
+
+    def close(self) -> None:
+        """Fail the gets; disconnect when the last view is freed."""
+        if self._loop.is_own_thread:  # the link was garbage-collected in this very thread
+            self._begin_close()
+            return
+        self._loop.call(self._begin_close)
+        self._close_done.wait()
+        if self._closed:
+            self._loop.close()
+
+    def _greet(self, deadline: float, cancelled: int) -> Hello:
+        """Send Hello and return the producer's."""
+        self._channel.send(own_hello())
+        while True:
+            left = deadline - time.monotonic()
+            ready = select.select([self._channel.fileno(), cancelled], [], [], max(0.0, left))[0]
+            if cancelled in ready:
+                raise closed_here(self._url)
+            if left <= 0 or not ready:
+                raise TransferTimeout(
+                    f"{self._url}: the producer does not answer", phase="shaking hands"
+                )
+            for message, fd in self._channel.receive():
+                if fd >= 0:
+                    os.close(fd)
+                return check_greeting(self._url, message)
+
+    def _post(self, message: Message) -> None:
+        """Send a Release from a finalizer: no lock, no socket."""
+        self._loop.call(partial(self._release, message))
+
+    def _on_backlog(self) -> None:
+        self._loop.call(self._flush)
+
+    # In the loop's thread
+
+    def _watch(self) -> None:
+        self._loop.watch(self._channel, READ, self._on_events)
+        if self._pidfd >= 0:
+            self._loop.watch(self._pidfd, READ, self._on_exit)
+
+    def _release(self, message: Message) -> None:
+        self._channel.send(message)
+        self._leases -= 1
+        if self._closing and not self._leases:
+            self._close(closed_here(self._url))
+
+    def _begin_close(self) -> None:
+        """Cancel the gets; disconnect now, or when the last lease was released."""
+        self._closing = True
+        for get_state in self.inbox.close(closed_here(self._url)):
+            self._channel.send(Cancel(get_state.get_id))
+        if not self._leases:
+            self._close(closed_here(self._url))
+        self._close_done.set()
+
+    def _flush(self) -> None:
+        if not self._closed:
+            events = READ if self._channel.flush() else READ | WRITE
+            self._loop.watch(self._channel, events, self._on_events)
+
+    def _on_events(self, events: int) -> None:
+        if events & WRITE:
+            self._flush()
+        try:
+            for message, fd in self._channel.receive():
+                self._on_message(message, fd)
+        except ConnectionError:
+            self._close(PeerLostError(f"{self._url}: the producer is gone"))
+        except KVLinkError as error:
+            self._close(error)
+
+    def _on_message(self, message: Message, fd: int) -> None:
+        if isinstance(message, Memory):
+            self._map(message, fd)
+            return
+        if fd >= 0:
+            os.close(fd)
+            raise WireError(f"{self._url} passed a descriptor that was not announced")
+        if isinstance(message, Retire):
+            self._arenas.pop(message.arena, None)
+        else:
+            self._leases += isinstance(message, Offer)
+            self.inbox.on_message(message)
+
+    def _map(self, message: Memory, fd: int) -> None:
+        """Map an arena, if it is sealed and of the announced size: else reading may SIGBUS."""
+        if fd < 0:
+            raise WireError(f"{self._url} announced an arena without its descriptor")
+        if not is_sealed(fd) or os.fstat(fd).st_size != message.nbytes or message.nbytes == 0:
+            os.close(fd)
+            raise WireError(
+                f"{self._url} passed an arena that is not sealed or not of {message.nbytes} bytes"
+            )
+        self._arenas[message.arena] = Mapping.readonly(fd, message.nbytes)
+
+    def _on_exit(self, events: int) -> None:
+        self._on_events(READ)
+        self._close(PeerLostError(f"{self._url}: the producer's process ended"))
+
+    def _close(self, error: KVLinkError) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.flush()
+        self._loop.unwatch(self._channel)
+        if self._pidfd >= 0:
+            self._loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+        self._channel.close()
+        self._arenas.clear()
+        self.inbox.close(error)
+        self._close_done.set()
+        self._loop.close()
+
+    def _crashed(self, error: BaseException) -> None:
+        self._close(PeerLostError(f"{self._url}: the reading thread broke down: {error!r}"))
