@@ -37,7 +37,7 @@ def test_what_comes_while_the_owner_speaks(context: zmq.Context[Any]) -> None:
     other = context.socket(zmq.PAIR)
     said = threading.Event()
 
-    def on_quiet() -> None:
+    def on_idle() -> None:
         if not said.is_set():
             said.set()
             other.send(b"meanwhile")
@@ -50,8 +50,8 @@ def test_what_comes_while_the_owner_speaks(context: zmq.Context[Any]) -> None:
         loop,
         lambda frames: heard.append(frames[0].bytes),
         lambda event, value: None,
-        on_quiet,
-        longest=1000,
+        on_idle,
+        max_frame_nbytes=1000,
     )
     port.socket.bind("inproc://place")
     other.connect("inproc://place")

@@ -55,7 +55,7 @@ def test_not_on_the_list_and_then_on_it(producer: KVLink, safe: Safe) -> None:
         KVLink.connect(producer.url, timeout=5, **how)
     assert producer.stats()["refused"]["key"] == 1
     assert producer.stats()["readers"] == 0
-    shutil.copy(safe.key("stranger.public"), safe.waiters)
+    shutil.copy(safe.key("stranger.public"), safe.guests)
     KVLink.connect(producer.url, timeout=5, **how).close()
 
 
@@ -147,7 +147,7 @@ def test_no_key_is_overwritten(safe: Safe) -> None:
     ["zmq+tcp://nobody", "zmq+tcp://:1", "zmq+tcp://h:70000", "zmq+tcp://h:x", "zmq+ipc://x.sock"],
 )
 def test_no_address(url: str) -> None:
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         KVLink.serve(url)
 
 

@@ -25,6 +25,7 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
@@ -34,8 +35,10 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
@@ -66,7 +69,19 @@ def deliver(producer: KVLink, reader: KVLink) -> None:
     receipt.wait(timeout=5)
 
 
-# What there must be
+def sender_of(producer: KVLink) -> UcxSender:
+    [sender] = producer._end.listeners[0]._senders  # type: ignore[attr-defined]
+    assert isinstance(sender, UcxSender)
+    return sender
+
+
+def transport_of(reader: KVLink) -> UcxTransport:
+    transport = reader._end._ucx_transport  # type: ignore[attr-defined]
+    assert isinstance(transport, UcxTransport)
+    return transport
+
+
+# What must be installed
 
 
 @pytest.mark.parametrize("verb", ["serve", "connect"])
@@ -199,14 +214,19 @@ def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
 def test_a_producer_that_sends_too_little(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    borrow_piece = UcxListener._borrow_piece
+    borrow = ControlListener.borrow
 
     def cut(
-        self: UcxListener, reader: Any, fetch: FetchRange, transfer: Any, start: int, stop: int
-    ) -> Any:
-        return borrow_piece(self, reader, fetch, transfer, start, stop - 1)
+        self: ControlListener,
+        peer: PeerConnection,
+        fetch: FetchRange,
+        transfer: Transfer,
+        start: int,
+        stop: int,
+    ) -> Region:
+        return borrow(self, peer, fetch, transfer, start, stop - 1)
 
-    monkeypatch.setattr(UcxListener, "_take_off", cut)
+    monkeypatch.setattr(ControlListener, "borrow", cut)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(WireError, match="a message of"):
@@ -219,8 +239,8 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
     """Nobody waits for a deadline in vain."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        broken: Any = producer._end.listeners[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
-        broken._ucx_transport.close()
+        transport = sender_of(producer)._ucx if whose == "producer" else transport_of(reader)
+        transport.close()
         producer.put(BIG.make())
         with pytest.raises(PeerLostError):
             reader.get("k", timeout=10)
@@ -232,7 +252,7 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
 def test_a_message_that_never_comes_keeps_no_memory(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UcxListener, "_answer", lambda *arguments: None)
+    monkeypatch.setattr(UcxSender, "send_range", lambda *arguments: None)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(TransferTimeout, match="0 of"):
@@ -242,12 +262,12 @@ def test_a_message_that_never_comes_keeps_no_memory(
 
 
 def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
-    end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
+    sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
         get_id = reader.begin_get("never", timeout=5)
-        [one] = end._met
-        end._sent(one, PeerLostError("it was cut"))
+        [peer] = sender._connected
+        sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
             get_id.wait(timeout=5)
         deliver(producer, reader)
@@ -260,8 +280,7 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         raise ClosedError("it is closed")
 
     with connect(producer.url) as reader:
-        end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
-        monkeypatch.setattr(end._ucx_transport, "send", send)
+        monkeypatch.setattr(sender_of(producer)._ucx, "send", send)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
             reader.get("k", timeout=5)
@@ -274,9 +293,9 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
         done(PeerLostError("it was cut"))
 
     with connect(producer.url) as reader:
-        end: Any = reader._end
-        monkeypatch.setattr(end._ucx_transport, "receive", receive)
-        monkeypatch.setattr(end._ucx_transport, "abandon", lambda request: None)
+        transport = transport_of(reader)
+        monkeypatch.setattr(transport, "receive", receive)
+        monkeypatch.setattr(transport, "cancel", lambda request: None)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="it was cut"):
             reader.get("k", timeout=5)

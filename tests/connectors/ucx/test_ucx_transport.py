@@ -9,7 +9,7 @@ import pytest
 
 from omni_kvlink import WireError
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.ucx.tags import Tags
+from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.testing.rig import until
 
@@ -118,7 +118,7 @@ def test_a_receive_that_was_abandoned_early_is_gone(pair: Pair) -> None:
     memory, outcome = bytearray(500_000), Outcome()
     gone = Marked(memory)
     request = pair.ucx_transport.receive(pair.peer, gone.memory, 12, outcome)
-    pair.ucx_transport.abandon(request)
+    pair.ucx_transport.cancel(request)
     assert isinstance(outcome.wait(), TimeoutError)
     until(gone.is_free, "the memory is free")
     assert pair.stat("quarantined") == 0
@@ -131,7 +131,7 @@ def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
     """Its message may come in the same turn, and is not thrown away."""
     pair.warm()
     ucx_transport, memory, outcome = pair.ucx_transport, bytearray(70_000), Outcome()
-    worker = ucx_transport._must()
+    worker = ucx_transport._open_worker()
     progress, asked = worker.progress, list[int]()
 
     def busy() -> None:
@@ -140,7 +140,7 @@ def test_a_receive_that_was_asked_for_while_ucx_worked(pair: Pair) -> None:
             ucx_transport.receive(pair.peer, memory, 14, outcome)
             asked.append(pair.victim.ask("send", to=pair.me, nbytes=len(memory), tag=14))
             deadline = time.monotonic() + PATIENCE
-            while not worker._worker.tag_probe(*worker._any, False).matched:
+            while not worker._worker.tag_probe(*worker._any_tag, False).matched:
                 assert time.monotonic() < deadline
                 progress()
 

@@ -75,7 +75,7 @@ def test_a_frozen_sender(doomed: Pair) -> None:
     memory = bytearray(BIG)
     kept = Marked(memory)
     request, outcome, number = doomed.freeze_amid(kept.memory)
-    doomed.ucx_transport.abandon(request)
+    doomed.ucx_transport.cancel(request)
     assert isinstance(outcome.wait(), TimeoutError)
     assert doomed.stat("quarantined") == 1
     assert doomed.stat("quarantined_nbytes") == len(memory)
@@ -215,8 +215,8 @@ def test_planes_leave_nothing_behind() -> None:
 
 def test_a_process_that_forgets_to_close_ends_well() -> None:
     script = (
-        "from omni_kvlink.connectors.ucx.transport import Plane\n"
-        "one, two = Plane(), Plane()\n"
+        "from omni_kvlink.connectors.ucx.transport import UcxTransport\n"
+        "one, two = UcxTransport(), UcxTransport()\n"
         "one.send(one.connect(two.address), bytearray(1000000), 1, lambda error: None)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE, capture_output=True)

@@ -14,7 +14,9 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import CapacityError, KVLink, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
-from omni_kvlink.connectors.runtime import remote_consumer as remote
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
+from omni_kvlink.connectors.zmq import consumer as zmq_consumer
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -63,7 +65,7 @@ def test_waiting_for_room(producer: KVLink, threads: ThreadPeer) -> None:
         TransferTimeout,
         lambda: reader.do("get", key="two", timeout=0.2),
         within=0.2 + SLACK,
-        words=("waits for room",),
+        words=("waits for memory",),
     )
     assert "quota" in error.phase
     waiting = reader.ask("get", key="two", timeout=10)
@@ -135,15 +137,15 @@ def test_no_page_faults_when_warm(producer: KVLink) -> None:
 def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many payloads come at once, no more bytes than the window are asked for."""
     window = 2 * CHUNK
-    monkeypatch.setattr(remote, "WINDOW", window)
+    monkeypatch.setattr(zmq_consumer, "WINDOW", window)
     most = []
-    fetch = remote.RemoteSession._fetch
+    fetch_more = RemoteSession._fetch_more
 
-    def watched(session: remote.RemoteSession, inbound: remote.Arrival) -> None:
-        fetch(session, inbound)
-        most.append(sum(one.fetch.unanswered for one in session._inbound_transfers.values()))
+    def watched(session: RemoteSession, inbound: InboundTransfer) -> None:
+        fetch_more(session, inbound)
+        most.append(sum(one.plan.pending_nbytes for one in session._inbound_transfers.values()))
 
-    monkeypatch.setattr(remote.RemoteSession, "_fetch", watched)
+    monkeypatch.setattr(RemoteSession, "_fetch_more", watched)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
         recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
         wants = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
@@ -163,7 +165,7 @@ def test_a_small_payload_overtakes_a_large_one(
 ) -> None:
     """A payload of a few chunks that was asked for later does not wait for the large one's end."""
     ended = []
-    monkeypatch.setattr(remote, "WINDOW", CHUNK)
+    monkeypatch.setattr(zmq_consumer, "WINDOW", CHUNK)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())

@@ -12,7 +12,7 @@ from zmq_fixtures import fresh_url
 from zmq_unauthorized import Raw, dialled, greeted
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.connectors.control import monitored_socket
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -131,7 +131,7 @@ FORBIDDEN: list[list[Message | bytes]] = [
     [Chunk(1, 1, 0), b"bytes"],
     [Get(1, "k"), b"more"],
     [Get(1, "k" * 5000)],
-    [msgspec.msgpack.encode(["Fetch", 1, 1, -1, 5])],
+    [msgspec.msgpack.encode(["FetchRange", 1, 1, -1, 5])],
     [FetchRange(1, 1, 5, 5)],
     [FetchRange(1, 1, 5, 4)],
     [FetchRange(1, 1, 0, 2**53)],
@@ -225,8 +225,8 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
         for start in range(0, 3 * WINDOW, CHUNK):
             peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
         flying = producer._end._flying  # type: ignore[attr-defined]
-        (slow,) = producer._end.listeners[0]._readers.values()  # type: ignore[attr-defined]
-        until(lambda: slow.waiting > 0, "the rest waits")
+        (slow,) = producer._end.listeners[0]._peers.values()  # type: ignore[attr-defined]
+        until(lambda: slow.pending_nbytes > 0, "the rest waits")
         assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
             for number in range(3):
@@ -294,6 +294,6 @@ def test_hello_is_of_one_life(producer: KVLink) -> None:
 
 def test_options_of_every_socket(producer: KVLink) -> None:
     socket = producer._end.listeners[0]._socket.socket  # type: ignore[attr-defined]
-    assert socket.getsockopt(zmq.SNDHWM) == zmq_sockets.MOST_MESSAGES
+    assert socket.getsockopt(zmq.SNDHWM) == monitored_socket.MAX_QUEUED
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
-    assert socket.getsockopt(zmq.HEARTBEAT_IVL) == zmq_sockets.HEARTBEAT_MS
+    assert socket.getsockopt(zmq.HEARTBEAT_IVL) == monitored_socket.HEARTBEAT_MS
