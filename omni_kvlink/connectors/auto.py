@@ -129,8 +129,8 @@ class AutoConsumer(ControlConsumer):
         os.eventfd_write(self._interrupt_fd, 1)
         super()._interrupt()
 
-    def _shut(self) -> None:
-        super()._shut()
+    def _close_resources(self) -> None:
+        super()._close_resources()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
 

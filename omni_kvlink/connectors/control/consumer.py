@@ -81,7 +81,7 @@ class ControlConsumer(RemoteConsumer):
         for session in self._sessions_opened:
             session.set_ready(closed_here(self._url))
 
-    def _shut(self) -> None:
+    def _close_resources(self) -> None:
         # Also a session that is connecting now: the context waits for all of its sockets.
         for session in self._sessions_opened:
             session.disconnect(closed_here(self._url))

@@ -44,7 +44,7 @@ class RemoteGet(SessionGet):
     """A pending get; its future completes when the payload has arrived, or with the error."""
 
     def __init__(self, session: RemoteSession, get_state: GetState):
-        self.session, self._inbox, self._get_state = session, session.inbox, get_state
+        self.session, self._get_table, self._get_state = session, session.inbox, get_state
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only the session completes it
         get_state.future.add_done_callback(self._on_offer)
@@ -52,7 +52,7 @@ class RemoteGet(SessionGet):
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
         deadline = self._get_state.started + timeout
-        self._inbox.wait(self._get_state, deadline - time.monotonic())
+        self._get_table.wait(self._get_state, deadline - time.monotonic())
         inbound = self._inbound
         try:
             inbound.ready.result(max(0.0, deadline - time.monotonic()))
@@ -72,7 +72,10 @@ class RemoteGet(SessionGet):
 
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
-        if self._inbox.cancel(self._get_state) or self._get_state.future.exception() is not None:
+        if (
+            self._get_table.cancel(self._get_state)
+            or self._get_state.future.exception() is not None
+        ):
             return
         inbound = self._inbound
         if not inbound.cancel() and inbound.ready.exception() is None:
@@ -311,7 +314,7 @@ class RemoteConsumer(SessionConsumer):
             self._loop.stop()
             raise
 
-    def _shut(self) -> None:
+    def _close_resources(self) -> None:
         """Close what subclasses opened; in the loop, once."""
 
     def health(self) -> dict[str, Any]:
@@ -347,7 +350,7 @@ class RemoteConsumer(SessionConsumer):
         self._is_shut_down = True
         if isinstance(self._session, RemoteSession):
             self._session.disconnect(closed_here(self._url))
-        self._shut()
+        self._close_resources()
         self._receive_pool.close()
         self._loop.stop()
 
@@ -356,5 +359,5 @@ class RemoteConsumer(SessionConsumer):
             problem = PeerLostError(f"{self._url}: the consumer's thread failed: {error!r}")
             self._session.disconnect(problem)
         self._is_shut_down = True
-        self._shut()
+        self._close_resources()
         self._may_return.set()

@@ -54,8 +54,8 @@ class UcxConsumer(ControlConsumer):
             self._receive_pool,
         )
 
-    def _shut(self) -> None:
-        super()._shut()
+    def _close_resources(self) -> None:
+        super()._close_resources()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
 

@@ -1,4 +1,4 @@
-"""What to ask for, what came, what is complete; no socket anywhere."""
+"""Which bytes are requested, received and complete; without I/O."""
 
 from __future__ import annotations
 

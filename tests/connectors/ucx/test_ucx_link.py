@@ -1,4 +1,4 @@
-"""`ucx://`: who may come in, what is open to whom, and peers that say what they should not."""
+"""`ucx://`: keys, devices, and peers that violate the protocol."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from zmq_fixtures import free_port
-from zmq_unauthorized import Raw, dialled
+from zmq_unauthorized import RawPeer, connected_peer
 
 from omni_kvlink import (
     ClosedError,
@@ -95,12 +95,12 @@ def test_without_ucxx_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, verb: s
 
 
 @pytest.mark.parametrize("url", ["ucx://nobody", "ucx://h:x", "ucx://:1"])
-def test_no_address(url: str) -> None:
+def test_malformed_addresses(url: str) -> None:
     with pytest.raises(ValueError, match="as in ucx://127"):
         KVLink.serve(url)
 
 
-def test_health_says_what_ucx_is(producer: KVLink) -> None:
+def test_stats_describe_ucx(producer: KVLink) -> None:
     with connect(producer.url) as reader:
         deliver(producer, reader)
         for link in (producer, reader):
@@ -112,7 +112,7 @@ def test_health_says_what_ucx_is(producer: KVLink) -> None:
             assert (found["quarantined"], found["stale"]) == (0, 0)
 
 
-# What is open to whom
+# Keys and devices
 
 
 def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
@@ -125,8 +125,8 @@ def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
 
 def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
     url = f"ucx://{os.uname().nodename}.invalid:1"
-    keys = Safe(tmp_path)
-    for end, how in ((KVLink.serve, keys.serving), (connect, keys.reading())):
+    keys = KeyFiles(tmp_path)
+    for end, how in ((KVLink.serve, keys.producer_options), (connect, keys.consumer_options())):
         with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
             end(f"{url}?ucx_devices=lo")
         with pytest.raises(ConnectorError, match=r"ucx_devices=eth0.*must be trusted"):
@@ -138,22 +138,22 @@ def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
             end(url, insecure=True)
 
 
-def test_transports_that_ucx_has_not() -> None:
+def test_unknown_transports() -> None:
     with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
 
 
 def test_keys(tmp_path: Path) -> None:
-    safe = Safe(tmp_path)
-    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **safe.serving) as producer:
-        with connect(producer.url, **safe.reading()) as reader:
+    key_files = KeyFiles(tmp_path)
+    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **key_files.producer_options) as producer:
+        with connect(producer.url, **key_files.consumer_options()) as reader:
             deliver(producer, reader)
         with pytest.raises(ConnectorError, match="peers= directory"):
-            connect(producer.url, **safe.reading("stranger"))
-        assert producer.stats()["ucx"]["endpoints"] <= 1, "a stranger reached UCX"
+            connect(producer.url, **key_files.consumer_options("unknown"))
+        assert producer.stats()["ucx"]["endpoints"] <= 1, "an unauthorized reader reached UCX"
 
 
-# What nobody should say
+# Violations of the protocol
 
 
 def test_the_two_protocols_do_not_mix(producer: KVLink) -> None:
@@ -180,11 +180,11 @@ BAD: list[list[Message]] = [
 ]
 
 
-@pytest.mark.parametrize("said", BAD, ids=range(len(BAD)))
-def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message]) -> None:
-    with greeted(producer) as peer:
-        peer.send(*map(encode, said))
-        assert isinstance(peer.handle()[0], Refused)
+@pytest.mark.parametrize("messages", BAD, ids=range(len(BAD)))
+def test_a_reader_that_ucx_does_not_reach(producer: KVLink, messages: list[Message]) -> None:
+    with greeted_peer(producer) as peer:
+        peer.send(*map(encode, messages))
+        assert isinstance(peer.receive()[0], Refused)
         until(lambda: producer.stats()["readers"] == 0, "it was dropped")
     assert producer.stats()["refused"] == {"bad message": 1}
     with connect(producer.url) as reader:
@@ -192,21 +192,21 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message])
 
 
 @contextlib.contextmanager
-def greeted(producer: KVLink) -> Iterator[Raw]:
-    """A peer that shook hands, and says next what it likes."""
-    with dialled(producer.url.replace("ucx:", "tcp:")) as peer:
+def greeted_peer(producer: KVLink) -> Iterator[RawPeer]:
+    """A peer that has completed the handshake and sends arbitrary messages."""
+    with connected_peer(producer.url.replace("ucx:", "tcp:")) as peer:
         peer.send(own_hello())
-        peer.handle()
+        peer.receive()
         yield peer
 
 
-def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
+def test_a_reader_sends_its_address_once(producer: KVLink) -> None:
     ucx_transport = UcxTransport()
-    with greeted(producer) as peer:
+    with greeted_peer(producer) as peer:
         peer.send(Meet(ucx_transport.address, SECRET))
-        assert isinstance(peer.handle()[0], Meet)
+        assert isinstance(peer.receive()[0], Meet)
         peer.send(Meet(ucx_transport.address, SECRET))
-        assert isinstance(peer.handle()[0], Refused)
+        assert isinstance(peer.receive()[0], Refused)
     ucx_transport.close()
     assert producer.stats()["refused"] == {"bad message": 1}
 
@@ -236,7 +236,7 @@ def test_a_producer_that_sends_too_little(
 
 @pytest.mark.parametrize("whose", ["producer", "reader"])
 def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
-    """Nobody waits for a deadline in vain."""
+    """The get fails at once instead of at its deadline."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
         transport = sender_of(producer)._ucx if whose == "producer" else transport_of(reader)

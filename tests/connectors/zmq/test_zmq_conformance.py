@@ -31,7 +31,7 @@ def rig(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Rig:
     transport, _, small_chunks = request.param.partition("-")
-    if small_chunks:  # so that the small payloads of the checks come in many pieces, too
+    if small_chunks:  # also split the small payloads of the checks
         monkeypatch.setattr(control_listener, "EAGER", 0)
         monkeypatch.setattr(zmq_sender, "CHUNK", 1000)
     return Rig(lambda: fresh_url(transport, sockets), {}, process)
