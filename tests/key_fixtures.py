@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from omni_kvlink.connectors.control.keys import generate
 
@@ -23,10 +24,10 @@ class KeyFiles:
         return str(self.directory / name)
 
     @property
-    def producer_options(self) -> dict[str, str]:
+    def producer_options(self) -> dict[str, Any]:
         return {"keys": self.key("producer.secret"), "peers": str(self.allowed)}
 
     def consumer_options(
         self, consumer: str = "reader", producer: str = "producer"
-    ) -> dict[str, str]:
+    ) -> dict[str, Any]:
         return {"keys": self.key(f"{consumer}.secret"), "peers": self.key(f"{producer}.public")}

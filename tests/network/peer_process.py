@@ -17,7 +17,14 @@ import traceback
 from collections import deque
 from typing import Any
 
-from omni_kvlink import KVLink, PeerLostError, Receipt, TransferFailed, TransferTimeout
+from omni_kvlink import (
+    KVCacheTransferData,
+    KVLink,
+    PeerLostError,
+    Receipt,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 
@@ -104,6 +111,7 @@ def read_one(link: KVLink, key: str, deadline: float, log: Log) -> bool:
     left = deadline - time.monotonic()
     try:
         with link.get(key, timeout=max(0.0, left), verify="full") as data:
+            assert isinstance(data, KVCacheTransferData)
             incarnation = incarnation_of(key, data.metadata.extra["seed"])
             is_right = fingerprint(data) == fingerprint(recipe(key, incarnation).make())
             log.write(key, "read" if is_right else "WRONG", incarnation)

@@ -38,7 +38,7 @@ class ProxyFixture:
         self.is_encrypted = bool(producer_options)
         self.mean = 500_000.0 if scheme == "zmq+tcp" else 1_000.0  # the rest goes by UCX
         port = free_port()
-        how = {"quota": 64 << 20}
+        how: dict[str, Any] = {"quota": 64 << 20}
         self.producer = KVLink.serve(f"{scheme}://127.0.0.1:{port}", **how, **producer_options)
         self.proxy = Proxy(port)
         self._peer = ThreadPeer()

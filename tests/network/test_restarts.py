@@ -6,6 +6,7 @@ import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from campaign import PRODUCER, READERS, Campaign, Forker
@@ -40,8 +41,9 @@ def address(transport: str, directory: str) -> str:
 def campaign(
     request: pytest.FixtureRequest, forker: Forker, battlefield: str, tmp_path: Path
 ) -> Iterator[Campaign]:
-    options = {"directory": battlefield} if request.param == "shm" else {}
-    options["quota"] = 32 << 20
+    options: dict[str, Any] = {"quota": 32 << 20}
+    if request.param == "shm":
+        options["directory"] = battlefield
     campaign = Campaign(forker, tmp_path, address(request.param, battlefield), options)
     yield campaign
     campaign.close()

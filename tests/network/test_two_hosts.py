@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from fault_harness import kill
@@ -91,7 +92,7 @@ def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
     moment = time.monotonic()
     try:
         for pair in (idle, busy):
-            until(lambda p=pair: not p.producer.do("stats")["readers"], "the producer noticed", CUT)
+            until(partial(has_no_reader, pair), "the producer noticed", CUT)
         assert time.monotonic() - moment < CUT
         assert not waiting.arrived()
         assert isinstance(waiting.future.exception(), PeerLostError)
@@ -102,6 +103,10 @@ def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
     for pair in (idle, busy):
         pair.works("after")
         pair.close()
+
+
+def has_no_reader(pair: Pair) -> bool:
+    return not pair.producer.do("stats")["readers"]
 
 
 def stopped_amid(target: ProcessPeer, pair: Pair, timeout: float) -> Get:

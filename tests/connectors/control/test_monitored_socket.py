@@ -29,7 +29,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 def swallow(socket: zmq.Socket[bytes]) -> None:
     """Wait until a message is there, and consume its wake-up, as a send can."""
-    until(lambda: bool(socket.EVENTS & zmq.POLLIN), "the message arrived")
+    until(lambda: bool(int(socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN)), "the message arrived")
 
 
 def test_a_message_that_arrives_while_the_owner_sends(context: zmq.Context[Any]) -> None:
@@ -66,15 +66,15 @@ def test_a_message_that_arrives_while_a_producer_sends(sockets: str) -> None:
     with KVLink.serve(fresh_url("tcp", sockets)) as producer, greeted_peer(producer.url) as peer:
         peer.send(Get(1, "first"))
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-        endpoint = producer._end
+        endpoint: Any = producer._end
         blocked, go_on = threading.Event(), threading.Event()
 
         def block() -> None:
             blocked.set()
             go_on.wait(5)
-            swallow(endpoint.listeners[0]._socket.socket)  # type: ignore[attr-defined]
+            swallow(endpoint.listeners[0]._socket.socket)
 
-        endpoint.loop.call(block)  # type: ignore[attr-defined]
+        endpoint.loop.call(block)
         assert blocked.wait(5)
         producer.fail("first", "failed by the test")  # the loop sends this, and must then read
         peer.send(Get(2, "second"))
@@ -90,7 +90,8 @@ def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
     ):
         first = reader.begin_get("first", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-        session = reader._end._session  # type: ignore[attr-defined]
+        end: Any = reader._end
+        session = end._session
         blocked, go_on = threading.Event(), threading.Event()
 
         def block() -> None:

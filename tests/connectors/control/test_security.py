@@ -85,9 +85,10 @@ def test_a_producer_without_keys(key_files: KeyFiles, sockets: str) -> None:
 def test_a_network_needs_keys(key_files: KeyFiles) -> None:
     """Neither end uses a network in plain text, unless `insecure=True` is given."""
     url = f"zmq+tcp://{os.uname().nodename}.invalid:{free_port()}"
-    for end in (lambda: KVLink.serve(url), lambda: KVLink.connect(url, timeout=0.1)):
-        with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
-            end()
+    with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
+        KVLink.serve(url)
+    with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
+        KVLink.connect(url, timeout=0.1)
     with pytest.warns(RuntimeWarning, match="INSECURE"), pytest.raises(TransferTimeout):
         KVLink.connect(url, timeout=0.1, insecure=True)
     with warnings.catch_warnings():

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from zmq_fixtures import free_port
@@ -174,9 +175,9 @@ def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
         get_id = threading.Thread(target=lambda: reader.get("k", timeout=PATIENCE).release())
         get_id.start()
         until(lambda: waiting(producer), "the get arrived")
-        end = producer._end
-        (peer,) = end.listeners[0]._readers  # type: ignore[attr-defined]
-        end.loop.call(lambda: end.listeners[0]._drop(peer))  # type: ignore[attr-defined]
+        end: Any = producer._end
+        (peer,) = end.listeners[0]._readers
+        end.loop.call(lambda: end.listeners[0]._drop(peer))
         until(lambda: reader.stats()["sessions"] == 2, "it came back")
         producer.put(Recipe("k").make()).wait(timeout=5)
         get_id.join(5)

@@ -6,8 +6,9 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def stop_amid(target: ProcessPeer, producer: Remote, reader: Remote, timeout: fl
     for _ in range(20):
         producer.do("put", recipe=HUGE.to_dict())
         waiting = reader.ask("get", key="k", timeout=timeout)
-        until(lambda w=waiting: w.done() or active(reader), "its bytes are coming")
+        until(partial(done_or, waiting, lambda: active(reader)), "its bytes are coming")
         os.kill(target.process.pid, signal.SIGSTOP)
         time.sleep(0.3)  # what is in the sockets still arrives
         if active(reader):
@@ -52,6 +53,10 @@ def stop_amid(target: ProcessPeer, producer: Remote, reader: Remote, timeout: fl
         assert waiting.result(PATIENCE) == fingerprint(HUGE.make())
         until(lambda: producer.do("stats")["transfers"]["live"] == 0, "it was read")
     raise AssertionError("the producer could not be stopped in time")
+
+
+def done_or(future: Future[Any], count: Callable[[], int]) -> bool:
+    return future.done() or count() > 0
 
 
 def in_use(stats: dict[str, Any]) -> int:
@@ -113,7 +118,7 @@ def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: Remote) -> None:
     for _ in range(20):
         producer.put(HUGE.make())
         waiting = frozen.ask("get", key="k", timeout=PATIENCE)
-        until(lambda w=waiting: w.done() or in_use(producer.stats()), "bytes leave")
+        until(partial(done_or, waiting, lambda: in_use(producer.stats())), "bytes leave")
         os.kill(target.process.pid, signal.SIGSTOP)
         time.sleep(0.3)  # less than the heartbeat timeout
         if in_use(producer.stats()):

@@ -70,13 +70,15 @@ def deliver(producer: KVLink, reader: KVLink) -> None:
 
 
 def sender_of(producer: KVLink) -> UcxSender:
-    [sender] = producer._end.listeners[0]._senders  # type: ignore[attr-defined]
+    end: Any = producer._end
+    [sender] = end.listeners[0]._senders
     assert isinstance(sender, UcxSender)
     return sender
 
 
 def transport_of(reader: KVLink) -> UcxTransport:
-    transport = reader._end._ucx_transport  # type: ignore[attr-defined]
+    end: Any = reader._end
+    transport = end._ucx_transport
     assert isinstance(transport, UcxTransport)
     return transport
 

@@ -122,7 +122,7 @@ def test_close_with_requests_on_their_way(fresh_pair: Pair) -> None:
     assert tracked.is_free()
     before = bytes(memory)
     fresh_pair.remote.signal(signal.SIGCONT)
-    fresh_pair.remote.do("stats")
+    fresh_pair.remote.call("stats")
     assert memory == before
     with pytest.raises(ClosedError):
         fresh_pair.ucx_transport.send(fresh_pair.peer, b"x", 34, Outcome())
@@ -157,10 +157,10 @@ def test_malformed_addresses(pair: Pair, what: str) -> None:
 def test_an_idle_pair_sleeps(pair: Pair) -> None:
     pair.warm()
     seconds = 2.0
-    mine, its = time.process_time(), pair.remote.do("cpu")
+    mine, its = time.process_time(), pair.remote.call("cpu")
     time.sleep(seconds)
     assert time.process_time() - mine < 0.01 * seconds
-    assert pair.remote.do("cpu") - its < 0.01 * seconds
+    assert pair.remote.call("cpu") - its < 0.01 * seconds
 
 
 def test_it_listens_on_loopback_alone(pair: Pair) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ class Pair:
         self.remote, self.ucx_transport = remote, UcxTransport()
         self.me = self.ucx_transport.address.hex()
         self.peer: UcxEndpoint = self.ucx_transport.connect(
-            bytes.fromhex(remote.do("connect", address=self.me))
+            bytes.fromhex(remote.call("connect", address=self.me))
         )
 
     def fetch(self, memory: Any, tag: int, **how: Any) -> tuple[Outcome, int]:
@@ -63,13 +64,13 @@ class Pair:
         outcome = Outcome()
         self.ucx_transport.receive(self.peer, memory, tag, outcome)
         how.setdefault("nbytes", len(memory))
-        return outcome, self.remote.ask("send", to=self.me, tag=tag, **how)
+        return outcome, self.remote.submit("send", to=self.me, tag=tag, **how)
 
     def push(self, memory: Any, tag: int, **how: Any) -> tuple[Outcome, int]:
         """Send `memory` to the process, which has posted a receive."""
         outcome = Outcome()
         how.setdefault("nbytes", len(memory))
-        number = self.remote.ask("receive", to=self.me, tag=tag, **how)
+        number = self.remote.submit("receive", to=self.me, tag=tag, **how)
         assert self.remote.answer(number) == "waiting"
         self.ucx_transport.send(self.peer, memory, tag, outcome)
         return outcome, -number
@@ -85,13 +86,16 @@ class Pair:
         for tag in range(50, 60):
             outcome = Outcome()
             request = self.ucx_transport.receive(self.peer, memory, tag, outcome)
-            number = self.remote.ask("send", to=self.me, nbytes=len(memory), tag=tag)
-            until(lambda it=outcome: self.stat("active") == 1 or it.calls, "it was matched")
+            number = self.remote.submit("send", to=self.me, nbytes=len(memory), tag=tag)
+            until(partial(self._is_matched, outcome), "it was matched")
             self.remote.signal(signal.SIGSTOP)
             if not outcome.ended(0.3):  # what is in the sockets still arrives
                 return request, outcome, number
             self.remote.signal(signal.SIGCONT)
         raise AssertionError("the process could not be stopped in time")
+
+    def _is_matched(self, outcome: Outcome) -> bool:
+        return self.stat("active") == 1 or bool(outcome.calls)
 
     def stat(self, name: str) -> int:
         return int(self.ucx_transport.stats()[name])
@@ -105,7 +109,7 @@ def shared_process() -> Iterator[UcxProcess]:
     """A process that no test stops or kills."""
     remote = UcxProcess()
     yield remote
-    remote.end()
+    remote.close()
 
 
 @pytest.fixture
@@ -122,7 +126,7 @@ def fresh_pair() -> Iterator[Pair]:
     pair.warm()
     yield pair
     pair.close()
-    remote.end()
+    remote.close()
 
 
 class TrackedMemory:

@@ -38,7 +38,7 @@ class UcxProcess:
         self._answers: dict[int, Any] = {}
         self._rest = b""
 
-    def ask(self, verb: str, **arguments: Any) -> int:
+    def submit(self, verb: str, **arguments: Any) -> int:
         self._last_id += 1
         line = json.dumps({"id": self._last_id, "verb": verb, **arguments})
         assert self.process.stdin is not None
@@ -60,13 +60,13 @@ class UcxProcess:
                 self._answers[answer["id"]] = answer["answer"]
         return self._answers.pop(number)
 
-    def do(self, verb: str, **arguments: Any) -> Any:
-        return self.answer(self.ask(verb, **arguments))
+    def call(self, verb: str, **arguments: Any) -> Any:
+        return self.answer(self.submit(verb, **arguments))
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.signal(signal.SIGKILL)
         self.process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -224,8 +225,9 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVLink, unharmed: No
         offer = leased(producer, peer)
         for start in range(0, 3 * WINDOW, CHUNK):
             peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
-        flying = producer._end._flying  # type: ignore[attr-defined]
-        (slow,) = producer._end.listeners[0]._peers.values()  # type: ignore[attr-defined]
+        end: Any = producer._end
+        flying = end._flying
+        (slow,) = end.listeners[0]._peers.values()
         until(lambda: slow.pending_nbytes > 0, "the rest waits")
         assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
@@ -299,7 +301,8 @@ def test_hello_is_the_same_for_all_readers(producer: KVLink) -> None:
 
 
 def test_options_of_every_socket(producer: KVLink) -> None:
-    socket = producer._end.listeners[0]._socket.socket  # type: ignore[attr-defined]
+    end: Any = producer._end
+    socket = end.listeners[0]._socket.socket
     assert socket.getsockopt(zmq.SNDHWM) == monitored_socket.MAX_QUEUED
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == monitored_socket.HEARTBEAT_MS
