@@ -1,30 +1,33 @@
-"""Keys for links that are encrypted."""
+"""Key files for encrypted links."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from omni_kvlink.connectors.control.keys import generate
 
 
-class Safe:
-    """Key files of a producer, of a reader that it knows, and of one that it does not."""
+class KeyFiles:
+    """Key files of a producer, of an allowed reader, and of one that is not allowed."""
 
     def __init__(self, directory: Path):
-        self.guests = directory / "guests"
-        self.guests.mkdir()
-        for name in ("producer", "reader", "stranger"):
+        self.allowed = directory / "allowed"
+        self.allowed.mkdir()
+        for name in ("producer", "reader", "unknown"):
             generate(str(directory), name)
-        shutil.copy(directory / "reader.public", self.guests)
+        shutil.copy(directory / "reader.public", self.allowed)
         self.directory = directory
 
     def key(self, name: str) -> str:
         return str(self.directory / name)
 
     @property
-    def serving(self) -> dict[str, str]:
-        return {"keys": self.key("producer.secret"), "peers": str(self.guests)}
+    def producer_options(self) -> dict[str, Any]:
+        return {"keys": self.key("producer.secret"), "peers": str(self.allowed)}
 
-    def reading(self, who: str = "reader", whom: str = "producer") -> dict[str, str]:
-        return {"keys": self.key(f"{who}.secret"), "peers": self.key(f"{whom}.public")}
+    def consumer_options(
+        self, consumer: str = "reader", producer: str = "producer"
+    ) -> dict[str, Any]:
+        return {"keys": self.key(f"{consumer}.secret"), "peers": self.key(f"{producer}.public")}

@@ -1,4 +1,4 @@
-"""Addresses for ZMQ links that nobody else uses."""
+"""Unused addresses for ZMQ links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ports = itertools.count(20_000 + os.getpid() * 37 % 10_000)
 
 
 def free_port() -> int:
-    """One that nobody serves now. Below 32768: the system gives those to nobody who connects."""
+    """Return an unused port below 32768, which the system assigns to no outgoing connection."""
     while True:
         port = 20_000 + next(_ports) % 12_000
         with socket.socket() as sock:
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def fresh_url(transport: str, directory: str) -> str:
-    """Of a link over "tcp", "ipc" or "ucx"."""
+    """Return the URL of a link over "tcp", "ipc" or "ucx"."""
     if transport != "ipc":
         scheme = "ucx" if transport == "ucx" else "zmq+tcp"
         return f"{scheme}://127.0.0.1:{free_port()}"

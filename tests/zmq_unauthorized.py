@@ -1,4 +1,4 @@
-"""ZMQ peers that say what they like."""
+"""ZMQ peers that send arbitrary messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import zmq
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
 
 
-class Raw:
-    """A DEALER that says what it likes."""
+class RawPeer:
+    """A DEALER that sends arbitrary messages."""
 
     def __init__(self, socket: zmq.Socket[bytes]):
         self.socket = socket
@@ -20,27 +20,27 @@ class Raw:
     def send(self, *parts: Message | bytes) -> None:
         self.socket.send_multipart([p if isinstance(p, bytes) else encode(p) for p in parts])
 
-    def handle(self, timeout: float = 5.0) -> tuple[Message, bytes]:
-        """The next message, and what came beside it."""
+    def receive(self, timeout: float = 5.0) -> tuple[Message, bytes]:
+        """Return the next message, and the bytes that travelled with it."""
         if not self.socket.poll(int(1000 * timeout)):
-            raise TimeoutError("nothing was said")
+            raise TimeoutError("no message arrived")
         first, *rest = self.socket.recv_multipart()
         return decode(first), b"".join(rest)
 
 
 @contextlib.contextmanager
-def dialled(url: str, **options: Any) -> Iterator[Raw]:
+def connected_peer(url: str, **options: Any) -> Iterator[RawPeer]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         for name, value in options.items():
             socket.setsockopt(getattr(zmq, name), value)
         socket.connect(url.removeprefix("zmq+"))
-        yield Raw(socket)
+        yield RawPeer(socket)
 
 
 @contextlib.contextmanager
-def greeted(url: str, **options: Any) -> Iterator[Raw]:
-    with dialled(url, **options) as peer:
+def greeted_peer(url: str, **options: Any) -> Iterator[RawPeer]:
+    with connected_peer(url, **options) as peer:
         peer.send(own_hello())
-        peer.handle()
+        peer.receive()
         yield peer

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.consumer import ControlConsumer
+from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.runtime.consumer import Session
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
-from omni_kvlink.connectors.ucx.access_policy import settings_of
 from omni_kvlink.connectors.ucx.consumer import UcxSession
-from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.ucx.sender import UcxSender
+from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, ZmqSession
-from omni_kvlink.connectors.zmq.listener import ZmqListener
+from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
+from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
 
@@ -30,109 +32,112 @@ _log = logging.getLogger("omni_kvlink")
 
 
 class Choice(NamedTuple):
-    """How a reader has its payloads, and why."""
+    """The transport that a consumer uses ("shm", "ucx", "zmq"), and why."""
 
     transport: str
-    why: str
+    reason: str
 
 
-class AutoConsumer(ZmqConsumer):
-    """The reading end: it meets the producer over TCP, and then takes the nearest way to it.
+class AutoConsumer(ControlConsumer):
+    """Connects to the producer over TCP, then chooses the fastest transport that reaches it.
 
-    That both share a kernel is proved, not guessed: behind the Unix socket of that name answers
-    the very producer that answered over TCP.
+    That both ends share a kernel is proved: the producer behind the Unix socket of that name must
+    have the same nonce as the one that answers over TCP.
     """
 
     def __init__(self, name: str, options: Options):
         self._name = name
         self._ucx_transport: UcxTransport | None = None
         self._choice: Choice | None = None
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        super().__init__(_endpoint(options.tcp), options)
+        self._interrupt_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(ControlAddress("tcp", options.tcp, "auto"), options)
         self._url = f"auto://{name}?tcp={options.tcp}"
+        keep_freed_memory()
 
     def health(self) -> dict[str, Any]:
-        transport, why = self._choice or Choice("", "not connected yet")
-        ucx_transport = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
-        return {**super().health(), **ucx_transport, "transport": transport, "why": why}
+        """Return state and counters, as JSON values; `transport` and `why` tell the choice."""
+        transport, reason = self._choice or Choice("", "not connected yet")
+        ucx_stats = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
+        return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
+
+    def _make_session(self) -> ZmqSession:
+        return ZmqSession(
+            self._address, self._options, self._context, self._loop, self._receive_pool
+        )
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        met = self._dial(self._make_session(), timeout, no_wait=no_wait)
+        control = self._connect_session(self._make_session(), timeout, no_wait=no_wait)
         try:
-            session, choice = self._nearest(met, deadline)
+            session, choice = self._choose(control, deadline)
         except BaseException:
-            self._loop.call(met.hang_up)  # nobody else knows it; the context would wait for it
+            self._disconnect(control)  # ending ZMQ's context waits for every socket
             raise
-        if session is not met:
-            self._loop.call(met.hang_up)
+        if session is not control:
+            self._disconnect(control)
         if choice != self._choice:
             self._choice = choice
             _log.info("%s goes by %s: %s", self._url, *choice)
         return session
 
-    def _nearest(self, met: ZmqSession, deadline: float) -> tuple[Session, Choice]:
-        """The session that will be used; the one over TCP if no other is to be had."""
+    def _choose(self, control: ZmqSession, deadline: float) -> tuple[Session, Choice]:
+        """Return the session to use; the one over TCP if there is no faster one."""
         reasons = []
-        for transport, attempt in (("shm", self._by_memory), ("ucx", self._by_ucx)):
+        for transport, open_session in (("shm", self._open_shm), ("ucx", self._open_ucx)):
             try:
-                if transport not in met.transports:
+                if transport not in control.transports:
                     raise ConnectorError(f"the producer does not serve {transport}")
-                session, why = attempt(met, deadline)
-            except KVLinkError as error:
+                session, reason = open_session(control, deadline)
+            except KVLinkError as error:  # noqa: PERF203 (at most two rounds)
                 self._check_open()
                 reasons.append(f"no {transport}: {error}")
             else:
-                return session, Choice(transport, "; ".join([why, *reasons]))
-        return met, Choice("zmq", "; ".join(reasons))
+                return session, Choice(transport, "; ".join([reason, *reasons]))
+        return control, Choice("zmq", "; ".join(reasons))
 
-    def _by_memory(self, met: ZmqSession, deadline: float) -> tuple[Session, str]:
+    def _open_shm(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
         path = socket_path(self._name, self._options.directory)
         try:
-            sock = dial(path, 0.0, self._stop)
-            session = ShmSession(f"shm://{self._name}", sock, deadline, self._stop)
+            sock = dial(path, 0.0, self._interrupt_fd)
+            session = ShmSession(f"shm://{self._name}", sock, deadline, self._interrupt_fd)
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
-        except OSError as error:  # it went amid the handshake
+        except OSError as error:  # it closed during the handshake
             raise ConnectorError(f"{path}: {error}") from None
-        if session.nonce != met.nonce:
+        if session.nonce != control.nonce:
             session.close()
             raise ConnectorError(f"behind {path} is another producer")
         return session, f"this producer answers at {path}, so both ends share a kernel"
 
-    def _by_ucx(self, met: ZmqSession, deadline: float) -> tuple[Session, str]:
+    def _open_ucx(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
         missing = ucx.unavailable()
         if missing:
             raise ConnectorError(missing)
         if self._ucx_transport is None:
-            self._ucx_transport = UcxTransport(settings_of(self._endpoint, self._options))
+            self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
         session = UcxSession(
             self._ucx_transport,
-            self._endpoint,
+            self._address,
             self._options,
             self._context,
             self._loop,
             self._receive_pool,
         )
-        return self._dial(session, deadline - time.monotonic()), "both ends have UCX"
+        return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:
-        os.eventfd_write(self._stop, 1)
+        os.eventfd_write(self._interrupt_fd, 1)
         super()._interrupt()
 
-    def _shut(self) -> None:
-        super()._shut()
+    def _close_resources(self) -> None:
+        super()._close_resources()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
 
     def __del__(self) -> None:
         # Not in `close`: another thread may still wait for it, and its number must not be reused.
-        if hasattr(self, "_stop"):
-            os.close(self._stop)
-
-
-def _endpoint(tcp: str) -> ControlAddress:
-    return ControlAddress("tcp", tcp, "auto")
+        if hasattr(self, "_interrupt_fd"):
+            os.close(self._interrupt_fd)
 
 
 def _serve(name: str, options: Options) -> PooledProducer:
@@ -142,26 +147,26 @@ def _serve(name: str, options: Options) -> PooledProducer:
         make = partial(Mapping.shared, f"kvlink-{name}")
         openers.append(partial(ShmListener, name, options.directory))
     if options.tcp:
-        openers.append(partial(_remote_door, _endpoint(options.tcp), options))
+        address = ControlAddress("tcp", options.tcp, "auto")
+        senders = _senders(address, options)
+        openers.append(partial(ControlListener, address, options, senders=senders))
     else:
         refuse_keys(f"auto://{name} without tcp=", options)
     return PooledProducer(name, options, make, *openers)
 
 
-def _remote_door(
-    endpoint: ControlAddress, options: Options, producer: PooledProducer
-) -> ZmqListener:
-    """Control over TCP; UCX beside it, if it is there and may go where the link goes."""
+def _senders(address: ControlAddress, options: Options) -> list[SenderOpener]:
+    """Return ZMQ, and UCX before it if it is installed and may be used for this address."""
     why = ucx.unavailable()
     try:
         if why is None:
-            settings_of(endpoint, options)
+            UcxSettings.of_link(address, options)
     except ConnectorError as error:
         why = str(error)
     if why is None:
-        return UcxListener(endpoint, options, producer, optional=True)
-    _log.info("%s is served without UCX: %s", endpoint.url, why)
-    return ZmqListener(endpoint, options, producer)
+        return [UcxSender, ZmqSender]
+    _log.info("%s is served without UCX: %s", address.url, why)
+    return [ZmqSender]
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

@@ -1,4 +1,4 @@
-"""`auto://`: the nearest way is taken, for a proved reason, and behaves as that way does."""
+"""`auto://`: the fastest transport is chosen for a proved reason, and behaves like itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ from omni_kvlink.testing.rig import PATIENCE, SLACK, ProcessPeer, Rig, expect
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
 HAS_UCX = ucx.unavailable() is None
-WAYS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no ucxx")), "zmq"]
+TRANSPORTS = [
+    "shm",
+    pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no ucxx")),
+    "zmq",
+]
 _numbers = itertools.count()
 
 
@@ -36,7 +40,7 @@ def fresh_url() -> str:
 
 
 def elsewhere(transport: str, folder: Path) -> dict[str, str]:
-    """The environment of a reader that has only this way to the producer."""
+    """Return the environment of a reader that has only this transport to the producer."""
     env = dict(os.environ)
     if transport == "shm":
         return env
@@ -49,7 +53,7 @@ def elsewhere(transport: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where this process, and who shares its environment, looks for sockets."""
+    """The directory in which this process and its children look for sockets."""
     folder = tmp_path_factory.mktemp("home")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param
@@ -67,7 +71,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def process(
     home: None, transport: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProcessPeer]:
-    """A reader's process that has this way alone."""
+    """A reader's process that has this transport only."""
     peer = ProcessPeer(elsewhere(transport, tmp_path_factory.mktemp("elsewhere")))
     yield peer
     peer.end()
@@ -78,7 +82,7 @@ def test_connector(check: Check, process: ProcessPeer) -> None:
     run_check(check, Rig(fresh_url, {}, process))
 
 
-def test_the_way_is_the_nearest(process: ProcessPeer, transport: str) -> None:
+def test_the_fastest_transport_is_chosen(process: ProcessPeer, transport: str) -> None:
     rig = Rig(fresh_url, {}, process)
     producer, reader = rig.serve(), rig.connect()
     producer.put(Recipe("k").make())
@@ -92,7 +96,7 @@ def test_the_way_is_the_nearest(process: ProcessPeer, transport: str) -> None:
 
 
 def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
-    """Its bytes lie in one place, and every reader has them its own way."""
+    """The bytes are in one place, and each reader gets them by its own transport."""
     far = ProcessPeer(elsewhere("zmq", tmp_path))
     rig = Rig(fresh_url, {}, far)
     producer, near, distant = rig.serve(), rig.connect_here(), rig.connect()
@@ -107,8 +111,8 @@ def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
     far.end()
 
 
-def test_a_namesake_is_not_taken_for_the_producer(caplog: pytest.LogCaptureFixture) -> None:
-    """A name proves nothing: behind the socket must be who answers over TCP."""
+def test_a_producer_of_the_same_name_is_not_confused(caplog: pytest.LogCaptureFixture) -> None:
+    """The producer behind the socket must be the one that answers over TCP."""
     url = fresh_url()
     name, tcp = url[7:].split("?tcp=")
     with (
@@ -124,9 +128,9 @@ def test_a_namesake_is_not_taken_for_the_producer(caplog: pytest.LogCaptureFixtu
         del data
         assert reader.stats()["transport"] in ("ucx", "zmq")
         assert "is another producer" in reader.stats()["why"]
-    said = [record.message for record in caplog.records if "goes by" in record.message]
-    assert len(said) == 1
-    assert "is another producer" in said[0]
+    lines = [record.message for record in caplog.records if "goes by" in record.message]
+    assert len(lines) == 1
+    assert "is another producer" in lines[0]
 
 
 def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> None:
@@ -158,7 +162,7 @@ def test_nobody_serves() -> None:
 
 @pytest.mark.skipif(not HAS_UCX, reason="no ucxx")
 def test_closed_while_it_chooses() -> None:
-    """What it met first is let go of as well: the end of ZMQ waits for every connection."""
+    """The control connection is closed as well: ending ZMQ's context waits for every socket."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as producer:
         address = f"127.0.0.1:{free_port()}"
         producer.bind(f"tcp://{address}")
@@ -174,7 +178,7 @@ def test_closed_while_it_chooses() -> None:
         threading.Thread(target=connect, daemon=True).start()
         met, _ = producer.recv_multipart()
         producer.send_multipart([met, encode(own_hello("n", ("ucx",)))])
-        other, _ = producer.recv_multipart()  # who wants UCX has no answer
+        other, _ = producer.recv_multipart()  # the UCX session gets no answer
         assert other != met
         closing = threading.Thread(target=reader.close, daemon=True)
         closing.start()
@@ -196,13 +200,13 @@ def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link with keys is encrypted throughout, unless UCX was given a device."""
     for name in ("producer", "reader"):
         generate(str(tmp_path / "keys"), name)
-    (tmp_path / "guests").mkdir()
+    (tmp_path / "allowed").mkdir()
     keys = tmp_path / "keys"
-    (keys / "reader.public").rename(tmp_path / "guests" / "reader.public")
+    (keys / "reader.public").rename(tmp_path / "allowed" / "reader.public")
     monkeypatch.setattr(ucx, "unavailable", lambda: "it is not installed")
     url, other = fresh_url(), f"auto-{os.getpid()}-other"
     with (
-        KVLink.serve(url, keys=str(keys / "producer.secret"), peers=str(tmp_path / "guests")) as a,
+        KVLink.serve(url, keys=str(keys / "producer.secret"), peers=str(tmp_path / "allowed")) as a,
         KVLink.connect(
             url.replace(url[7:].split("?")[0], other),
             timeout=5,

@@ -1,4 +1,4 @@
-"""Two network namespaces with nothing between them but a cable, which can fail in many ways."""
+"""Two network namespaces, connected by a veth pair that can lose packets or be disconnected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANDOM = 0xFFFFF000 + 56
 
 
 class Cable:
-    """Hosts `left` and `right` as namespaces, each with an address of its own."""
+    """The namespaces `left` and `right`, each with an address."""
 
     def __init__(self) -> None:
         number = next(_numbers)
@@ -45,26 +45,26 @@ class Cable:
             for host, address in self.address.items():
                 _do("ip", "-n", host, "address", "add", f"{address}/24", "dev", "eth0")
                 _do("ip", "-n", host, "link", "set", "lo", "up")
-                # Packets as small as on a wire: else a loss takes 64 KiB, and there are few.
+                # Packets of the MTU's size: otherwise each has 64 KiB, and few are lost.
                 _do("ip", "-n", host, "link", "set", "eth0", "gso_max_segs", "1", "up")
         except BaseException:
-            self.cut_up()
+            self.close()
             raise
 
     def inside(self, host: str) -> list[str]:
-        """What to write before a command so that it runs there."""
+        """Return the prefix of a command that runs in a namespace."""
         return ["ip", "netns", "exec", host]
 
-    def pull(self) -> None:
-        """Nothing passes from now on, and nobody is told."""
+    def disconnect(self) -> None:
+        """Let nothing pass from now on, without notifying either side."""
         _do("ip", "-n", self.left, "link", "set", "eth0", "down")
 
-    def plug(self) -> None:
+    def reconnect(self) -> None:
         _do("ip", "-n", self.left, "link", "set", "eth0", "up")
 
     @contextmanager
     def losing(self, percent: float) -> Iterator[None]:
-        """Each packet, either way, is dropped with this chance."""
+        """Drop each packet, in both directions, with this probability."""
         most = int((1 - percent / 100) * (1 << 32)) - 1
         drop = f"4,32 0 0 {_RANDOM},37 0 1 {most},6 0 0 2,6 0 0 0"  # if random > most: TC_ACT_SHOT
         for host in self.address:
@@ -77,16 +77,16 @@ class Cable:
             for host in self.address:
                 _do("tc", "-n", host, "qdisc", "del", "dev", "eth0", "clsact")
 
-    def lost(self) -> int:
-        """Packets dropped since it began to lose them."""
+    def dropped(self) -> int:
+        """Return the number of packets dropped since `losing` began."""
         found = 0
         for host in self.address:
             shown = _do("tc", "-n", host, "-s", "-j", "qdisc", "show", "dev", "eth0")
             found += sum(it["drops"] for it in json.loads(shown) if it["kind"] == "clsact")
         return found
 
-    def tap(self) -> socket.socket:
-        """Hears every frame that enters or leaves the left host."""
+    def open_tap(self) -> socket.socket:
+        """Return a socket that receives every frame of the left namespace."""
         found: list[socket.socket] = []
 
         def enter() -> None:
@@ -104,18 +104,18 @@ class Cable:
         tap.bind(("eth0", 0))
         return tap
 
-    def cut_up(self) -> None:
-        for host in self.address:  # the cable goes with them
+    def close(self) -> None:
+        for host in self.address:  # the veth pair is removed with them
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
 
 def missing() -> str:
-    """Why there can be no cable here; empty if there can."""
+    """Return why there can be no cable on this machine; "" if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            return f"there is no {tool!r}: apt install iproute2"
+            return f"{tool!r} is missing: apt install iproute2"
     try:
         cable = Cable()
     except OSError as error:
@@ -126,7 +126,7 @@ def missing() -> str:
     except OSError as error:
         return f"no clsact and classic BPF here: {error}"
     finally:
-        cable.cut_up()
+        cable.close()
 
 
 def _do(*command: str) -> str:

@@ -1,4 +1,4 @@
-"""200 transfers between processes that are killed in their midst, and start again."""
+"""200 transfers between processes that are killed and restarted meanwhile."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evidence import Entry, Witness, parse
-from peer_process import Life
+from evidence import Entry, Record, parse
+from peer_process import Incarnation
 
 from omni_kvlink.testing.rig import until
 
 KEYS = 200
 PRODUCER, READERS = "P", ("A", "B")
 PATIENCE = 10.0
-"""Seconds that a reader asks for a key."""
+"""Timeout of a get, in seconds."""
 RESTART = 0.1
-"""Seconds between a death and the next life; survivors finish what they are reading."""
+"""Seconds between a kill and the restart; the others finish what they are reading."""
 DOUBT = 0.3
-"""Seconds that a reader asks again for what its last life may have had."""
+"""Timeout of a repeated get for a payload that the killed process may have received."""
 
 
-class Zygote:
-    """Forks lives that need not import anything."""
+class Forker:
+    """Forks processes from one that has imported everything."""
 
     def __init__(self) -> None:
         script = str(Path(__file__).with_name("peer_process.py"))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen([sys.executable, script], stdin=pipe, stdout=pipe)
 
-    def begin(self, life: Life) -> int:
-        """The pid."""
-        return self._ask(dataclasses.asdict(life))
+    def begin(self, incarnation: Incarnation) -> int:
+        """Fork a process; return its pid."""
+        return self._ask(dataclasses.asdict(incarnation))
 
     def reap(self, pid: int) -> int:
-        """How it exited; waits for it."""
+        """Wait for a process; return its exit code."""
         return self._ask({"reap": pid})
 
     def close(self) -> None:
@@ -58,19 +58,19 @@ class Zygote:
 class Campaign:
     """A producer P, readers A and B, 200 keys; each fifth is for both readers."""
 
-    def __init__(self, zygote: Zygote, root: Path, url: str, options: dict[str, Any]):
-        self._zygote, self._root = zygote, root
+    def __init__(self, forker: Forker, root: Path, url: str, options: dict[str, Any]):
+        self._forker, self._root = forker, root
         self._url, self._options = url, options
         self._pids: dict[str, int] = {}
-        self._lives: dict[str, list[Path]] = {name: [] for name in (PRODUCER, *READERS)}
+        self._logs: dict[str, list[Path]] = {name: [] for name in (PRODUCER, *READERS)}
         self._killed: set[Path] = set()
         self.orders = {
             f"k{n}": list(READERS) if n % 5 == 4 else [READERS[n % 2]] for n in range(KEYS)
         }
 
-    def run(self, rng: random.Random, kills: list[str]) -> list[Witness]:
-        """Kill and restart these, at random moments; what everybody wrote."""
-        for name in self._lives:
+    def run(self, rng: random.Random, kills: list[str]) -> list[Record]:
+        """Kill and restart these at random times; return the logs of all processes."""
+        for name in self._logs:
             self._begin(name)
         moments = sorted(rng.sample(range(10, KEYS), len(kills)))
         for name, moment in zip(kills, moments, strict=True):
@@ -81,59 +81,63 @@ class Campaign:
         until(self._ended, "everybody ended", 3 * PATIENCE)
         for name in (*READERS, PRODUCER):
             os.kill(self._pids[name], signal.SIGTERM)
-            assert self._zygote.reap(self._pids.pop(name)) == 0, f"{name} broke while it left"
-        return self.witnesses()
+            assert self._forker.reap(self._pids.pop(name)) == 0, f"{name} failed while it exited"
+        return self.records()
 
     def close(self) -> None:
-        """What a test that failed left alive."""
+        """Kill the processes that a failed test left."""
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
-            self._zygote.reap(pid)
+            self._forker.reap(pid)
 
-    def witnesses(self) -> list[Witness]:
+    def records(self) -> list[Record]:
         return [
-            Witness(_role(who), who, number, path in self._killed, parse(path))
-            for who, paths in self._lives.items()
+            Record(_role(peer), peer, number, path in self._killed, parse(path))
+            for peer, paths in self._logs.items()
             for number, path in enumerate(paths)
         ]
 
-    def _begin(self, who: str) -> None:
-        lives = self._lives[who]
-        errands = self._puts() if who == PRODUCER else self._gets(who)
-        path = self._root / f"{who}.{len(lives)}"
-        life = Life(_role(who), len(lives), self._url, self._options, str(path), errands)
-        lives.append(path)
-        self._pids[who] = self._zygote.begin(life)
+    def _begin(self, peer: str) -> None:
+        incarnations = self._logs[peer]
+        tasks = self._puts() if peer == PRODUCER else self._gets(peer)
+        path = self._root / f"{peer}.{len(incarnations)}"
+        incarnation = Incarnation(
+            _role(peer), len(incarnations), self._url, self._options, str(path), tasks
+        )
+        incarnations.append(path)
+        self._pids[peer] = self._forker.begin(incarnation)
 
     def _puts(self) -> list[tuple[str, float]]:
-        """What readers still lack, and how many of them."""
-        had = {(witness.who, key) for witness in self.witnesses() for key, _ in witness.reads}
-        lack = {key: sum((who, key) not in had for who in self.orders[key]) for key in self.orders}
+        """Return the keys that readers lack, and by how many."""
+        had = {(record.peer, key) for record in self.records() for key, _ in record.reads}
+        lack = {
+            key: sum((peer, key) not in had for peer in self.orders[key]) for key in self.orders
+        }
         return [(key, count) for key, count in lack.items() if count]
 
-    def _gets(self, who: str) -> list[tuple[str, float]]:
-        """What a reader's lives have not had; for what the last one read last it asks again."""
-        lives = [witness for witness in self.witnesses() if witness.who == who]
-        had = {key for life in lives for key, _ in life.reads}
-        doubtful = {key for life in lives[-1:] for key, _ in life.reads[-1:]}
-        mine = [key for key, readers in self.orders.items() if who in readers]
+    def _gets(self, peer: str) -> list[tuple[str, float]]:
+        """Return the keys that a reader has not read, and again the last one that it read."""
+        incarnations = [record for record in self.records() if record.peer == peer]
+        had = {key for incarnation in incarnations for key, _ in incarnation.reads}
+        doubtful = {key for incarnation in incarnations[-1:] for key, _ in incarnation.reads[-1:]}
+        mine = [key for key, readers in self.orders.items() if peer in readers]
         again = [(key, DOUBT) for key in mine if key in doubtful]
         return again + [(key, PATIENCE) for key in mine if key not in had]
 
     def _reads(self) -> int:
-        return sum(len(witness.reads) for witness in self.witnesses())
+        return sum(len(record.reads) for record in self.records())
 
     def _ended(self) -> bool:
-        last = [paths[-1] for paths in self._lives.values()]
+        last = [paths[-1] for paths in self._logs.values()]
         return all(Entry("-", "end") in parse(path) for path in last)
 
-    def _kill(self, who: str) -> None:
-        pid = self._pids.pop(who)
+    def _kill(self, peer: str) -> None:
+        pid = self._pids.pop(peer)
         os.kill(pid, signal.SIGKILL)
-        assert self._zygote.reap(pid) == -signal.SIGKILL, f"{who} had ended already"
-        self._killed.add(self._lives[who][-1])
+        assert self._forker.reap(pid) == -signal.SIGKILL, f"{peer} had ended already"
+        self._killed.add(self._logs[peer][-1])
         time.sleep(RESTART)
 
 
-def _role(who: str) -> str:
-    return "producer" if who == PRODUCER else "reader"
+def _role(peer: str) -> str:
+    return "producer" if peer == PRODUCER else "reader"

@@ -1,4 +1,4 @@
-"""Fixtures: two hosts on a cable, and what the tests of connectors have, too."""
+"""Fixtures: two hosts on a cable, and the fixtures of the connectors' tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cable import missing
 from hosts import Hosts
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from leak_checks import battlefield as battlefield
 from leak_checks import start as start
 from leak_checks import zmq_started as zmq_started
@@ -15,10 +15,10 @@ from leak_checks import zmq_started as zmq_started
 
 @pytest.fixture(scope="package")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Skips where there can be none."""
+    """Skip where there can be no namespaces."""
     why = missing()
     if why:
         pytest.skip(why)
-    hosts = Hosts(Safe(tmp_path_factory.mktemp("keys")))
+    hosts = Hosts(KeyFiles(tmp_path_factory.mktemp("keys")))
     yield hosts
     hosts.close()

@@ -1,4 +1,4 @@
-"""What the diaries of a campaign prove, and what contradicts them."""
+"""Checks the logs of a campaign for contradictions."""
 
 from __future__ import annotations
 
@@ -9,119 +9,128 @@ from pathlib import Path
 from typing import TypeAlias
 
 Payload: TypeAlias = tuple[str, int]
-"""A key, and the life of the producer that put it: no two have the same bytes."""
+"""A key, and the number of the producer's incarnation that put it; each has other bytes."""
 
 
 UNREAD = ("TransferFailed", "TransferTimeout")
-"""How a reader hears that it will not have a payload."""
+"""Errors by which a reader learns that it will not get a payload."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of a diary.
+    """A line of a log.
 
     Args:
-        number: of "put" for how many readers; of "read" which life of the producer made the bytes.
+        key: The payload's key.
+        event: "put", "read", a receipt's state or an error's name.
+        number: Of "put" the number of readers; of "read" the incarnation of the producer.
     """
 
     key: str
-    word: str
+    event: str
     number: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Witness:
-    """One life's diary.
+class Record:
+    """The log of one process.
 
     Args:
-        killed: whether SIGKILL ended it.
+        role: "producer" or "reader".
+        peer: Its name.
+        number: How many processes of this name were before.
+        killed: Whether SIGKILL ended it.
+        entries: What it wrote.
     """
 
     role: str
-    who: str
+    peer: str
     number: int
     killed: bool
     entries: Sequence[Entry]
 
     @property
     def reads(self) -> list[Payload]:
-        return [(entry.key, entry.number) for entry in self.entries if entry.word == "read"]
+        return [(entry.key, entry.number) for entry in self.entries if entry.event == "read"]
 
     @property
     def completed(self) -> list[Payload]:
-        """Read to the end and let go of, which was heard: something else was read after it.
+        """Payloads whose release the producer has received.
 
-        Of the last one that a killed reader read nobody knows whether letting go of it was heard.
+        Of the last payload that a killed reader read, this is not known.
         """
         return self.reads[:-1] if self.killed else self.reads
 
 
 def parse(path: Path) -> list[Entry]:
     lines = path.read_text().splitlines() if path.exists() else []
-    words = [line.split() for line in lines]
-    return [Entry(key, word, int(number)) for key, word, number in words]
+    rows = [line.split() for line in lines]
+    return [Entry(key, event, int(number)) for key, event, number in rows]
 
 
-def complaints(orders: Mapping[str, Sequence[str]], witnesses: Sequence[Witness]) -> Iterator[str]:
-    """Contradictions to: each payload was read once by each of its readers, or ended otherwise.
+def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record]) -> Iterator[str]:
+    """Yield contradictions to: each reader reads each of its payloads once, or the receipt says no.
 
     Args:
-        orders: the readers that each key is for.
+        orders: The readers that each key is for.
+        records: The logs of all processes.
     """
-    producers = [witness for witness in witnesses if witness.role == "producer"]
-    readers = [witness for witness in witnesses if witness.role == "reader"]
-    for witness in witnesses:
-        for entry in witness.entries:
-            if entry.word in ("WRONG", "BROKE"):
-                yield f"{witness.who}.{witness.number}: {entry.key} {entry.word}"
+    producers = [record for record in records if record.role == "producer"]
+    readers = [record for record in records if record.role == "reader"]
+    for record in records:
+        for entry in record.entries:
+            if entry.event in ("WRONG", "BROKE"):
+                yield f"{record.peer}.{record.number}: {entry.key} {entry.event}"
     yield from _receipts(producers, readers)
     yield from _deliveries(orders, producers, readers)
 
 
-def _receipts(producers: Sequence[Witness], readers: Sequence[Witness]) -> Iterator[str]:
+def _receipts(producers: Sequence[Record], readers: Sequence[Record]) -> Iterator[str]:
     completed = Counter(payload for reader in readers for payload in reader.completed)
     read = Counter(payload for reader in readers for payload in reader.reads)
     known = set()
     for producer in producers:
-        states = {entry.key: entry.word for entry in producer.entries if entry.word != "put"}
+        states = {entry.key: entry.event for entry in producer.entries if entry.event != "put"}
         for entry in producer.entries:
-            if entry.word != "put":
+            if entry.event != "put":
                 continue
             payload, state = (entry.key, producer.number), states.get(entry.key, "")
             known.add(payload)
             done, seen = completed[payload], read[payload]
-            story = f"{payload}: {state or 'no'} receipt, for {entry.number}, {done}…{seen} reads"
+            text = f"{payload}: {state or 'no'} receipt, for {entry.number}, {done}…{seen} reads"
             if done > entry.number:
-                yield f"twice: {story}"
+                yield f"twice: {text}"
             elif state == "released" and seen < entry.number:
-                yield f"lost: {story}"
+                yield f"lost: {text}"
             elif state in ("failed", "expired") and done == entry.number:
-                yield f"delivered, but denied: {story}"
+                yield f"delivered, but denied: {text}"
             elif state not in ("released", "failed", "expired") and not producer.killed:
-                yield f"not ended: {story}"
+                yield f"not ended: {text}"
     for payload in read.keys() - known:
         yield f"nobody put {payload}, which was read"
 
 
 def _deliveries(
     orders: Mapping[str, Sequence[str]],
-    producers: Sequence[Witness],
-    readers: Sequence[Witness],
+    producers: Sequence[Record],
+    readers: Sequence[Record],
 ) -> Iterator[str]:
-    completed = Counter((r.who, key) for r in readers for key, _ in r.completed)
-    read = {(r.who, key) for r in readers for key, _ in r.reads}
-    words = {(entry.key, entry.word) for producer in producers for entry in producer.entries}
-    shares = Counter((r.who, payload) for r in readers for payload in r.reads)
-    # A reader that was killed, and asked again for what it had let go of, took another's share.
-    taken = {(key, who) for (who, (key, _)), times in shares.items() if times > 1}
-    heard = {(r.who, entry.key) for r in readers for entry in r.entries if entry.word in UNREAD}
+    completed = Counter((r.peer, key) for r in readers for key, _ in r.completed)
+    read = {(r.peer, key) for r in readers for key, _ in r.reads}
+    events = {(entry.key, entry.event) for producer in producers for entry in producer.entries}
+    shares = Counter((r.peer, payload) for r in readers for payload in r.reads)
+    # A killed reader that repeats a get whose payload it had released takes another's share.
+    taken = {(key, peer) for (peer, (key, _)), times in shares.items() if times > 1}
+    not_delivered = {
+        (r.peer, entry.key) for r in readers for entry in r.entries if entry.event in UNREAD
+    }
     for key, names in orders.items():
         for name in names:
             if completed[name, key] > 1:
                 yield f"{name} read {key} {completed[name, key]} times"
-            told = {(key, "failed"), (key, "expired")} & words
-            by_another = any(owner == key and who != name for owner, who in taken)
-            if by_another and (name, key) in heard:
+            denied = {(key, "failed"), (key, "expired")} & events
+            by_another = any(owner == key and peer != name for owner, peer in taken)
+            if by_another and (name, key) in not_delivered:
                 continue
-            if (name, key) not in read and not told:
+            if (name, key) not in read and not denied:
                 yield f"{name} never had {key}, and no receipt says so"

@@ -1,4 +1,4 @@
-"""`get`s in the background: each is right, or a typed error, in time."""
+"""Gets in the background: each returns the right bytes or raises a typed error, in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote
 
 
 class Get:
-    """One that verifies every byte."""
+    """A get that verifies every byte."""
 
     def __init__(self, reader: Remote, recipe: Recipe, timeout: float):
         self._recipe, self._timeout, self._begun = recipe, timeout, time.monotonic()
@@ -22,11 +22,11 @@ class Get:
 
     @property
     def moment(self) -> float:
-        """When it ended; waits for that."""
+        """Wait for the end; return when it was (`time.monotonic`)."""
         return self._ended.result(self._timeout + PATIENCE)
 
     def arrived(self) -> bool:
-        """Whether the bytes are here; else there is a typed error. Waits for that."""
+        """Wait for the end; return whether the bytes arrived, or False after a typed error."""
         late = self.moment - self._begun - self._timeout
         assert late < SLACK, f"{self._recipe.key!r} ended {late:.3f} s after its deadline"
         error = self.future.exception()
@@ -38,7 +38,7 @@ class Get:
 
 
 def insist(reader: Remote, recipe: Recipe) -> None:
-    """Ask until it arrives."""
+    """Repeat a get until it succeeds."""
     deadline = time.monotonic() + PATIENCE
     while not (get := Get(reader, recipe, max(0.0, deadline - time.monotonic()))).arrived():
         if time.monotonic() > deadline:

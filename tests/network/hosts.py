@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cable import Cable
 from gets import Get, insist
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.memory_checks import sized
@@ -28,24 +28,24 @@ SCHEMES = [
 
 
 class Hosts:
-    """The cable, a process at each end of it, and keys for both."""
+    """A cable, a process at each of its ends, and keys for both."""
 
-    def __init__(self, safe: Safe):
-        self.cable, self.safe = Cable(), safe
+    def __init__(self, key_files: KeyFiles):
+        self.cable, self.key_files = Cable(), key_files
         self._peers: list[ProcessPeer] = []
-        self._victims: dict[str, ProcessPeer] = {}
+        self._targets: dict[str, ProcessPeer] = {}
         self.producer, self.reader = self.process(self.cable.left), self.process(self.cable.right)
 
     def process(self, host: str) -> ProcessPeer:
         self._peers.append(ProcessPeer(prefix=self.cable.inside(host)))
         return self._peers[-1]
 
-    def victim(self, host: str) -> ProcessPeer:
-        """Another process there, for tests to freeze and kill; one that lives is used again."""
-        victim = self._victims.get(host)
-        if victim is None or victim.process.poll() is not None:
-            victim = self._victims[host] = self.process(host)
-        return victim
+    def target(self, host: str) -> ProcessPeer:
+        """Return another process there, to be stopped or killed; one that is alive is reused."""
+        target = self._targets.get(host)
+        if target is None or target.process.poll() is not None:
+            target = self._targets[host] = self.process(host)
+        return target
 
     def join(self, scheme: str, *, encrypted: bool = True, **peers: ProcessPeer) -> Pair:
         return Pair(self, scheme, encrypted, **peers)
@@ -55,11 +55,11 @@ class Hosts:
             if peer.process.poll() is None:
                 os.kill(peer.process.pid, signal.SIGKILL)
             peer.end()
-        self.cable.cut_up()
+        self.cable.close()
 
 
 class Pair:
-    """A link across the cable; `close` ends it on both hosts."""
+    """A link across the cable, with both of its ends."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class Pair:
         how: dict[str, Any] = {"quota": 256 << 20}
         if scheme == "ucx":
             how["ucx_devices"] = "eth0"
-        serving = hosts.safe.serving if encrypted else {"insecure": True}
-        reading = hosts.safe.reading() if encrypted else {"insecure": True}
-        self._reading = {**how, **reading}
-        self.producer.do("serve", url=self.url, **how, **serving)
+        producer_options = hosts.key_files.producer_options if encrypted else {"insecure": True}
+        consumer_options = hosts.key_files.consumer_options() if encrypted else {"insecure": True}
+        self._consumer_options = {**how, **consumer_options}
+        self.producer.do("serve", url=self.url, **how, **producer_options)
         self.reader = self.connect(reader or hosts.reader)
 
     def connect(self, peer: ProcessPeer) -> Remote:
-        """A reader of this link."""
+        """Connect another reader."""
         reader = Remote(peer, self.url)
-        reader.do("connect", url=self.url, timeout=PATIENCE, **self._reading)
+        reader.do("connect", url=self.url, timeout=PATIENCE, **self._consumer_options)
         return reader
 
     def put(self, recipe: Recipe) -> None:
@@ -94,7 +94,7 @@ class Pair:
         return Get(self.reader, recipe, timeout)
 
     def works(self, key: str) -> None:
-        """Something put now arrives."""
+        """Check that a payload that is put now arrives."""
         recipe = sized(key, 1 << 20)
         self.put(recipe)
         insist(self.reader, recipe)

@@ -1,8 +1,7 @@
-"""Producers and readers that can be killed at any moment; what each saw stays on disk.
+"""Producers and readers that can be killed at any time; what each did stays on disk.
 
-`python lives.py` forks a process for each line of JSON and answers with its pid. Each life appends
-to a diary of its own, one word to a line, written at once: what is there, is there, also after a
-SIGKILL.
+`python peer_process.py` forks a process for each line of JSON and answers with its pid. Each
+process appends to a log of its own, a line for each event, written at once: it survives a SIGKILL.
 """
 
 from __future__ import annotations
@@ -18,113 +17,124 @@ import traceback
 from collections import deque
 from typing import Any
 
-from omni_kvlink import KVLink, PeerLostError, Receipt, TransferFailed, TransferTimeout
+from omni_kvlink import (
+    KVCacheTransferData,
+    KVLink,
+    PeerLostError,
+    Receipt,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 
 SIZES = (2_000, 40_000, 300_000, 1_500_000)
-"""Bytes of payloads: beside their offer, in one chunk, in several."""
+"""Bytes of payloads: inline, in one chunk, in several."""
 TTL = 5.0
 AHEAD = 12
-"""Payloads that a producer has on their way at a time."""
+"""Payloads that a producer puts before it waits for the first one's receipt."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Life:
+class Incarnation:
     """One process, from its start to its end.
 
     Args:
-        number: how many of its name were before.
-        errands: keys; for a producer with how many readers each is for, for a reader with the
-            seconds that it asks for it.
+        role: "producer" or "reader".
+        number: How many processes of this name were before.
+        url: The link's URL.
+        options: The link's options.
+        log: The path of its log.
+        tasks: Keys, each with its number of readers (producer) or its timeout (reader).
     """
 
     role: str
     number: int
     url: str
     options: dict[str, Any]
-    diary: str
-    errands: list[tuple[str, float]]
+    log: str
+    tasks: list[tuple[str, float]]
 
 
-def recipe(key: str, life: int) -> Recipe:
-    """Every life of a producer gives a key other bytes."""
+def recipe(key: str, incarnation: int) -> Recipe:
+    """Return a payload whose bytes differ for each incarnation of the producer."""
     number = int(key.removeprefix("k"))
-    return sized(key, SIZES[number % len(SIZES)], seed=1 + 1000 * life + number)
+    return sized(key, SIZES[number % len(SIZES)], seed=1 + 1000 * incarnation + number)
 
 
-def life_of(key: str, seed: int) -> int:
+def incarnation_of(key: str, seed: int) -> int:
     return (seed - 1 - int(key.removeprefix("k"))) // 1000
 
 
-class Diary:
-    """Words that outlive the process."""
+class Log:
+    """A file of events, complete also after a SIGKILL."""
 
     def __init__(self, path: str):
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def write(self, key: str, word: str, number: int = -1) -> None:
-        os.write(self._fd, f"{key} {word} {number}\n".encode())
+    def write(self, key: str, event: str, number: int = -1) -> None:
+        os.write(self._fd, f"{key} {event} {number}\n".encode())
 
 
-def produce(life: Life, diary: Diary) -> None:
+def produce(incarnation: Incarnation, log: Log) -> None:
     waiting: deque[tuple[str, Receipt]] = deque()
-    with KVLink.serve(life.url, **life.options) as link:
-        for key, readers in life.errands:
-            data = recipe(key, life.number).make()
-            diary.write(key, "put", int(readers))
+    with KVLink.serve(incarnation.url, **incarnation.options) as link:
+        for key, readers in incarnation.tasks:
+            data = recipe(key, incarnation.number).make()
+            log.write(key, "put", int(readers))
             receipt = link.put(data, readers=int(readers), ttl=TTL, timeout=30)
             waiting.append((key, receipt))
             if len(waiting) == AHEAD:
-                settle(*waiting.popleft(), diary)
+                wait_receipt(*waiting.popleft(), log)
         for key, receipt in waiting:
-            settle(key, receipt, diary)
-        stay(diary)
+            wait_receipt(key, receipt, log)
+        wait_for_term(log)
 
 
-def settle(key: str, receipt: Receipt, diary: Diary) -> None:
+def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
     with contextlib.suppress(TransferFailed, TransferTimeout):  # the state says which
         receipt.wait(timeout=TTL + 30)
-    diary.write(key, receipt.state)
+    log.write(key, receipt.state)
 
 
-def read(life: Life, diary: Diary) -> None:
-    with KVLink.connect(life.url, timeout=30, **life.options) as link:
-        for key, patience in life.errands:
+def read(incarnation: Incarnation, log: Log) -> None:
+    with KVLink.connect(incarnation.url, timeout=30, **incarnation.options) as link:
+        for key, patience in incarnation.tasks:
             deadline = time.monotonic() + patience
-            while not read_one(link, key, deadline, diary):
+            while not read_one(link, key, deadline, log):
                 pass
-        stay(diary)
+        wait_for_term(log)
 
 
-def read_one(link: KVLink, key: str, deadline: float, diary: Diary) -> bool:
-    """Whether no more is to be hoped for."""
+def read_one(link: KVLink, key: str, deadline: float, log: Log) -> bool:
+    """Get and check one payload; return False if the get should be repeated."""
     left = deadline - time.monotonic()
     try:
         with link.get(key, timeout=max(0.0, left), verify="full") as data:
-            life = life_of(key, data.metadata.extra["seed"])
-            is_right = fingerprint(data) == fingerprint(recipe(key, life).make())
-            diary.write(key, "read" if is_right else "WRONG", life)
+            assert isinstance(data, KVCacheTransferData)
+            incarnation = incarnation_of(key, data.metadata.extra["seed"])
+            is_right = fingerprint(data) == fingerprint(recipe(key, incarnation).make())
+            log.write(key, "read" if is_right else "WRONG", incarnation)
     except PeerLostError:
-        diary.write(key, "lost")
+        log.write(key, "lost")
         return left <= 0
     except (TransferFailed, TransferTimeout) as error:
-        diary.write(key, type(error).__name__)
+        log.write(key, type(error).__name__)
     return True
 
 
-def stay(diary: Diary) -> None:
-    """All is done; leave when told to."""
-    diary.write("-", "end")
+def wait_for_term(log: Log) -> None:
+    """Log the end, then wait for SIGTERM."""
+    log.write("-", "end")
     signal.sigwait([signal.SIGTERM])
 
 
-def live(life: Life) -> None:
-    diary = Diary(life.diary)
+def run_incarnation(incarnation: Incarnation) -> None:
+    log = Log(incarnation.log)
     try:
-        (produce if life.role == "producer" else read)(life, diary)
+        (produce if incarnation.role == "producer" else read)(incarnation, log)
     except BaseException:
-        diary.write("-", "BROKE")
+        log.write("-", "BROKE")
         raise
 
 
@@ -140,7 +150,7 @@ def main() -> None:
         else:
             os.close(0)
             try:
-                live(Life(**command))
+                run_incarnation(Incarnation(**command))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -1,4 +1,4 @@
-"""A TCP proxy between a reader and its producer that treats their bytes badly, by a seed."""
+"""A TCP proxy that delays, cuts or falsifies the bytes of a connection, by a seed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import time
 from collections import Counter
 
 HARMLESS = "slow"
-"""The stream stays what it was: cut into other pieces, which come late."""
+"""The bytes arrive late and in other pieces."""
 ENDING = ("cut", "stall")
-"""The stream ends: the connection too, or nobody is told."""
+"""The stream ends, with the connection or without notice."""
 FALSE = ("flip", "repeat", "swap", "drop")
-"""The stream goes on, and is not what was sent."""
+"""The stream goes on with other bytes than were sent."""
 _PIECE = 1 << 14
 
 
-class Mischief:
+class Corruption:
     """What is done to one direction of one connection.
 
     Args:
-        mean: bytes between two harms.
+        harm: One of the above.
+        seed: Of the random numbers.
+        mean: Mean number of bytes between two harms.
     """
 
     def __init__(self, harm: str, seed: str, mean: float):
@@ -30,11 +32,11 @@ class Mischief:
         self._left = self._rng.expovariate(1 / mean)
 
     def size(self) -> int:
-        """Of the next piece, at most."""
+        """Return the largest length of the next piece."""
         return self._rng.randint(1, _PIECE)
 
     def treat(self, piece: bytes) -> bytes:
-        """What becomes of it; nothing, if the stream ends here."""
+        """Return what is sent instead of a piece; b"" ends the stream."""
         if self.harm == HARMLESS:
             time.sleep(self._rng.random() * 0.002)
             return piece
@@ -58,8 +60,8 @@ class Connection:
     """A reader's side and a producer's.
 
     Attributes:
-        falsified: when the stream was first falsified, 0 if it was not.
-        ended: when the connection was over.
+        falsified: When bytes were first falsified (`time.monotonic`); 0 if none were.
+        ended: When the connection ended.
     """
 
     def __init__(self, near: socket.socket, far: socket.socket):
@@ -74,28 +76,28 @@ class Connection:
 
 
 class Proxy:
-    """Listens on loopback; it behaves until `misbehave`, and again after `behave`.
+    """Forwards connections; between `start_harm` and `stop_harm` it does harm to them.
 
     Attributes:
-        counts: how often each harm was done.
+        counts: How often each harm was done.
     """
 
     def __init__(self, target: int):
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
-        self._mischief: tuple[str, str, float] | None = None
+        self._corruption: tuple[str, str, float] | None = None
         self.connections: list[Connection] = []
         self.counts: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def misbehave(self, harm: str, seed: str, mean: float) -> None:
-        self._mischief = harm, seed, mean
+    def start_harm(self, harm: str, seed: str, mean: float) -> None:
+        self._corruption = harm, seed, mean
 
-    def behave(self) -> None:
-        """Streams that were falsified stay so; one that stalls goes on doing so."""
-        self._mischief = None
+    def stop_harm(self) -> None:
+        """Forward all bytes from now on; a stream that stalls is not resumed."""
+        self._corruption = None
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -136,22 +138,22 @@ class Proxy:
     def _pump(
         self, connection: Connection, source: socket.socket, sink: socket.socket, name: str
     ) -> None:
-        mischief: Mischief | None = None
+        corruption: Corruption | None = None
         with contextlib.suppress(OSError):  # the other direction, or an end, ended it
-            while piece := source.recv(mischief.size() if mischief else _PIECE):
-                if self._mischief is None:
-                    mischief = None
-                elif mischief is None:
-                    harm, seed, mean = self._mischief
-                    mischief = Mischief(harm, f"{seed}/{name}", mean)
-                treated = mischief.treat(piece) if mischief else piece
-                if mischief and (treated != piece or mischief.harm == HARMLESS):
-                    self.counts[mischief.harm] += 1
-                    if mischief.harm in FALSE:
+            while piece := source.recv(corruption.size() if corruption else _PIECE):
+                if self._corruption is None:
+                    corruption = None
+                elif corruption is None:
+                    harm, seed, mean = self._corruption
+                    corruption = Corruption(harm, f"{seed}/{name}", mean)
+                treated = corruption.treat(piece) if corruption else piece
+                if corruption and (treated != piece or corruption.harm == HARMLESS):
+                    self.counts[corruption.harm] += 1
+                    if corruption.harm in FALSE:
                         connection.falsified = connection.falsified or time.monotonic()
-                    elif mischief.harm == "stall":
+                    elif corruption.harm == "stall":
                         self._swallow(source)
-                if mischief and mischief.harm in ENDING and not treated:
+                if corruption and corruption.harm in ENDING and not treated:
                     break
                 sink.sendall(treated)
         connection.end()

@@ -1,41 +1,41 @@
-"""The judge of the restarts' diaries: what it accepts, and each contradiction that it sees."""
+"""The check of a campaign's logs: what it accepts, and each contradiction that it finds."""
 
 from __future__ import annotations
 
 import pytest
-from evidence import Entry, Witness, complaints
+from evidence import Entry, Record, contradictions
 
 ORDERS = {"k": ["A", "B"]}
 
 
-def producer(*words: str, killed: bool = False) -> Witness:
-    states = [Entry("k", word) for word in words]
-    return Witness("producer", "P", 0, killed, [Entry("k", "put", 2), *states])
+def producer(*events: str, killed: bool = False) -> Record:
+    states = [Entry("k", word) for word in events]
+    return Record("producer", "P", 0, killed, [Entry("k", "put", 2), *states])
 
 
-def reader(who: str, *keys: str, killed: bool = False, life: int = 0) -> Witness:
-    return Witness("reader", who, 0, killed, [Entry(key, "read", life) for key in keys])
+def reader(peer: str, *keys: str, killed: bool = False, incarnation: int = 0) -> Record:
+    return Record("reader", peer, 0, killed, [Entry(key, "read", incarnation) for key in keys])
 
 
-TOLD = Witness("reader", "B", 0, False, [Entry("k", "TransferTimeout")])
-A_TWICE = [producer("released"), reader("A", "k", killed=True), reader("A", "k")]
-"""Killed when it had let go of it, and in doubt: it asked again."""
-OTHER = Witness("producer", "P", 0, True, [Entry("x", "put", 9), Entry("y", "put", 9)])
-FINE = {
-    "both had it": [producer("released"), reader("A", "k"), reader("B", "k")],
-    "who may have had it had it again": [
+TIMED_OUT = Record("reader", "B", 0, False, [Entry("k", "TransferTimeout")])
+READ_AGAIN = [producer("released"), reader("A", "k", killed=True), reader("A", "k")]
+"""Killed after it had released the payload; its successor repeats the get."""
+OTHER_KEYS = Record("producer", "P", 0, True, [Entry("x", "put", 9), Entry("y", "put", 9)])
+CONSISTENT = {
+    "both read it": [producer("released"), reader("A", "k"), reader("B", "k")],
+    "the killed reader read it again": [
         producer("released"),
         reader("A", "k"),
         reader("B", "k", killed=True),
         reader("B", "k"),
     ],
-    "who was killed had it after all": [
+    "the killed reader had read it": [
         producer("released"),
         reader("A", "k"),
         reader("B", "k", killed=True),
     ],
-    "one never came": [producer("expired"), reader("A", "k"), reader("B")],
-    "who was in doubt took another's share, who heard of it": [*A_TWICE, TOLD],
+    "one reader never read it": [producer("expired"), reader("A", "k"), reader("B")],
+    "a repeated get took another's share, and that reader timed out": [*READ_AGAIN, TIMED_OUT],
     "its producer died": [producer(killed=True), reader("A", "k"), reader("B", "k")],
 }
 CONTRADICTIONS = {
@@ -46,26 +46,30 @@ CONTRADICTIONS = {
     "not ended: ('k', 0): leased": [producer("leased"), reader("A", "k"), reader("B", "k")],
     "not ended: ('k', 0): no": [producer(), reader("A", "k"), reader("B", "k")],
     "B never had k": [producer(killed=True), reader("A", "k"), reader("B")],
-    "B never had k, and": [*A_TWICE, reader("B")],
-    "nobody put ('k', 7)": [producer("released"), reader("A", "k", life=7), reader("B", "k")],
-    "WRONG": [producer("released"), Witness("reader", "A", 0, False, [Entry("k", "WRONG")])],
-    "BROKE": [producer("released"), Witness("reader", "A", 0, False, [Entry("-", "BROKE")])],
+    "B never had k, and": [*READ_AGAIN, reader("B")],
+    "nobody put ('k', 7)": [
+        producer("released"),
+        reader("A", "k", incarnation=7),
+        reader("B", "k"),
+    ],
+    "WRONG": [producer("released"), Record("reader", "A", 0, False, [Entry("k", "WRONG")])],
+    "BROKE": [producer("released"), Record("reader", "A", 0, False, [Entry("-", "BROKE")])],
     "for 2, 3…3 reads": [
         producer("released"),
         reader("A", "k", "x", killed=True),
         reader("A", "k"),
         reader("B", "k"),
-        OTHER,
+        OTHER_KEYS,
     ],
 }
 
 
-@pytest.mark.parametrize("story", FINE)
-def test_what_may_be(story: str) -> None:
-    assert list(complaints(ORDERS, FINE[story])) == []
+@pytest.mark.parametrize("story", CONSISTENT)
+def test_consistent_logs(story: str) -> None:
+    assert list(contradictions(ORDERS, CONSISTENT[story])) == []
 
 
-@pytest.mark.parametrize("words", CONTRADICTIONS)
-def test_a_contradiction_is_seen(words: str) -> None:
-    found = list(complaints(ORDERS, CONTRADICTIONS[words]))
-    assert any(words in complaint for complaint in found), found
+@pytest.mark.parametrize("events", CONTRADICTIONS)
+def test_contradictions_are_found(events: str) -> None:
+    found = list(contradictions(ORDERS, CONTRADICTIONS[events]))
+    assert any(events in complaint for complaint in found), found

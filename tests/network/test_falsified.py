@@ -1,4 +1,4 @@
-"""Bytes of an encrypted link that are changed on their way end no process."""
+"""Falsified bytes of an encrypted link end no process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fault_harness import Start
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from proxy import FALSE, Proxy
 from zmq_fixtures import free_port
 
@@ -21,26 +21,32 @@ HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000
 
 
 def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
-    """Somebody on the way needs no key for that; the producer lives, and serves the next reader."""
-    safe, victim, port = Safe(tmp_path), start(), free_port()
-    producer, proxy = Remote(victim, "p"), Proxy(port)
-    producer.do("serve", url=f"zmq+tcp://127.0.0.1:{port}", quota=8 << 20, **safe.serving)
+    """The producer survives, and serves the next reader."""
+    key_files, target, port = KeyFiles(tmp_path), start(), free_port()
+    producer, proxy = Remote(target, "p"), Proxy(port)
+    producer.do(
+        "serve", url=f"zmq+tcp://127.0.0.1:{port}", quota=8 << 20, **key_files.producer_options
+    )
     url = f"zmq+tcp://127.0.0.1:{proxy.port}"
     try:
         for seed in range(12):
-            with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20, **safe.reading()) as reader:
-                proxy.misbehave(FALSE[seed % 4], str(seed), mean=1)
+            with KVLink.connect(
+                url, timeout=PATIENCE, quota=8 << 20, **key_files.consumer_options()
+            ) as reader:
+                proxy.start_harm(FALSE[seed % 4], str(seed), mean=1)
                 get_id = reader.begin_get("never", timeout=PATIENCE)
                 connection = proxy.connections[-1]
                 until(lambda it=connection: it.falsified > 0, "it was falsified")  # type: ignore[misc]
-                time.sleep(0.02)  # the producer has it now
+                time.sleep(0.02)  # the producer has received it now
                 connection.end()
-                proxy.behave()
+                proxy.stop_harm()
                 get_id.cancel()
         time.sleep(HEARTBEATS)
-        assert victim.process.poll() is None
+        assert target.process.poll() is None
         producer.do("put", recipe=sized("k", 1 << 20).to_dict())
-        with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20, **safe.reading()) as reader:
+        with KVLink.connect(
+            url, timeout=PATIENCE, quota=8 << 20, **key_files.consumer_options()
+        ) as reader:
             reader.get("k", timeout=PATIENCE, verify="full").release()
     finally:
         proxy.close()

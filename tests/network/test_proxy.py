@@ -1,4 +1,4 @@
-"""Through a proxy that delays, cuts, stalls, falsifies: right bytes, or a typed error in time."""
+"""Links through a harmful proxy: the right bytes, or a typed error in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gets import Get, insist
 from hosts import HAS_UCX
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from proxy import ENDING, FALSE, HARMLESS, Proxy
 from zmq_fixtures import free_port
 
@@ -23,30 +23,32 @@ SIZES = (200, 20_000, 300_000, 1_500_000)
 COUNT = 12
 TIMEOUT = 2.0
 OVER = 2.0
-"""Seconds in which a connection ends whose bytes were falsified."""
+"""Seconds until a connection with falsified bytes ends."""
 LINKS = ["zmq+tcp, open", "zmq+tcp, encrypted"]
 if HAS_UCX:
     LINKS.append("ucx, encrypted")
 
 
-class Bed:
-    """A producer, the proxy before it, and a reader that knows nothing of that."""
+class ProxyFixture:
+    """A producer, and a reader that connects through a proxy."""
 
-    def __init__(self, scheme: str, serving: dict[str, Any], reading: dict[str, Any]):
-        self.is_encrypted = bool(serving)
+    def __init__(
+        self, scheme: str, producer_options: dict[str, Any], consumer_options: dict[str, Any]
+    ):
+        self.is_encrypted = bool(producer_options)
         self.mean = 500_000.0 if scheme == "zmq+tcp" else 1_000.0  # the rest goes by UCX
         port = free_port()
-        how = {"quota": 64 << 20}
-        self.producer = KVLink.serve(f"{scheme}://127.0.0.1:{port}", **how, **serving)
+        how: dict[str, Any] = {"quota": 64 << 20}
+        self.producer = KVLink.serve(f"{scheme}://127.0.0.1:{port}", **how, **producer_options)
         self.proxy = Proxy(port)
         self._peer = ThreadPeer()
         self.reader = Remote(self._peer, "r")
         url = f"{scheme}://127.0.0.1:{self.proxy.port}"
-        self.reader.do("connect", url=url, timeout=PATIENCE, **how, **reading)
+        self.reader.do("connect", url=url, timeout=PATIENCE, **how, **consumer_options)
         self.receipts: list[Receipt] = []
 
     def transfer(self, seed: str) -> list[Get]:
-        """Put and get payloads of every size, four at a time; all have ended."""
+        """Put and get payloads of every size, four at a time; return the ended gets."""
         gets: list[Get] = []
         for number in range(COUNT):
             recipe = sized(f"{seed}/{number}", SIZES[number % 4], seed=number)
@@ -64,74 +66,78 @@ class Bed:
 
 
 @pytest.fixture(params=LINKS)
-def bed(
+def fixture(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bed]:
+) -> Iterator[ProxyFixture]:
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 500)
     scheme, how = request.param.split(", ")
-    safe = Safe(tmp_path)
-    keys = (safe.serving, safe.reading()) if how == "encrypted" else ({}, {})
-    bed = Bed(scheme, *keys)
-    yield bed
-    bed.close()
+    key_files = KeyFiles(tmp_path)
+    keys = (
+        (key_files.producer_options, key_files.consumer_options())
+        if how == "encrypted"
+        else ({}, {})
+    )
+    fixture = ProxyFixture(scheme, *keys)
+    yield fixture
+    fixture.close()
 
 
-def suffer(bed: Bed, harm: str, seed: str, mean: float) -> list[Get]:
-    """What came of transfers under this harm; then all must be well again."""
+def transfer_under(fixture: ProxyFixture, harm: str, seed: str, mean: float) -> list[Get]:
+    """Return the gets during this harm, and check that the link works afterwards."""
     print("seed", seed)
-    bed.proxy.misbehave(harm, seed, mean)
-    gets = bed.transfer(seed)
-    assert bed.proxy.counts[harm] > 0, "no harm was done"
-    bed.proxy.behave()
+    fixture.proxy.start_harm(harm, seed, mean)
+    gets = fixture.transfer(seed)
+    assert fixture.proxy.counts[harm] > 0, "no harm was done"
+    fixture.proxy.stop_harm()
     recipe = sized(f"{seed}/after", 100_000)
-    bed.receipts.append(bed.producer.put(recipe.make()))
-    insist(bed.reader, recipe)
+    fixture.receipts.append(fixture.producer.put(recipe.make()))
+    insist(fixture.reader, recipe)
     return gets
 
 
-def check_the_end(bed: Bed) -> None:
-    """Nothing hangs on a reader that is gone, and nothing false was deciphered."""
-    bed.reader.do("close")
-    until(lambda: bed.producer.stats()["readers"] == 0, "the producer noticed")
-    for receipt in bed.receipts:
+def check_the_end(fixture: ProxyFixture) -> None:
+    """Check that nothing waits for a closed reader, and that falsified connections ended."""
+    fixture.reader.do("close")
+    until(lambda: fixture.producer.stats()["readers"] == 0, "the producer noticed")
+    for receipt in fixture.receipts:
         assert receipt.state in ("released", "failed", "committed"), receipt
         if not receipt.done:
-            bed.producer.abort(receipt.key)
-    until_freed(bed.producer)
-    if bed.is_encrypted:
-        for connection in bed.proxy.connections:
+            fixture.producer.abort(receipt.key)
+    until_freed(fixture.producer)
+    if fixture.is_encrypted:
+        for connection in fixture.proxy.connections:
             if connection.falsified:
                 assert connection.ended
                 assert connection.ended - connection.falsified < OVER
 
 
-def check_errors(bed: Bed, gets: list[Get]) -> None:
-    """A false byte ends an encrypted connection; it never gets as far as to be a wrong message."""
+def check_errors(fixture: ProxyFixture, gets: list[Get]) -> None:
+    """Check that falsified bytes of an encrypted link are never parsed as a message."""
     errors = [get.future.exception() for get in gets]
-    if bed.is_encrypted:
+    if fixture.is_encrypted:
         assert [error for error in errors if isinstance(error, WireError)] == []
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_slow(bed: Bed, seed: int) -> None:
-    """What comes late and in other pieces is what was sent."""
-    arrived = [get.arrived() for get in suffer(bed, HARMLESS, str(seed), 1)]
+def test_slow(fixture: ProxyFixture, seed: int) -> None:
+    """Late bytes in other pieces are the bytes that were sent."""
+    arrived = [get.arrived() for get in transfer_under(fixture, HARMLESS, str(seed), 1)]
     assert all(arrived)
-    check_the_end(bed)
+    check_the_end(fixture)
 
 
 @pytest.mark.parametrize("harm", [*ENDING, *FALSE])
-def test_harm(bed: Bed, harm: str) -> None:
-    check_errors(bed, suffer(bed, harm, harm, bed.mean))
-    check_the_end(bed)
+def test_harm(fixture: ProxyFixture, harm: str) -> None:
+    check_errors(fixture, transfer_under(fixture, harm, harm, fixture.mean))
+    check_the_end(fixture)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("harm", [*ENDING, *FALSE])
-def test_harm_for_long(bed: Bed, harm: str, seed: int) -> None:
+def test_harm_for_long(fixture: ProxyFixture, harm: str, seed: int) -> None:
     for turn in range(4):
-        gets = suffer(bed, harm, f"{harm}.{seed}.{turn}", bed.mean / 10**turn)
-        check_errors(bed, gets)
-    check_the_end(bed)
+        gets = transfer_under(fixture, harm, f"{harm}.{seed}.{turn}", fixture.mean / 10**turn)
+        check_errors(fixture, gets)
+    check_the_end(fixture)

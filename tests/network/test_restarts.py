@@ -1,4 +1,4 @@
-"""200 transfers while readers or the producer are killed and restarted: what is on disk agrees."""
+"""200 transfers while readers or the producer are killed and restarted: the logs agree."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from campaign import PRODUCER, READERS, Campaign, Zygote
-from evidence import complaints
+from campaign import PRODUCER, READERS, Campaign, Forker
+from evidence import contradictions
 from zmq_fixtures import free_port
 
 UCX = pytest.param(
@@ -22,10 +23,10 @@ KILLS = 6
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.close()
 
 
 def address(transport: str, directory: str) -> str:
@@ -38,31 +39,32 @@ def address(transport: str, directory: str) -> str:
 
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
 def campaign(
-    request: pytest.FixtureRequest, zygote: Zygote, battlefield: str, tmp_path: Path
+    request: pytest.FixtureRequest, forker: Forker, battlefield: str, tmp_path: Path
 ) -> Iterator[Campaign]:
-    options = {"directory": battlefield} if request.param == "shm" else {}
-    options["quota"] = 32 << 20
-    campaign = Campaign(zygote, tmp_path, address(request.param, battlefield), options)
+    options: dict[str, Any] = {"quota": 32 << 20}
+    if request.param == "shm":
+        options["directory"] = battlefield
+    campaign = Campaign(forker, tmp_path, address(request.param, battlefield), options)
     yield campaign
     campaign.close()
 
 
-def judge(campaign: Campaign, seed: str, victims: list[str]) -> None:
+def judge(campaign: Campaign, seed: str, to_kill: list[str]) -> None:
     rng = random.Random(seed)
-    kills = [rng.choice(victims) for _ in range(KILLS)]
-    witnesses = campaign.run(rng, kills)
-    assert list(complaints(campaign.orders, witnesses)) == [], f"seed {seed!r}, killed {kills}"
-    assert sum(witness.killed for witness in witnesses) == KILLS
-    had = {(witness.who, key) for witness in witnesses for key, _ in witness.reads}
+    kills = [rng.choice(to_kill) for _ in range(KILLS)]
+    records = campaign.run(rng, kills)
+    assert list(contradictions(campaign.orders, records)) == [], f"seed {seed!r}, killed {kills}"
+    assert sum(record.killed for record in records) == KILLS
+    had = {(record.peer, key) for record in records for key, _ in record.reads}
     assert len(had) > 0.9 * sum(map(len, campaign.orders.values())), "most of it arrives"
 
 
-@pytest.mark.parametrize("victims", [READERS, [PRODUCER]], ids=["readers", "producer"])
-def test_killed_and_restarted(campaign: Campaign, victims: list[str]) -> None:
-    judge(campaign, f"{victims}", victims)
+@pytest.mark.parametrize("to_kill", [READERS, [PRODUCER]], ids=["readers", "producer"])
+def test_killed_and_restarted(campaign: Campaign, to_kill: list[str]) -> None:
+    judge(campaign, f"{to_kill}", to_kill)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
-def test_everybody_is_killed_and_restarted(campaign: Campaign, seed: int) -> None:
+def test_all_are_killed_and_restarted(campaign: Campaign, seed: int) -> None:
     judge(campaign, str(seed), [PRODUCER, *READERS])

@@ -1,4 +1,4 @@
-"""Between two network namespaces: packets get lost, the cable is pulled, a host's process dies."""
+"""Two network namespaces: packet loss, a disconnected cable, processes that die."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from fault_harness import kill
@@ -18,7 +19,7 @@ from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, until
 
 DEAD, CUT = 1.0, 5.0
-"""Seconds in which a peer's death, and a cable that was pulled, are noticed."""
+"""Seconds until a peer's death, and a disconnected cable, are detected."""
 HUGE = sized("huge", 64 << 20)
 
 
@@ -38,8 +39,8 @@ def pair(hosts: Hosts, scheme: str) -> Iterator[Pair]:
     ("percent", "nbytes", "at_least"), [(1, 300_000, 12), (5, 300_000, 6), (20, 30_000, 1)]
 )
 def test_random_loss(hosts: Hosts, pair: Pair, percent: int, nbytes: int, at_least: int) -> None:
-    """Slower, or a typed error in time; when the loss is over all is well."""
-    on_peer_lost(
+    """Gets are slower or raise a typed error in time; afterwards the link works."""
+    run_with_loss(
         hosts, pair, [sized(f"k{n}", nbytes, seed=n) for n in range(12)], percent, at_least
     )
 
@@ -49,10 +50,10 @@ def test_random_loss(hosts: Hosts, pair: Pair, percent: int, nbytes: int, at_lea
 def test_random_loss_for_long(hosts: Hosts, pair: Pair, percent: int) -> None:
     for turn in range(10):
         recipes = [sized(f"{turn}.{n}", 1 << 20, seed=n) for n in range(20)]
-        on_peer_lost(hosts, pair, recipes, percent, at_least=0)
+        run_with_loss(hosts, pair, recipes, percent, at_least=0)
 
 
-def on_peer_lost(
+def run_with_loss(
     hosts: Hosts, pair: Pair, recipes: list[Recipe], percent: int, at_least: int
 ) -> None:
     with hosts.cable.losing(percent):
@@ -60,61 +61,65 @@ def on_peer_lost(
             pair.put(recipe)
         gets = [pair.get(recipe, timeout=5) for recipe in recipes]
         arrived = sum(get.arrived() for get in gets)
-        assert hosts.cable.lost() > 3, "hardly anything was lost"
+        assert hosts.cable.dropped() > 3, "hardly anything was lost"
     assert arrived >= at_least
     pair.works(f"after {recipes[0].key}")
 
 
-def test_the_cable_is_unplugged_for_a_moment(hosts: Hosts, pair: Pair) -> None:
+def test_the_cable_is_disconnected_for_a_second(hosts: Hosts, pair: Pair) -> None:
     recipes = [sized(f"k{n}", 2 << 20, seed=n) for n in range(24)]
     for recipe in recipes:
         pair.put(recipe)
     gets = [pair.get(recipe, timeout=10) for recipe in recipes]
     until(lambda: any(get.future.done() for get in gets), "they come")
-    hosts.cable.pull()
+    hosts.cable.disconnect()
     try:
         time.sleep(1)
     finally:
-        hosts.cable.plug()
+        hosts.cable.reconnect()
     assert sum([get.arrived() for get in gets]) > 0
     pair.works("after")
 
 
-def test_the_cable_is_pulled(hosts: Hosts, scheme: str) -> None:
-    """Both sides notice, whether they waited for a word or were amid a payload's bytes."""
+def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
+    """Both sides detect it, whether idle or in the middle of a payload."""
     idle, busy = hosts.join(scheme), hosts.join(scheme)
     waiting = idle.get(sized("never", 1))
     busy.put(HUGE)
     coming = busy.get(HUGE)
     until(lambda: busy.reader.do("stats")["memory"]["used"] > 0, "bytes come")
-    hosts.cable.pull()
+    hosts.cable.disconnect()
     moment = time.monotonic()
     try:
         for pair in (idle, busy):
-            until(lambda p=pair: not p.producer.do("stats")["readers"], "the producer noticed", CUT)
+            until(partial(has_no_reader, pair), "the producer noticed", CUT)
         assert time.monotonic() - moment < CUT
         assert not waiting.arrived()
         assert isinstance(waiting.future.exception(), PeerLostError)
         coming.arrived()
         assert max(waiting.moment, coming.moment) - moment < CUT
     finally:
-        hosts.cable.plug()
+        hosts.cable.reconnect()
     for pair in (idle, busy):
         pair.works("after")
         pair.close()
 
 
-def stopped_amid(victim: ProcessPeer, pair: Pair, timeout: float) -> Get:
-    """A `get` of HUGE during which the victim was frozen."""
+def has_no_reader(pair: Pair) -> bool:
+    return not pair.producer.do("stats")["readers"]
+
+
+def stopped_amid(target: ProcessPeer, pair: Pair, timeout: float) -> Get:
+    """Return a `get` of HUGE during which the process was stopped."""
     for _ in range(20):
         pair.put(HUGE)
         get = pair.get(HUGE, timeout)
         until(lambda it=get: it.future.done() or is_coming(pair), "bytes come")  # type: ignore[misc]
-        os.kill(victim.process.pid, signal.SIGSTOP)
-        time.sleep(0.2)  # what is in the sockets comes all the same
+        os.kill(target.process.pid, signal.SIGSTOP)
+        time.sleep(0.2)  # what is in the sockets still arrives
         if not get.future.done():
             return get
-        os.kill(victim.process.pid, signal.SIGCONT)
+        os.kill(target.process.pid, signal.SIGCONT)
         assert get.arrived()
     raise AssertionError("it could not be stopped in time")
 
@@ -125,19 +130,19 @@ def is_coming(pair: Pair) -> bool:
 
 
 def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
-    """The deadline is kept; when the rest comes, its place is another payload's."""
-    victim = hosts.victim(hosts.cable.left)
-    pair = hosts.join("zmq+tcp", producer=victim)
+    """The get ends in time; bytes that arrive later do not overwrite another payload."""
+    target = hosts.target(hosts.cable.left)
+    pair = hosts.join("zmq+tcp", producer=target)
     next_one = sized("next", 64 << 20, seed=5)
     pair.put(next_one)
-    get = stopped_amid(victim, pair, timeout=1.5)
+    get = stopped_amid(target, pair, timeout=1.5)
     assert not get.arrived()
     assert isinstance(get.future.exception(), TransferTimeout)
     until(lambda: not is_coming(pair), "the reader's memory is free")
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     assert pair.reader.do("hold", key="next", timeout=PATIENCE) == fingerprint(next_one.make())
     before = hosts.reader.do("look", key="next")
-    pair.put(sized("last", 1))  # said after all that was late
+    pair.put(sized("last", 1))  # sent after all that was late
     assert pair.get(sized("last", 1)).arrived()
     assert hosts.reader.do("look", key="next") == before
     hosts.reader.do("drop", key="next")
@@ -145,38 +150,38 @@ def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
 
 
 def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
-    """Another has them, as soon as it is given up."""
-    victim = hosts.victim(hosts.cable.right)
-    pair = hosts.join("zmq+tcp", reader=victim)
-    stopped_amid(victim, pair, PATIENCE)
+    """Another reader gets the payload when the frozen one is disconnected."""
+    target = hosts.target(hosts.cable.right)
+    pair = hosts.join("zmq+tcp", reader=target)
+    stopped_amid(target, pair, PATIENCE)
     moment = time.monotonic()
     pair.reader = pair.connect(hosts.reader)
     get = pair.get(HUGE)
     assert get.arrived()
     assert get.moment - moment < CUT
-    os.kill(victim.process.pid, signal.SIGCONT)
-    victim.do("forget", link=pair.url)
+    os.kill(target.process.pid, signal.SIGCONT)
+    target.do("forget", link=pair.url)
     pair.close()
 
 
 def test_dead_peers(hosts: Hosts) -> None:
-    """Who waits for the dead one's payload, and who keeps one for it, knows at once."""
-    victims = {side: hosts.victim(side) for side in (hosts.cable.left, hosts.cable.right)}
+    """A peer's death ends waiting gets and frees leased payloads at once."""
+    targets = {side: hosts.target(side) for side in (hosts.cable.left, hosts.cable.right)}
     schemes = ["zmq+tcp", "ucx"] if HAS_UCX else ["zmq+tcp"]
-    forsaken = [hosts.join(scheme, producer=victims[hosts.cable.left]) for scheme in schemes]
-    keeping = [hosts.join(scheme, reader=victims[hosts.cable.right]) for scheme in schemes]
-    waiting = [pair.get(sized("never", 1)) for pair in forsaken]
-    held = [sized(scheme, 1 << 20) for scheme in schemes]
-    for pair, recipe in zip(keeping, held, strict=True):
+    waiters = [hosts.join(scheme, producer=targets[hosts.cable.left]) for scheme in schemes]
+    lenders = [hosts.join(scheme, reader=targets[hosts.cable.right]) for scheme in schemes]
+    waiting = [pair.get(sized("never", 1)) for pair in waiters]
+    payloads = [sized(scheme, 1 << 20) for scheme in schemes]
+    for pair, recipe in zip(lenders, payloads, strict=True):
         pair.put(recipe)
         pair.reader.do("hold", key=recipe.key, timeout=PATIENCE)
-    moment = max(kill(victim) for victim in victims.values())
-    for pair, recipe in zip(keeping, held, strict=True):
+    moment = max(kill(target) for target in targets.values())
+    for pair, recipe in zip(lenders, payloads, strict=True):
         pair.reader = pair.connect(hosts.reader)
         assert pair.get(recipe, timeout=DEAD).arrived()
     for get in waiting:
         assert not get.arrived()
         assert isinstance(get.future.exception(), PeerLostError)
         assert get.moment - moment < DEAD
-    for pair in keeping:
+    for pair in lenders:
         pair.close()

@@ -1,4 +1,4 @@
-"""Who knocks without being invited changes a counter and nothing else, with keys and without."""
+"""Connections of unknown peers change a counter and nothing else, with keys and without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 
 from omni_kvlink import KVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -24,7 +24,7 @@ def greeting(mechanism: bytes) -> bytes:
 
 BODY = b"\x05READY\x0bSocket-Type\0\0\0\6DEALER"
 READY = b"\4" + bytes([len(BODY)]) + BODY
-WORDS: dict[str, bytes] = {
+CONNECTIONS: dict[str, bytes] = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\n\r\n" * 10,
     "ones": b"\xff" * 5000,
@@ -40,23 +40,25 @@ WORDS: dict[str, bytes] = {
 
 @pytest.fixture(params=["open", "encrypted"])
 def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KVLink, KVLink]]:
-    safe = Safe(tmp_path)
+    key_files = KeyFiles(tmp_path)
     is_open = request.param == "open"
-    serving, reading = ({}, {}) if is_open else (safe.serving, safe.reading())
+    producer_options, consumer_options = (
+        ({}, {}) if is_open else (key_files.producer_options, key_files.consumer_options())
+    )
     with (
-        KVLink.serve("zmq+tcp://127.0.0.1:0", quota=8 << 20, **serving) as producer,
-        KVLink.connect(producer.url, timeout=5, quota=8 << 20, **reading) as reader,
+        KVLink.serve("zmq+tcp://127.0.0.1:0", quota=8 << 20, **producer_options) as producer,
+        KVLink.connect(producer.url, timeout=5, quota=8 << 20, **consumer_options) as reader,
     ):
         yield producer, reader
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_stranger(ends: tuple[KVLink, KVLink], word: str) -> None:
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_an_unknown_peer(ends: tuple[KVLink, KVLink], name: str) -> None:
     producer, reader = ends
     address = producer.url.removeprefix("zmq+tcp://").split(":")
     before = producer.stats()
     with socket.create_connection((address[0], int(address[1])), 5) as sock:
-        sock.sendall(WORDS[word])
+        sock.sendall(CONNECTIONS[name])
     until(lambda: producer.stats()["refused"].get("no greeting") == 1, "it was counted")
     after = producer.stats()
     assert {**before, "refused": {}} == {**after, "refused": {}}

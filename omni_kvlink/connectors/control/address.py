@@ -1,4 +1,4 @@
-"""Where a link is served: a host and a port, or a path."""
+"""The address of a control channel: a host and a port, or a path."""
 
 from __future__ import annotations
 
@@ -18,44 +18,48 @@ from omni_kvlink.errors import BusyError, ConnectorError
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """An address as ZMQ takes it.
+    """Where a producer binds its control socket.
 
     Attributes:
-        transport: "tcp" or "ipc".
-        address: `host:port`, port 0 for any; or an absolute path.
-        scheme: of the link's URL, if it is not ZMQ's own.
+        protocol: "tcp" or "ipc".
+        address: `host:port`, where port 0 lets the system choose one; or an absolute path.
+        scheme: The scheme of the link's URL; empty for `zmq+tcp` and `zmq+ipc`.
+
+    Raises:
+        ValueError: The address has another form.
     """
 
-    transport: str
+    protocol: str
     address: str
     scheme: str = ""
 
     def __post_init__(self) -> None:
-        if self.transport == "ipc":
+        if self.protocol == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
                 raise ValueError(
-                    f"{self.url}: wanted an absolute path of at most 100 bytes, "
+                    f"{self.url}: expected an absolute path of at most 100 bytes, "
                     "as in zmq+ipc:///run/user/1000/kvlink/bagel.sock"
                 )
             return
         host, _, port = self.address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ValueError(
-                f"{self.url}: wanted host:port, as in {self.url.partition(':')[0]}://127.0.0.1:7000"
-            )
+            scheme = self.url.partition(":")[0]
+            raise ValueError(f"{self.url}: expected host:port, as in {scheme}://127.0.0.1:7000")
 
     @property
-    def text(self) -> str:
-        return f"{self.transport}://{self.address}"
+    def zmq_endpoint(self) -> str:
+        """The address in the form that ZMQ's `bind` and `connect` take."""
+        return f"{self.protocol}://{self.address}"
 
     @property
     def url(self) -> str:
-        return f"{self.scheme or 'zmq+' + self.transport}://{self.address}"
+        """The link's URL, without its options."""
+        return f"{self.scheme or 'zmq+' + self.protocol}://{self.address}"
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing of it leaves this machine."""
-        if self.transport == "ipc":
+        """Whether only processes of this machine can connect."""
+        if self.protocol == "ipc":
             return True
         host = self.address.rpartition(":")[0].strip("[]")
         if host == "localhost":
@@ -67,44 +71,51 @@ class ControlAddress:
 
     @property
     def is_ipv6(self) -> bool:
-        return self.transport == "tcp" and self.address.startswith("[")
+        """Whether the host is an IPv6 address in brackets."""
+        return self.protocol == "tcp" and self.address.startswith("[")
 
     def bind(self, socket: zmq.Socket[bytes]) -> str:
-        """Serve there; the address it became.
+        """Bind a socket to the address.
+
+        Returns:
+            The bound address, in which a port 0 is replaced by the port that the system chose.
 
         Raises:
-            BusyError: another process serves there.
-            ConnectorError: it cannot be served there.
+            BusyError: Another process has bound the address.
+            ConnectorError: The address cannot be bound.
         """
-        with self._alone():
-            if self.transport == "ipc" and is_alive(self.address, SOCK_STREAM):
+        with self._locked():
+            if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
             try:
-                socket.bind(self.text.replace("//localhost:", "//127.0.0.1:"))
+                socket.bind(self.zmq_endpoint.replace("//localhost:", "//127.0.0.1:"))
             except zmq.ZMQError as error:
                 if error.errno == zmq.EADDRINUSE:
                     raise BusyError(f"{self.url}: another process serves there") from None
                 raise ConnectorError(f"{self.url} cannot be served: {error}") from None
-            if self.transport == "ipc":
+            if self.protocol == "ipc":
                 os.chmod(self.address, 0o600)
-        bound_url = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound_url, bytes)
-        return bound_url.rstrip(b"\0").decode().partition("://")[2]
+        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return bound.rstrip(b"\0").decode().partition("://")[2]
 
-    def leave(self, context: zmq.Context[Any]) -> None:
-        """End the context that served there; the socket's file goes, but not a successor's."""
+    def close(self, context: zmq.Context[Any]) -> None:
+        """Terminate the context that bound the address, and remove its socket file.
+
+        A socket file that another producer has bound meanwhile is left in place.
+        """
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(FileNotFoundError):  # somebody cleared the directory away
-                stack.enter_context(self._alone(make=False))
+            with contextlib.suppress(FileNotFoundError):  # the directory was removed
+                stack.enter_context(self._locked(make=False))
             context.term()
-            if self.transport == "ipc" and not is_alive(self.address, SOCK_STREAM):
+            if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.address)
 
     @contextlib.contextmanager
-    def _alone(self, *, make: bool = True) -> Iterator[None]:
-        """One process at a time: ZMQ would silently take a path from who serves it."""
-        if self.transport != "ipc":
+    def _locked(self, *, make: bool = True) -> Iterator[None]:
+        """Lock the directory of a path: ZMQ would silently replace another process's socket."""
+        if self.protocol != "ipc":
             yield
             return
         directory = os.path.dirname(self.address)

@@ -1,4 +1,4 @@
-"""Key files of encrypted links: `NAME.secret` stays where it was made, `NAME.public` travels."""
+"""Key files of encrypted links: `NAME.secret` stays where it was made, `NAME.public` is shared."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from omni_kvlink.errors import ConnectorError
 
 SECRET, PUBLIC = ".secret", ".public"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_TEXT = 40
+_KEY_CHARS = 40
 """Characters of a key: 32 bytes in Z85."""
 
 
 def generate(directory: str, name: str) -> tuple[str, str]:
-    """Make a pair of keys; the paths of the secret and of the public one.
+    """Make a key pair and write it to `NAME.secret` (mode 0600) and `NAME.public` (mode 0644).
+
+    Args:
+        directory: Where to write the files; it is created if it does not exist.
+        name: The name of both files, without suffix.
+
+    Returns:
+        The paths of the secret and of the public file.
 
     Raises:
-        ConnectorError: there are such files already; no key is ever overwritten.
-        ValueError: the name is no plain file name.
+        ConnectorError: A file of that name exists; no key is ever overwritten.
+        ValueError: The name is not a plain file name.
+        OSError: The files cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r}: 1 to 64 letters, digits, '.', '_' or '-', a letter first")
@@ -43,10 +51,10 @@ def generate(directory: str, name: str) -> tuple[str, str]:
 
 
 def read_secret(path: str) -> bytes:
-    """A secret key, as Z85 text.
+    """Read a secret key, as Z85 text.
 
     Raises:
-        ConnectorError: no such file, no key in it, or others can read it.
+        ConnectorError: There is no such file, other users can read it, or it holds no key.
     """
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -54,40 +62,36 @@ def read_secret(path: str) -> bytes:
         raise ConnectorError(f"keys={path}: {error.strerror}") from None
     if mode & 0o077:
         raise ConnectorError(f"keys={path} can be read by others (mode {mode:o}): chmod 600 it")
-    return _read(path)
+    return read_public(path)
 
 
 def read_public(path: str) -> bytes:
-    """A public key, as Z85 text.
+    """Read a public key, as Z85 text.
 
     Raises:
-        ConnectorError: no such file, or no key in it.
+        ConnectorError: There is no such file, or it holds no key.
     """
-    return _read(path)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_KEY_CHARS + 2).strip()
+    except OSError as error:
+        raise ConnectorError(f"{path}: {error.strerror}") from None
+    try:
+        if len(text) != _KEY_CHARS or len(zmq.utils.z85.decode(text)) != 32:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise ConnectorError(f"{path} holds no key; make one with `kvlink keygen`") from None
+    return text
 
 
 def read_all(directory: str) -> set[bytes]:
-    """The keys, 32 bytes each, of every `.public` file in a directory; others are passed over.
+    """Read the keys, 32 bytes each, of all `.public` files in a directory.
 
     Raises:
-        ConnectorError: it cannot be read.
+        ConnectorError: The directory or a key cannot be read.
     """
     try:
         paths = [path for path in Path(directory).iterdir() if path.suffix == PUBLIC]
     except OSError as error:
         raise ConnectorError(f"peers={directory}: {error.strerror}") from None
-    return {zmq.utils.z85.decode(_read(str(path))) for path in paths}
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_TEXT + 2).strip()
-    except OSError as error:
-        raise ConnectorError(f"{path}: {error.strerror}") from None
-    try:
-        if len(text) != _TEXT or len(zmq.utils.z85.decode(text)) != 32:
-            raise ValueError
-    except (ValueError, KeyError):
-        raise ConnectorError(f"{path} holds no key; make one with `kvlink-bench keygen`") from None
-    return text
+    return {zmq.utils.z85.decode(read_public(str(path))) for path in paths}

@@ -1,4 +1,4 @@
-"""A ZMQ socket and its monitor in a loop, and the options that every one of ours has."""
+"""A ZMQ socket and its monitor in an event loop, with the options of every control channel."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ import zmq
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 
 Buffer: TypeAlias = "bytes | memoryview"
-MOST_MESSAGES = 4096
-"""Messages that may wait for a peer; one that lets more pile up is given up."""
+MAX_QUEUED = 4096
+"""Messages that may wait for one peer; a peer with more is disconnected."""
 LINGER_MS = 100
-"""How long last words may take when a link closes."""
+"""Time for the last messages to leave when a socket closes."""
 HEARTBEAT_MS, GIVEN_UP_MS = 500, 4000
-"""A peer that answers no heartbeat for so long is given up: frozen, or behind a cut wire."""
+"""Interval of heartbeats; time without an answer after which a peer is disconnected."""
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
-"""How often a consumer knocks while nobody serves."""
-_TURNS = 64
-_SEALING = 256
-"""Bytes by which encryption makes a frame longer, and more."""
-# Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that before it looks at errno, which reporting
-# changes. A frame that cannot be deciphered then passes for a full queue, reading stops, and when
-# the peer goes, the next heartbeat fails an assertion: a byte changed on its way ends the process.
+"""How often a consumer tries to connect while no producer serves."""
+_MAX_BATCHES = 64
+_CURVE_OVERHEAD = 256
+"""Bytes by which encryption makes a frame longer, rounded up."""
+# Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that event before it reads errno, and the
+# report changes errno. A frame that cannot be decrypted is then taken for a full queue, reading
+# stops, and after the peer disconnects the next heartbeat fails an assertion: one changed byte on
+# the network would end the process.
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
 _EVENTS = (
@@ -41,25 +42,31 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
 )
-_POLLIN = int(zmq.POLLIN)  # a flag's own `&` takes longer than asking ZMQ
-_ports: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
+_POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
+_sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
 
 class MonitoredSocket:
-    """A socket and its monitor; once it is watched, for the loop, and for whoever has its turn.
+    """A ZMQ socket that an event loop reads, together with its monitor.
 
-    ZMQ's descriptor is edge-triggered: it becomes readable when something happens, not while
-    something is there, and any call on the socket, a send too, may swallow that. So the socket is
-    read until it is empty after every wake-up and after every round of sends.
+    ZMQ's descriptor is edge-triggered: it becomes readable when a message arrives, not while one
+    is there, and any call on the socket, also a send, may consume that edge. Therefore the socket
+    is drained after every wake-up and after every round of sends.
 
     Args:
-        on_message: takes the frames of one message.
-        on_event: takes an event of the monitor and its value, a descriptor in most cases.
-        on_quiet: told whenever everything was read.
+        context: The ZMQ context.
+        kind: The socket type, as `zmq.ROUTER`.
+        loop: The event loop that reads the socket.
+        on_message: Called with the frames of each message, with `lock` held.
+        on_event: Called with each event of the monitor and its value, which is a descriptor for
+            most events; with `lock` held.
+        on_idle: Called whenever all messages and events were read; with `lock` held.
+        max_frame_nbytes: Longer frames end the connection.
 
     Attributes:
-        descriptors: of the connections, and of the listener.
-        turn: who has it may use the socket, and nobody else.
+        socket: The ZMQ socket.
+        descriptors: The descriptors of the connections and of the listening socket.
+        lock: To be held by every thread that uses the socket.
     """
 
     def __init__(
@@ -69,103 +76,111 @@ class MonitoredSocket:
         loop: EventLoop,
         on_message: Callable[[Sequence[zmq.Frame]], None],
         on_event: Callable[[int, int], None],
-        on_quiet: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
         *,
-        longest: int,
+        max_frame_nbytes: int,
     ):
         self.socket = socket = context.socket(kind)
-        _set_options(socket, longest)
+        _set_options(socket, max_frame_nbytes)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self._loop = loop
-        self._on_message, self._on_event, self._on_quiet = on_message, on_event, on_quiet
+        self._on_message, self._on_event, self._on_idle = on_message, on_event, on_idle
         self._draining = self._closed = False
         self.descriptors: set[int] = set()
-        self.turn = threading.RLock()
-        _ports.add(self)
+        self.lock = threading.RLock()
+        _sockets.add(self)
 
     def watch(self) -> None:
+        """Start reading; in the loop's thread."""
         self._loop.watch(self.socket.FD, READ, self.drain)
         self._loop.watch(self._monitor.FD, READ, self.drain)
         self.drain()
 
     def send(self, frames: Sequence[Buffer], *, copy: bool = True) -> None:
-        """Send now; `drain` must follow before the loop sleeps.
+        """Send one message without blocking; call `drain` before the loop sleeps.
 
         Raises:
-            zmq.ZMQError: EAGAIN when too much waits, EHOSTUNREACH when the peer is gone.
+            zmq.ZMQError: EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
         """
         if not self._closed:
             self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
 
     def drain(self, events: int = 0) -> None:
-        """Hear everything that is there; the rest later, if it does not end."""
-        with self.turn:
+        """Read all messages and events; after 64 rounds let the loop continue with other work."""
+        with self.lock:
             if not self._draining:
                 self._drain()
 
     def _drain(self) -> None:
         self._draining = True
         try:
-            for _ in range(_TURNS):
+            for _ in range(_MAX_BATCHES):
                 if self._closed:
                     return
                 frames = _receive(self.socket)
                 if frames is not None:
                     self._on_message(frames)
-                elif not self.hear_events():  # else what was said before them may be there now
-                    self._on_quiet()
+                elif not self.read_events():  # else messages sent before the event may be there
+                    self._on_idle()
                     if self._closed or not _is_readable(self.socket):
                         return
             self._loop.call(self.drain)
         finally:
             self._draining = False
 
-    def hear_events(self) -> bool:
-        """What the monitor knows up to now; whether there was anything."""
-        heard = False
-        while not self._closed and (said := _receive(self._monitor)) is not None:
-            heard = True
-            event, value = struct.unpack("=Hi", said[0].bytes)
+    def read_events(self) -> bool:
+        """Handle the monitor's pending events; return whether there were any."""
+        found = False
+        while not self._closed and (frames := _receive(self._monitor)) is not None:
+            found = True
+            event, value = struct.unpack("=Hi", frames[0].bytes)
             if event & _OPENED:
                 self.descriptors.add(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self.descriptors.discard(value)
             self._on_event(event, value)
-        return heard
+        return found
 
-    def keep(self, descriptor: int) -> socket.socket | None:
-        """A connection once more, open until `let_go`; None if it is gone."""
+    def duplicate(self, descriptor: int) -> socket.socket | None:
+        """Duplicate a connection's descriptor; pass the result to `close_duplicate` later.
+
+        Returns:
+            None if the connection is closed already.
+        """
         try:
-            line = socket.socket(fileno=os.dup(descriptor))
+            duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             return None
-        self.descriptors.add(line.fileno())
-        return line
+        self.descriptors.add(duplicate.fileno())
+        return duplicate
 
-    def let_go(self, line: socket.socket) -> None:
-        """Of what `keep` gave: only then is the connection closed, if ZMQ ended it before."""
-        self.descriptors.discard(line.fileno())
-        line.close()
+    def close_duplicate(self, duplicate: socket.socket) -> None:
+        """Close what `duplicate` returned; the connection stays open for the peer until then."""
+        self.descriptors.discard(duplicate.fileno())
+        duplicate.close()
 
     def close(self) -> None:
-        """Last words go out while the context ends."""
-        with self.turn:
-            if not self._closed:
-                self._close()
+        """Close socket and monitor; messages that wait leave while the context terminates."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            for one in (self.socket, self._monitor):
+                self._loop.unwatch(one.FD)
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self.socket.close(LINGER_MS)
+            # Break the reference cycle with the owner.
+            self._on_message, self._on_event, self._on_idle = _ignore, _ignore, _ignore
 
-    def _close(self) -> None:
-        self._closed = True
-        for one in (self.socket, self._monitor):
-            self._loop.unwatch(one.FD)
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(LINGER_MS)
-        ignore = _ignore
-        self._on_message, self._on_event, self._on_quiet = ignore, ignore, ignore  # no cycle
+
+def is_broken(event: int) -> bool:
+    """Return whether a monitor event says that a handshake failed."""
+    return bool(event & _BROKEN)
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there; asking costs a tenth of the error that a vain receipt raises."""
+    """Ten times cheaper than the exception of a receive that finds nothing."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
@@ -175,45 +190,40 @@ def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
     try:
         frames: list[zmq.Frame] = socket.recv_multipart(zmq.DONTWAIT, copy=False)
     except zmq.Again:
-        return None  # it went with its connection
+        return None  # dropped with its connection
     return frames
-
-
-def is_broken(event: int) -> bool:
-    """Whether an event says that a handshake failed."""
-    return bool(event & _BROKEN)
 
 
 def _ignore(*arguments: object) -> None:
     pass
 
 
-def _set_options(socket: zmq.Socket[bytes], longest: int) -> None:
+def _set_options(socket: zmq.Socket[bytes], max_frame_nbytes: int) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, MOST_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, MOST_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, longest + _SEALING)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_nbytes + _CURVE_OVERHEAD)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, GIVEN_UP_MS)
-    # ZMQ says no heartbeat while a message waits to leave: the kernel must see that it never does.
+    # ZMQ sends no heartbeat while a message waits to leave: TCP must detect a dead peer then.
     socket.setsockopt(zmq.TCP_MAXRT, GIVEN_UP_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
 
 
-def _hide_in_child() -> None:
-    """A forked child must not keep connections open that its parent's death would end.
+def _close_in_child() -> None:
+    """Disconnect a forked child: its copies would keep connections open when the parent dies.
 
-    The numbers stay taken: the library in the child believes that it has them.
+    The descriptors are replaced, not closed, because ZMQ in the child still uses their numbers.
     """
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for port in list(_ports):
-        for fd in port.descriptors:
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for monitored in list(_sockets):
+        for fd in monitored.descriptors:
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
+                    os.dup2(null, fd, inheritable=False)
+    os.close(null)
 
 
-os.register_at_fork(after_in_child=_hide_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""Who may talk to whom over a network, and that nobody else can listen: CURVE."""
+"""CURVE encryption and authentication of a control channel."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 _DOMAIN = b"kvlink"
-_ZAP = "inproc://zeromq.zap.01"  # the address is ZMQ's own, one in each context
+_ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context
 
 
-def check_exposure(endpoint: ControlAddress, options: Options) -> None:
-    """Nothing goes over a network unprotected, unless somebody insists.
+def check_access(address: ControlAddress, options: Options) -> None:
+    """Require keys for an address that other machines can reach.
+
+    With `insecure=True` it warns (RuntimeWarning) instead of raising.
 
     Raises:
-        ConnectorError: another machine could read or send, and no keys are given.
+        ConnectorError: Other machines can reach the address and no keys are given, or only one of
+            `keys` and `peers` is.
     """
     if bool(options.keys) != bool(options.peers):
         raise ConnectorError(
-            f"{endpoint.url}: keys= (this side's secret key) and peers= (who the other side may "
-            "be) go together"
+            f"{address.url}: keys= (this side's secret key) and peers= (the public keys of the "
+            "other side) go together"
         )
-    if endpoint.is_local or options.keys:
+    if address.is_local or options.keys:
         return
     if not options.insecure:
         raise ConnectorError(
-            f"{endpoint.url} is open to other machines: give keys= and peers= (`kvlink-bench "
-            "keygen` makes them), use 127.0.0.1, or say insecure=True if the network is trusted"
+            f"{address.url} is open to other machines: give keys= and peers= (`kvlink keygen` "
+            "makes them), use 127.0.0.1, or pass insecure=True if the network is trusted"
         )
     warnings.warn(
-        f"{endpoint.url} is INSECURE: whoever reaches it can read every payload",
+        f"{address.url} is INSECURE: everybody who can reach it can read every payload",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def protect_server(socket: zmq.Socket[bytes], options: Options) -> None:
-    """Encrypt, and let nobody in whom the gate does not know."""
+def secure_server(socket: zmq.Socket[bytes], options: Options) -> None:
+    """Make a producer's socket encrypt and authenticate, if the options name keys."""
     if options.keys:
         read_all(options.peers)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -52,8 +55,8 @@ def protect_server(socket: zmq.Socket[bytes], options: Options) -> None:
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
 
-def protect_client(socket: zmq.Socket[bytes], options: Options) -> None:
-    """Encrypt, and talk to the one producer that has the key."""
+def secure_client(socket: zmq.Socket[bytes], options: Options) -> None:
+    """Make a consumer's socket encrypt, and accept only the producer whose key `peers` names."""
     if options.keys:
         secret = read_secret(options.keys)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -62,11 +65,16 @@ def protect_client(socket: zmq.Socket[bytes], options: Options) -> None:
 
 
 class ZapAuth:
-    """Answers ZMQ's question whether a client may come in: if its key lies in the directory now.
+    """Answers the authentication requests (ZAP) of a producer's socket, in the event loop.
+
+    A client is admitted if its public key is in the directory when it connects: a key can be added
+    or removed without a restart.
 
     Args:
-        directory: of the public keys; read at each question, so that a key can be added or removed.
-        refused: told of each client that was not let in.
+        context: The context of the socket that it answers for.
+        directory: The directory with the public keys.
+        loop: The producer's event loop.
+        on_refused: Called for each client that was not admitted; in the loop.
     """
 
     def __init__(
@@ -74,40 +82,42 @@ class ZapAuth:
         context: zmq.Context[Any],
         directory: str,
         loop: EventLoop,
-        refused: Callable[[], None],
+        on_refused: Callable[[], None],
     ):
-        self._directory, self._loop, self._refused = directory, loop, refused
+        self._directory, self._loop, self._on_refused = directory, loop, on_refused
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP)
 
     def watch(self) -> None:
+        """Start answering; in the loop's thread."""
         self._loop.watch(self._socket.FD, READ, self.drain)
         self.drain()
 
     def drain(self, events: int = 0) -> None:
+        """Answer every request that is there; in the loop's thread."""
         while not self._socket.closed:
             try:
-                asked = self._socket.recv_multipart(zmq.DONTWAIT)
+                request = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            version, number = asked[0], asked[1]
-            is_known = self._knows(asked)
-            if not is_known:
-                self._refused()
-            verdict = (b"200", b"OK") if is_known else (b"400", b"not on the list")
-            self._socket.send_multipart([version, number, *verdict, b"", b""], zmq.DONTWAIT)
+            is_allowed = self._is_allowed(request)
+            if not is_allowed:
+                self._on_refused()
+            verdict = (b"200", b"OK") if is_allowed else (b"400", b"not on the list")
+            self._socket.send_multipart([*request[:2], *verdict, b"", b""], zmq.DONTWAIT)
 
     def close(self) -> None:
+        """Close the socket; in the loop's thread."""
         if not self._socket.closed:
             self._loop.unwatch(self._socket.FD)
             self._socket.close(0)
 
-    def _knows(self, asked: list[bytes]) -> bool:
-        """The question: version, number, domain, address, identity, mechanism, credentials."""
-        if len(asked) != 7 or (asked[2], asked[5]) != (_DOMAIN, b"CURVE"):
+    def _is_allowed(self, request: list[bytes]) -> bool:
+        """A request is version, id, domain, address, identity, mechanism, and the client's key."""
+        if len(request) != 7 or (request[2], request[5]) != (_DOMAIN, b"CURVE"):
             return False
         try:
-            return asked[6] in read_all(self._directory)
+            return request[6] in read_all(self._directory)
         except ConnectorError:
             return False

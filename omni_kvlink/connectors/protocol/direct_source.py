@@ -1,4 +1,4 @@
-"""A payload that is sent from its caller's memory: where its bytes lie, and who has them."""
+"""Where the bytes of a direct put lie, and which of them each reader was sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from omni_kvlink.connectors.protocol.fetch_plan import Spans
+from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.header import ALIGN
@@ -19,22 +19,22 @@ _PADDING = Region(_ZEROS.ctypes.data, ALIGN, _ZEROS)
 
 @dataclasses.dataclass
 class _Part:
-    """Bytes of the payload that lie in one place; no place, once a tensor is the caller's again."""
+    """Consecutive bytes in one region; None after the caller has its tensors back."""
 
     start: int
     stop: int
-    place: Region | None
+    region: Region | None
     is_tensor: bool = False
 
 
 class DirectSource:
-    """The parts of one payload, and which of the caller's bytes each reader was sent.
+    """The parts of one payload that is sent from its caller's tensors.
 
     Args:
-        head: memory of the header and, behind it, of its draft.
-        header: bytes of the header.
-        tensors: where each begins in the payload, and its memory; in the payload's order.
-        nbytes: of the payload.
+        head: The memory of the header and, behind it, of its draft.
+        header: Bytes of the header.
+        tensors: Where each begins in the payload, and its memory; in the payload's order.
+        nbytes: The length of the payload.
     """
 
     def __init__(
@@ -48,41 +48,41 @@ class DirectSource:
         draft = head.nbytes - header
         self._parts.append(_Part(nbytes, nbytes + draft, head.slice(header, draft)))
         self._nbytes = sum(tensor.nbytes for _, tensor in tensors)
-        self._sent: dict[Hashable, Spans] = {}
-        self._left: dict[Hashable, int] = {}
+        self._sent: dict[Hashable, RangeSet] = {}
+        self._unsent_nbytes: dict[Hashable, int] = {}
 
     def find(self, start: int, stop: int) -> Region:
-        """Where these bytes lie.
+        """Return the memory of these bytes.
 
         Raises:
-            WireError: in two places, nowhere, or in a tensor that is the caller's again.
+            WireError: They lie in two parts or in none, or the caller has the tensor back.
         """
         part = self._at(start)
-        place = part.place  # read once: another thread may give it back
-        if place is None or not part.start <= start <= stop <= part.stop:
-            raise WireError(f"bytes {start}…{stop} lie in no one place of this payload")
-        return place.slice(start - part.start, stop - start)
+        region = part.region  # read once: another thread may clear it
+        if region is None or not part.start <= start <= stop <= part.stop:
+            raise WireError(f"bytes {start}…{stop} are not in one part of this payload")
+        return region.slice(start - part.start, stop - start)
 
     def took(self, claim: Hashable, start: int, stop: int) -> None:
-        """These bytes, as `find` was asked for them, have left for a reader."""
+        """Record that bytes, as given to `find`, have been sent for a get."""
         if self._at(start).is_tensor:
-            sent = self._sent.setdefault(claim, Spans())
+            sent = self._sent.setdefault(claim, RangeSet())
             new = sum(last - first for first, last in sent.gaps(start, stop))
-            self._left[claim] = self._left.get(claim, self._nbytes) - new
+            self._unsent_nbytes[claim] = self._unsent_nbytes.get(claim, self._nbytes) - new
             sent.add(start, stop)
 
     def has_all(self, claim: Hashable) -> bool:
-        """Whether a reader was sent every byte of the tensors."""
-        return not self._left.get(claim, self._nbytes)
+        """Return whether every byte of the tensors has been sent for a get."""
+        return not self._unsent_nbytes.get(claim, self._nbytes)
 
     def give_back(self) -> None:
-        """The tensors are the caller's again."""
+        """Drop the references to the caller's tensors; they may be modified again."""
         for part in self._parts:
             if part.is_tensor:
-                part.place = None
+                part.region = None
 
     def _pad(self, stop: int) -> None:
-        """The format allows no holes."""
+        """Add the padding up to `stop`: the format has no gaps."""
         start = self._parts[-1].stop
         if start < stop:
             self._parts.append(_Part(start, stop, _PADDING.slice(0, stop - start)))

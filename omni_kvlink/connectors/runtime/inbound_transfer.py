@@ -1,4 +1,4 @@
-"""One payload on its way into this process: its memory, what came of it, who may have it when."""
+"""One payload on its way into this process: its memory, and when it may be delivered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, Offer, Outcome, short
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, fill
+from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 from omni_kvlink.memory.arena import Block
 from omni_kvlink.memory.region import Region
@@ -24,19 +24,25 @@ Label: TypeAlias = "str | Layer"
 
 
 class InboundTransfer:
-    """A payload that was offered, and is brought here; the loop's, but for `withdraw`, `deliver`.
+    """A payload that was offered and is being fetched.
 
-    Attributes:
-        there: ends when a reader may have it (whole; of a stream, its header), or with the error.
-        fetch: what was asked for and what came.
+    Methods are called in the loop's thread, except those under "For any thread".
 
     Args:
-        streamed: whether the reader takes its layers as they come.
-        store: whose memory it is brought to.
-        release: tells the producer, and brings the memory back; callable anywhere, never blocks.
-        fetching: told when it is known what to ask for.
-        gift: what its reader needs first, if it came with the offer.
-        chunk: the most to ask for at a time.
+        key: The payload's key.
+        offer: The producer's offer.
+        receive_pool: Provides the memory.
+        release: Tells the producer the outcome, and leads to `close`; any thread, never blocks.
+        fetch_more: Called with this object whenever `plan` may have ranges to request.
+        streamed: Whether the layers are delivered one by one, as they arrive.
+        inline_bytes: The first bytes that are needed, if they travelled with the offer.
+        chunk: Bytes to request at a time.
+
+    Attributes:
+        ready: Completes when the payload may be delivered (a stream: its header), or with the
+            error.
+        plan: Which bytes were requested and received.
+        progress: The layers that have arrived, if it is streamed.
     """
 
     def __init__(
@@ -45,21 +51,21 @@ class InboundTransfer:
         offer: Offer,
         receive_pool: ReceivePool,
         release: Callable[[Outcome, str], None],
-        fetching: Callable[[InboundTransfer], None],
+        fetch_more: Callable[[InboundTransfer], None],
         *,
         streamed: bool,
         inline_bytes: bytes = b"",
         chunk: int = CHUNK,
     ):
         self.key, self.offer, self.streamed = key, offer, streamed
-        self.fetch: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
+        self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if streamed else None
-        self.there: Future[None] = Future()
-        self.there.set_running_or_notify_cancel()
-        self._receive_pool, self._release, self._fetching = receive_pool, release, fetching
+        self.ready: Future[None] = Future()
+        self.ready.set_running_or_notify_cancel()
+        self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
         self._inline_bytes = inline_bytes
         self._block: Block | None = None
-        self._sink: Region | None = None
+        self._region: Region | None = None
         self._header = b""
         self._manifest: Manifest | None = None
         self._early: list[Layer | Committed] = []
@@ -67,27 +73,28 @@ class InboundTransfer:
         self._lock = threading.Lock()
         self._decided = False
 
-    # For whoever waits
+    # For any thread
 
     @property
     def phase(self) -> str:
-        if self._sink is None:
-            return "announced; it waits for room in this reader's memory: raise quota=, or let go"
-        return f"announced; {self.fetch.nbytes_come} of {self.fetch.nbytes} bytes have come"
+        """How far the payload has come, for the message of a timeout."""
+        if self._region is None:
+            return "announced; it waits for memory of this consumer: raise quota=, or release"
+        return f"announced; {self.plan.received_nbytes} of {self.plan.nbytes} bytes have come"
 
-    def withdraw(self) -> bool:
-        """Nobody wants it any more; False if it is decided already."""
+    def cancel(self) -> bool:
+        """Release the payload unread; return False if it was delivered or failed before."""
         if self._decide():
-            self._release("unread", "")
+            self.release_unread()
             return True
         return False
 
-    def give_back(self) -> None:
-        """It is there, but nobody takes it."""
+    def release_unread(self) -> None:
+        """Return the payload to the producer, for another consumer."""
         self._release("unread", "")
 
     def deliver(self) -> Delivery:
-        """It is there: hand it over, once."""
+        """Return the payload, once, after `ready` has completed."""
         fault_points.point("get.mapped")
         assert self._block is not None
         region = self._receive_pool.region(self._block).slice(0, self.offer.location.nbytes)
@@ -97,65 +104,72 @@ class InboundTransfer:
 
     # In the loop's thread
 
-    def placed(self, block: Block) -> None:
-        """There is room: ask for what a reader needs first."""
+    def on_allocated(self, block: Block) -> None:
+        """Request the bytes that are needed first, now that there is memory for them."""
         self._block = block
-        self._sink = self._receive_pool.region(block)
+        self._region = self._receive_pool.region(block)
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
         if draft:
-            self.fetch.request(nbytes, nbytes + draft, _HEAD)
+            self.plan.request(nbytes, nbytes + draft, _HEAD)
         elif self.streamed:
-            self.fetch.request(0, min(nbytes, 8 + MAX_HEADER + ALIGN), _HEAD)
+            self.plan.request(0, min(nbytes, 8 + MAX_HEADER + ALIGN), _HEAD)
         else:
-            self.fetch.request(0, nbytes, _WHOLE)
+            self.plan.request(0, nbytes, _WHOLE)
         if self._inline_bytes:
-            self.fetch.ask(len(self._inline_bytes))  # as if: it came already
+            self.plan.next_range(len(self._inline_bytes))  # counts as requested
             inline_bytes, self._inline_bytes = self._inline_bytes, b""
             start, _ = self.offer.first
-            self.take(Chunk(self.offer.get_id, self.offer.epoch, start), memoryview(inline_bytes))
+            chunk = Chunk(self.offer.get_id, self.offer.epoch, start)
+            self.on_chunk(chunk, memoryview(inline_bytes))
         else:
-            self._fetching(self)
+            self._fetch_more(self)
 
-    def turned_away(self, error: KVLinkError) -> None:
+    def on_allocation_failed(self, error: KVLinkError) -> None:
+        """Fail, because there will be no memory for the payload."""
         if self.fail(error):
-            self._release("unread", "")
+            self.release_unread()
 
-    def take(self, chunk: Chunk, payload: memoryview) -> None:
-        """Bytes of it came.
+    def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
+        """Copy bytes that arrived into the payload's memory.
 
         Raises:
-            WireError: not those that were asked for.
+            WireError: They were not requested.
         """
-        if chunk.epoch != self.offer.epoch or self._sink is None:
-            raise WireError(f"bytes of epoch {chunk.epoch} of {self.key!r} came, nobody asked")
+        if chunk.epoch != self.offer.epoch or self._region is None:
+            raise WireError(f"unrequested bytes of epoch {chunk.epoch} of {self.key!r} arrived")
         nbytes = payload.nbytes
-        self.fetch.check(chunk.start, nbytes)
-        fill(self._sink.slice(chunk.start, nbytes), payload)
-        self.landed(chunk.start, nbytes)
+        self.plan.check(chunk.start, nbytes)
+        copy_into(self._region.slice(chunk.start, nbytes), payload)
+        self.on_received(chunk.start, nbytes)
 
-    def lend(self, start: int, stop: int) -> Region:
-        """Memory for bytes that are written there by somebody else, who then says `landed`."""
+    def borrow(self, start: int, stop: int) -> Region:
+        """Return memory for a range that a transport writes itself; then call `on_received`."""
         assert self._block is not None
-        return self._receive_pool.lend(self._block, start, stop - start)
+        return self._receive_pool.borrow(self._block, start, stop - start)
 
-    def landed(self, start: int, nbytes: int) -> None:
-        """Bytes of it are in their place.
+    def on_received(self, start: int, nbytes: int) -> None:
+        """Record that bytes are in the payload's memory.
 
         Raises:
-            WireError: the producer announced what there is not.
+            WireError: They were not requested, or the producer has announced layers that the
+                payload does not have.
         """
         fault_points.point("fetch.chunk")
-        self.fetch.came(start, nbytes)
-        self._go_on()
+        self.plan.on_received(start, nbytes)
+        self._continue()
 
-    def handle(self, message: Layer | Committed) -> None:
-        """The producer of a stream has written more."""
+    def on_message(self, message: Layer | Committed) -> None:
+        """Request the layers that the producer of a stream has written.
+
+        Raises:
+            WireError: More layers were announced than a payload can have.
+        """
         if self._manifest is None:
             self._early.append(message)
             if len(self._early) > MAX_TENSORS:
                 raise WireError(f"more layers of {self.key!r} were announced than any payload has")
         elif isinstance(message, Committed):
-            self.fetch.request(0, self.offer.location.nbytes, _WHOLE)
+            self.plan.request(0, self.offer.location.nbytes, _WHOLE)
         else:
             tensors = self._manifest.tensors[message.first :][: len(message.digests)]
             if len(tensors) != len(message.digests) or not tensors:
@@ -167,40 +181,40 @@ class InboundTransfer:
                 if len(self._uncommitted) > MAX_TENSORS:
                     raise WireError(f"more layers of {self.key!r} were announced than it has")
                 for spec in tensors:
-                    self.fetch.request(data + spec.start, data + spec.stop, _TENSOR)
+                    self.plan.request(data + spec.start, data + spec.stop, _TENSOR)
             else:
-                self.fetch.request(data + tensors[0].start, data + tensors[-1].stop, message)
-        self._go_on()
+                self.plan.request(data + tensors[0].start, data + tensors[-1].stop, message)
+        self._continue()
 
     def fail(self, error: KVLinkError) -> bool:
-        """It will not come; who waits for it, or for a layer, raises. False if it came before."""
+        """Fail the pending get and the layers; return False if the payload was ready before."""
         if self.progress is not None:
             self.progress.end(error)
         if not self._decide():
             return False
         if isinstance(error, (PeerLostError, ClosedError)):
             error = type(error)(f"{error}; {self.key!r} was awaited: {self.phase}")
-        self.there.set_exception(error)
+        self.ready.set_exception(error)
         return True
 
-    def let_go(self) -> None:
-        """No view of it is left, or nobody wanted any: the memory goes back."""
+    def close(self) -> None:
+        """Free the payload's memory; no view of it is left."""
         self._decide()
-        self._receive_pool.forget(self)
-        self._sink = None
+        self._receive_pool.cancel(self)
+        self._region = None
         block, self._block = self._block, None
         if block is not None:
-            self._receive_pool.give(block)
-
-    # Inside
+            self._receive_pool.free(block)
 
     def _decide(self) -> bool:
+        """Return True to the first caller: it decides whether the payload is delivered."""
         with self._lock:
             was, self._decided = self._decided, True
         return not was
 
-    def _go_on(self) -> None:
-        for label in self.fetch.finished():
+    def _continue(self) -> None:
+        """Handle the ranges that are complete, then request more."""
+        for label in self.plan.pop_complete():
             if label == _HEAD:
                 self._open_header()
             elif isinstance(label, Layer):
@@ -208,40 +222,45 @@ class InboundTransfer:
                     self.progress.announce(label.first, label.digests)
             elif label == _WHOLE:
                 self._complete()
-        self._fetching(self)
+        self._fetch_more(self)
 
     def _open_header(self) -> None:
-        """A stream's reader may have it now; of a payload that is whole, the layers follow.
+        """Deliver a stream, and request its layers, now that the header is here.
 
-        Who wants it whole waits on, while its layers come.
+        A get that wants the payload whole waits on while its layers arrive.
         """
         nbytes, draft = self.offer.location.nbytes, self.offer.draft
-        assert self._sink is not None
-        header = self._sink.view(*self.offer.first)
+        assert self._region is not None
+        header = self._region.view(*self.offer.first)
         try:
             self._manifest = manifest = Manifest.decode(header, nbytes)
         except WireError as error:
             self._reject(error)
             return
         self._header = bytes(header[: manifest.header_nbytes])
-        news, self._early = self._early, []
+        messages, self._early = self._early, []
         if not draft:
             layers = manifest.layers()
-            news = [Layer(0, numbers.start, _digests(manifest, numbers)) for *_, numbers in layers]
-            news.append(Committed(0))
+            messages = [
+                Layer(0, numbers.start, _digests(manifest, numbers)) for *_, numbers in layers
+            ]
+            messages.append(Committed(0))
         if self.streamed and self._decide():
-            self.there.set_result(None)
-        for message in news:
-            self.handle(message)
+            self.ready.set_result(None)
+        for message in messages:
+            self.on_message(message)
 
     def _complete(self) -> None:
-        """Of a direct payload nothing counts before: its bytes may change until it is committed."""
+        """Deliver the payload, or complete its stream.
+
+        The layers of a direct put are announced only now: their bytes may change until the commit.
+        """
         if self.progress is not None:
             for layer in self._uncommitted:
                 self.progress.announce(layer.first, layer.digests)
             self.progress.commit()
         elif self._decide():
-            self.there.set_result(None)
+            self.ready.set_result(None)
 
     def _reject(self, error: WireError) -> None:
         self.fail(error)

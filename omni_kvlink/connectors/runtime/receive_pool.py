@@ -1,4 +1,4 @@
-"""The memory that payloads are brought to, where the two sides share none."""
+"""The memory that a consumer receives payloads in, if it shares none with the producer."""
 
 from __future__ import annotations
 
@@ -17,103 +17,113 @@ from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
 
-_MANY = 256 << 10
-"""Bytes that are not read again before others have driven them out of the processor's cache."""
+_STREAM_MIN = 256 << 10
+"""Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
 
 
 class AllocationWaiter(Protocol):
-    """Somebody who asked for room; both are called in the loop's thread."""
+    """What `ReceivePool.allocate` calls; in the loop's thread."""
 
-    def placed(self, block: Block) -> None: ...
+    def on_allocated(self, block: Block) -> None:
+        """Take the block."""
 
-    def turned_away(self, error: KVLinkError) -> None: ...
+    def on_allocation_failed(self, error: KVLinkError) -> None:
+        """Fail: there will be no block."""
 
 
 class ReceivePool:
-    """Reused memory of a consumer; every method but `region` and `stats` is the loop's.
+    """Reused memory of a consumer; all methods but `region` and `stats` are for the loop's thread.
 
-    The loop is never blocked: a block in memory that is there is given at once, a thread maps more,
-    and who waits for room is served when a block comes back.
+    The loop is never blocked: a block in mapped memory is given at once, a thread maps more memory,
+    and a request for which there is none waits until a block is freed.
 
     Args:
-        emptied: told when the last block came back.
+        quota: Bytes that all blocks may take together.
+        loop: The consumer's event loop.
+        on_empty: Called when the last block is freed.
+        prefault: Bytes to map and touch now.
+
+    Attributes:
+        blocks: The number of blocks in use.
     """
 
     def __init__(
-        self, quota: int, loop: EventLoop, emptied: Callable[[], None], *, prefault: int = 0
+        self, quota: int, loop: EventLoop, on_empty: Callable[[], None], *, prefault: int = 0
     ):
         self._pool = ArenaPool(Mapping.anonymous, quota)
         if prefault:
             self._pool.prefault(prefault)
-        self._loop, self._emptied = loop, emptied
+        self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
-        self._refused: set[AllocationWaiter] = set()
+        self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed
         self._growing: AllocationWaiter | None = None
-        self._lent: Counter[Block] = Counter()
-        self._parked: set[Block] = set()
+        self._borrowed: Counter[Block] = Counter()
+        self._quarantined: set[Block] = set()
         self.blocks = 0
 
-    def take(self, nbytes: int, waiter: AllocationWaiter) -> None:
-        """Room for a payload: now, or as soon as there is some."""
+    def allocate(self, nbytes: int, waiter: AllocationWaiter) -> None:
+        """Give a block to `waiter`: now, or as soon as there is memory."""
         self._waiting[waiter] = nbytes
         self._serve()
 
-    def forget(self, waiter: AllocationWaiter) -> None:
-        """It wants no room any more."""
+    def cancel(self, waiter: AllocationWaiter) -> None:
+        """Withdraw a request that may still wait."""
         self._waiting.pop(waiter, None)
-        self._refused.discard(waiter)
+        self._blocked.discard(waiter)
 
-    def give(self, block: Block) -> None:
-        """A block comes back; it is parked while somebody may still write to it."""
+    def free(self, block: Block) -> None:
+        """Free a block; it is quarantined while a transport may still write to it."""
         self.blocks -= 1
-        if self._lent[block]:
-            self._parked.add(block)
+        if self._borrowed[block]:
+            self._quarantined.add(block)
         else:
             self._free(block)
         if not self.blocks:
-            self._emptied()
+            self._on_empty()
 
-    def lend(self, block: Block, start: int, nbytes: int) -> Region:
-        """A piece of a block for who writes to it by himself; the last view of it ends that."""
+    def borrow(self, block: Block, start: int, nbytes: int) -> Region:
+        """Return a range of a block for a transport to write to, until the region is freed."""
         piece = self.region(block).slice(start, nbytes)
-        self._lent[block] += 1
-        back = partial(self._loop.call, partial(self._returned, block))
-        weakref.finalize(piece.span, back).atexit = False
+        self._borrowed[block] += 1
+        on_returned = partial(self._loop.call, partial(self._on_returned, block))
+        weakref.finalize(piece.span, on_returned).atexit = False
         return piece
 
     def region(self, block: Block) -> Region:
+        """Return the memory of a block; any thread."""
         return self._pool.region(block)
 
     def stats(self) -> dict[str, int]:
+        """Return counts of bytes and arenas, as JSON values; any thread."""
         return self._pool.stats()
 
     def close(self) -> None:
+        """Withdraw all requests and free the memory that is not in use."""
         self._waiting.clear()
         self._pool.close()
 
-    def _returned(self, block: Block) -> None:
-        self._lent[block] -= 1
-        if not self._lent[block]:
-            del self._lent[block]
-            if block in self._parked:
-                self._parked.discard(block)
+    def _on_returned(self, block: Block) -> None:
+        self._borrowed[block] -= 1
+        if not self._borrowed[block]:
+            del self._borrowed[block]
+            if block in self._quarantined:
+                self._quarantined.discard(block)
                 self._free(block)
 
     def _free(self, block: Block) -> None:
-        """Perhaps somebody waits for it."""
         self._pool.free(block)
-        self._refused.clear()
+        self._blocked.clear()
         self._serve()
 
     def _serve(self) -> None:
-        """Whoever fits goes first: a large payload that waits for room holds up no small one."""
+        """Serve the requests that fit: a large one that waits holds up no small one."""
         for waiter, nbytes in list(self._waiting.items()):
             block = self._pool.place(nbytes)
             if block is not None:
-                self._let_in(waiter, block)
+                self._give(waiter, block)
         if self._growing is None:
             for waiter, nbytes in self._waiting.items():
-                if waiter not in self._refused:
+                if waiter not in self._blocked:
                     self._grow(waiter, nbytes)
                     return
 
@@ -125,15 +135,15 @@ class ReceivePool:
         thread.start()
 
     def _map(self, waiter: AllocationWaiter, nbytes: int) -> None:
-        """In a thread: mapping and touching takes a second a gigabyte, and more."""
+        """In a thread of its own: mapping and touching takes a second a gigabyte, and more."""
         try:
             block = self._pool.reserve(nbytes)
         except KVLinkError as error:
-            self._loop.call(partial(self._grown, waiter, None, error))
+            self._loop.call(partial(self._on_mapped, waiter, None, error))
         else:
-            self._loop.call(partial(self._grown, waiter, block, None))
+            self._loop.call(partial(self._on_mapped, waiter, block, None))
 
-    def _grown(
+    def _on_mapped(
         self, waiter: AllocationWaiter, block: Block | None, error: KVLinkError | None
     ) -> None:
         self._growing = None
@@ -141,32 +151,32 @@ class ReceivePool:
             if block is not None:
                 self._pool.free(block)
         elif block is not None:
-            self._let_in(waiter, block)
+            self._give(waiter, block)
         elif error is not None:
-            self._refuse(waiter, error)
+            self._on_map_failed(waiter, error)
         self._serve()
 
-    def _refuse(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
-        """Wait for a block to come back, if one can, and if that would do."""
-        is_room = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
-        if is_room and (self.blocks or self._parked):
-            self._refused.add(waiter)
+    def _on_map_failed(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
+        """Wait for a block to be freed, if one is in use and the request can ever fit."""
+        can_fit = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
+        if can_fit and (self.blocks or self._quarantined):
+            self._blocked.add(waiter)
         else:
             del self._waiting[waiter]
-            waiter.turned_away(error)
+            waiter.on_allocation_failed(error)
 
-    def _let_in(self, waiter: AllocationWaiter, block: Block) -> None:
+    def _give(self, waiter: AllocationWaiter, block: Block) -> None:
         del self._waiting[waiter]
         self.blocks += 1
-        waiter.placed(block)
+        waiter.on_allocated(block)
 
 
-def fill(place: Region, payload: memoryview) -> None:
-    """Copy as many bytes as there is room for; many go past the processor's cache."""
-    if place.nbytes < _MANY or host.missing():
-        place.view()[:] = payload
+def copy_into(target: Region, payload: memoryview) -> None:
+    """Copy bytes into a region of the same size; many of them bypass the processor's cache."""
+    if target.nbytes < _STREAM_MIN or host.missing():
+        target.view()[:] = payload
         return
-    batch = host.CopyBatch(place.address, place.nbytes, threads=1, stores=host.STREAM)
+    batch = host.CopyBatch(target.address, target.nbytes, threads=1, stores=host.STREAM)
     source = np.frombuffer(payload, np.uint8).ctypes.data
-    batch.add(0, place.nbytes, host.packed_flat_view(source, payload.nbytes), digest=False)
+    batch.add(0, target.nbytes, host.packed_flat_view(source, payload.nbytes), digest=False)
     batch.gather()

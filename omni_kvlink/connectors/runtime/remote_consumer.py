@@ -1,4 +1,4 @@
-"""A consumer that shares no memory with its producer: payloads are fetched, then delivered."""
+"""A consumer that shares no memory with its producer: it fetches payloads into its own memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 from omni_kvlink.connectors.base import Delivery, Options, PendingGet
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, failure
 from omni_kvlink.connectors.protocol.messages import (
-    Abort,
     Cancel,
     Chunk,
     Committed,
@@ -42,27 +41,28 @@ from omni_kvlink.payload.header import MAX_HEADER
 
 
 class RemoteGet(SessionGet):
-    """A payload that was asked for; its future ends when it is here, or with the error."""
+    """A pending get; its future completes when the payload has arrived, or with the error."""
 
     def __init__(self, session: RemoteSession, get_state: GetState):
-        self.session, self._inbox, self._get_state = session, session.inbox, get_state
+        self.session, self._get_table, self._get_state = session, session.inbox, get_state
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # only the session ends it
-        get_state.future.add_done_callback(self._answered)
+        self.future.set_running_or_notify_cancel()  # only the session completes it
+        get_state.future.add_done_callback(self._on_offer)
 
     def wait(self, *, timeout: float) -> Delivery:
+        """Block until the payload has arrived; see `PendingGet`."""
         deadline = self._get_state.started + timeout
-        self._inbox.wait(self._get_state, deadline - time.monotonic())
+        self._get_table.wait(self._get_state, deadline - time.monotonic())
         inbound = self._inbound
         try:
-            inbound.there.result(max(0.0, deadline - time.monotonic()))
+            inbound.ready.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
             self._get_state.phase = inbound.phase
-            if inbound.withdraw():
+            if inbound.cancel():
                 raise self._get_state.timed_out() from None
-            inbound.there.result()
+            inbound.ready.result()
         except KVLinkError:
             raise
         except BaseException:
@@ -71,26 +71,30 @@ class RemoteGet(SessionGet):
         return inbound.deliver()
 
     def cancel(self) -> None:
-        if self._inbox.cancel(self._get_state) or self._get_state.future.exception() is not None:
+        """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
+        if (
+            self._get_table.cancel(self._get_state)
+            or self._get_state.future.exception() is not None
+        ):
             return
         inbound = self._inbound
-        if not inbound.withdraw() and inbound.there.exception() is None:
-            inbound.give_back()
+        if not inbound.cancel() and inbound.ready.exception() is None:
+            inbound.release_unread()
 
     @property
     def _inbound(self) -> InboundTransfer:
         assert isinstance(self._get_state.inbound, InboundTransfer)
         return self._get_state.inbound
 
-    def _answered(self, offered: Future[Offer]) -> None:
+    def _on_offer(self, offered: Future[Offer]) -> None:
         error = offered.exception()
         if error is None:
-            self._inbound.there.add_done_callback(self._ended)
+            self._inbound.ready.add_done_callback(self._on_ready)
         else:
             self.future.set_exception(error)
 
-    def _ended(self, there: Future[None]) -> None:
-        error = there.exception()
+    def _on_ready(self, ready: Future[None]) -> None:
+        error = ready.exception()
         if error is None:
             self.future.set_result(None)
         else:
@@ -98,9 +102,9 @@ class RemoteGet(SessionGet):
 
 
 class RemoteSession(Session):
-    """One connection to one life of a producer; subclasses carry messages and bytes.
+    """One connection to one incarnation of a producer; subclasses carry messages and bytes.
 
-    Everything but `get_id`, `send` and `fail` is the loop's.
+    Methods are called in the loop's thread, except those under "For any thread".
     """
 
     def __init__(self, url: str, loop: EventLoop, receive_pool: ReceivePool):
@@ -109,242 +113,251 @@ class RemoteSession(Session):
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
-        self.inbox = GetTable(self._say, self._post)
+        self.inbox = GetTable(self.send, self._post_release)
 
     @abstractmethod
-    def _carry(self, message: Message) -> None:
-        """Send now, without blocking; in the loop."""
+    def _transmit(self, message: Message) -> None:
+        """Send a message now, without blocking."""
 
     @abstractmethod
-    def _hang_up(self) -> None:
-        """Close the connection; in the loop, once."""
+    def _close_connection(self) -> None:
+        """Close the connection; called once."""
 
     @property
-    def pace(self) -> FetchLimits:
-        """How it asks for bytes."""
-        return FetchLimits(CHUNK, WINDOW)
+    @abstractmethod
+    def fetch_limits(self) -> FetchLimits:
+        """Bytes to request at a time, and bytes that may be requested and not yet received."""
 
-    def _ask(self, inbound: InboundTransfer, start: int, stop: int) -> None:
-        """Have these bytes sent; in the loop."""
-        self._say(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
+    def _fetch_range(self, inbound: InboundTransfer, start: int, stop: int) -> None:
+        """Request bytes of a payload."""
+        self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
 
     # For any thread
 
     @property
     def is_over(self) -> bool:
+        """Whether the connection is closed."""
         return self._over
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
+        """Ask for a payload; see `Session`."""
         return RemoteGet(self, self.inbox.request(key, streamed=streamed, early=True))
 
-    def send(self, message: Abort) -> None:
-        self._say(message)
+    def send(self, message: Message) -> None:
+        """Queue a message for the producer; never blocks."""
+        self._outbox.append(message)
+        if not self._loop.is_own_thread or len(self._outbox) == 1:
+            self._loop.call(self.flush)
 
     def fail(self, key: str, error: KVLinkError) -> None:
+        """Fail all gets of a key, also those whose bytes are arriving."""
         super().fail(key, error)
-        self._loop.call(partial(self._fail_arrivals, error, key))
+        self._loop.call(partial(self._fail_inbound, error, key))
 
     def close(self) -> None:
-        self._loop.call(partial(self.leave, closed_here(self._url)))
+        """Fail all gets; the connection stays until the last payload that is in use is released."""
+        self._loop.call(partial(self._close, closed_here(self._url)))
 
     # In the loop's thread
 
-    def leave(self, error: KVLinkError) -> None:
-        """Ask for nothing more; what readers hold keeps the connection, so that they can say so."""
+    def _close(self, error: KVLinkError) -> None:
         for get_state in self.inbox.end(error):
-            self._say(Cancel(get_state.number))
+            self.send(Cancel(get_state.number))
         for inbound in [*self._inbound_transfers.values()]:
             if inbound.fail(error):
-                inbound.give_back()
+                inbound.release_unread()
 
-    def end(self, error: KVLinkError) -> None:
-        """The connection is over. What is here stays; the rest will not come."""
+    def disconnect(self, error: KVLinkError) -> None:
+        """Close the connection, and fail all payloads that have not arrived completely."""
         if self._over:
             return
         self.flush()
-        if self._over:  # flushing met the end of the connection
+        if self._over:  # `flush` met the end of the connection
             return
         self._over = True
         self._outbox.clear()
-        self._hang_up()
+        self._close_connection()
         self.inbox.end(error)
-        self._fail_arrivals(error)
+        self._fail_inbound(error)
         self._fetching.clear()
 
-    def on_message(self, message: Message, beside: bytes = b"") -> None:
-        """What the producer said.
+    def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
+        """Handle a message of the producer.
 
         Args:
-            beside: a small payload that came with its offer, or a stream's draft.
+            message: The message.
+            inline_bytes: The payload or stream's draft that travelled with an offer, if it is
+                small.
 
         Raises:
-            WireError: it may not say that.
+            WireError: A producer may not send this.
         """
         if isinstance(message, Offer):
-            self._admit(message, beside)
+            self._on_offer(message, inline_bytes)
         elif isinstance(message, (Layer, Committed)):
             if message.get_id in self._inbound_transfers:
-                self._inbound_transfers[message.get_id].handle(message)
+                self._inbound_transfers[message.get_id].on_message(message)
             return
         elif isinstance(message, Failed) and message.get_id in self._inbound_transfers:
             inbound = self._inbound_transfers[message.get_id]
-            self._drop_failed(inbound, failure(inbound.key, message))
+            self._fail_one(inbound, failure(inbound.key, message))
         self.inbox.on_message(message)
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
-        """Bytes came; those of a payload that was let go of meanwhile are nobody's.
+        """Store bytes that arrived; ignore them if their payload was released meanwhile.
 
         Raises:
-            WireError: they were not asked for.
+            WireError: They were not requested.
         """
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
-            inbound.take(chunk, payload)
+            inbound.on_chunk(chunk, payload)
 
-    def _admit(self, offer: Offer, beside: bytes) -> None:
+    def _on_offer(self, offer: Offer, inline_bytes: bytes) -> None:
         start, stop = offer.first
-        if beside and len(beside) != stop - start:
+        if inline_bytes and len(inline_bytes) != stop - start:
             raise WireError(f"{self._url} sent another payload than it offered")
         if offer.get_id in self._inbound_transfers:
-            return  # said twice: it is in use
+            return  # a repeated offer: its payload is in use
         if offer.draft > 8 + MAX_HEADER:
             raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
         get_state = self.inbox.find(offer.get_id)
         if get_state is None:
-            return  # the inbox gives it back
+            return  # cancelled; the get table releases the payload
         release = partial(self.inbox.release, offer.get_id, offer.epoch)
         get_state.inbound = inbound = InboundTransfer(
             get_state.key,
             offer,
             self._receive_pool,
             release,
-            self._fetch,
+            self._fetch_more,
             streamed=get_state.streamed,
-            inline_bytes=beside,
-            chunk=self.pace.chunk,
+            inline_bytes=inline_bytes,
+            chunk=self.fetch_limits.chunk,
         )
         self._inbound_transfers[offer.get_id] = inbound
         fault_points.point("get.offered")
-        self._receive_pool.take(inbound.fetch.nbytes, inbound)
+        self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
-    def _fetch(self, inbound: InboundTransfer) -> None:
-        """Ask for as much as the window allows, in turns: a small payload overtakes a large one."""
-        if inbound not in self._fetching and inbound.fetch.is_hungry:
+    def _fetch_more(self, inbound: InboundTransfer) -> None:
+        """Request as much as the window allows, of all payloads in turn.
+
+        A small payload thus overtakes a large one.
+        """
+        if inbound not in self._fetching and inbound.plan.is_active:
             self._fetching.append(inbound)
-        capacity = self.pace.window - sum(one.fetch.unanswered for one in self._fetching)
+        window = self.fetch_limits.window - sum(one.plan.pending_nbytes for one in self._fetching)
         idle = 0
         while idle < len(self._fetching):
             one = self._fetching[0]
-            span = one.fetch.ask(capacity)
+            span = one.plan.next_range(window)
             if span is None:
                 idle += 1
             else:
                 idle = 0
-                capacity -= span[1] - span[0]
-                self._ask(one, *span)
+                window -= span[1] - span[0]
+                self._fetch_range(one, *span)
             self._fetching.rotate(-1)
-        for one in [one for one in self._fetching if not one.fetch.is_hungry]:
+        for one in [one for one in self._fetching if not one.plan.is_active]:
             self._fetching.remove(one)
 
-    def _fail_arrivals(self, error: KVLinkError, key: str | None = None) -> None:
+    def _fail_inbound(self, error: KVLinkError, key: str | None = None) -> None:
         for inbound in [*self._inbound_transfers.values()]:
             if key in (None, inbound.key):
-                self._drop_failed(inbound, error)
+                self._fail_one(inbound, error)
 
-    def _drop_failed(self, inbound: InboundTransfer, error: KVLinkError) -> None:
-        """One that nobody has yet goes back; one that is read stays with its reader."""
+    def _fail_one(self, inbound: InboundTransfer, error: KVLinkError) -> None:
+        """Release a payload that was not delivered; a delivered one stays with its consumer."""
         if inbound.fail(error):
-            inbound.give_back()
+            inbound.release_unread()
         elif inbound in self._fetching:
             self._fetching.remove(inbound)
 
-    def _post(self, message: Message) -> None:
-        """For finalizers: no lock, no socket."""
-        self._loop.call(partial(self._release, message))
+    def _post_release(self, message: Message) -> None:
+        """For finalizers: takes no lock."""
+        self._loop.call(partial(self._on_release, message))
 
-    def _release(self, message: Message) -> None:
-        """Say it, then bring the memory back: with the last block a closed link ends."""
+    def _on_release(self, message: Message) -> None:
+        """Notify the producer, then free the memory: a closed link ends with its last block."""
         assert isinstance(message, Release)
         inbound = self._inbound_transfers.pop(message.get_id, None)
-        self._say(message)
+        self.send(message)
         if inbound is not None:
             if inbound in self._fetching:
                 self._fetching.remove(inbound)
-            self._speak()  # not `flush`: it listens, and an offer would find the block still taken
-            inbound.let_go()
-
-    def _say(self, message: Message) -> None:
-        self._outbox.append(message)
-        if not self._loop.is_own_thread or len(self._outbox) == 1:
-            self._loop.call(self.flush)
+            # Not `flush`: it also reads, and an offer would find the block still in use.
+            self._send_queued()
+            inbound.close()
 
     def flush(self) -> None:
-        """Messages leave; subclasses listen, too."""
-        self._speak()
+        """Send queued messages in their order; subclasses also read."""
+        self._send_queued()
 
-    def _speak(self) -> None:
-        """In the order they were said."""
+    def _send_queued(self) -> None:
         while self._outbox and not self._over:
-            self._carry(self._outbox.popleft())
+            self._transmit(self._outbox.popleft())
 
 
 class RemoteConsumer(SessionConsumer):
-    """The reading end: one loop and one store of memory, whatever becomes of its sessions."""
+    """A consumer with one event loop and one memory pool, which all of its sessions share."""
 
     def __init__(self, url: str, options: Options):
         super().__init__(url)
-        self._left = threading.Event()
-        self._leaving = self._finished = False
+        self._may_return = threading.Event()  # `close` need not wait for the loop any longer
+        self._closing = self._is_shut_down = False
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
             self._receive_pool = ReceivePool(
-                options.quota, self._loop, self._emptied, prefault=options.prefault
+                options.quota, self._loop, self._on_pool_empty, prefault=options.prefault
             )
         except BaseException:
             self._loop.stop()
             raise
 
-    def _shut(self) -> None:
+    def _close_resources(self) -> None:
         """Close what subclasses opened; in the loop, once."""
 
     def health(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
         return {**super().health(), "memory": self._receive_pool.stats()}
 
     def close(self) -> None:
+        """Fail all gets, then close; with payloads in use, close when the last is released."""
         is_first = not self._closed and os.getpid() == self._pid
         super().close()
         if not is_first:
             return
-        self._loop.call(partial(self._loop.call, self._leave))  # after what the session gives back
-        if not self._loop.is_own_thread:  # else a forgotten link, collected in this very thread
-            self._left.wait()
-            if self._finished:
+        # Called twice through the loop, to run after the releases that closing the session caused.
+        self._loop.call(partial(self._loop.call, self._close_in_loop))
+        if not self._loop.is_own_thread:  # else the link is garbage-collected in the loop's thread
+            self._may_return.wait()
+            if self._is_shut_down:
                 self._loop.stop()
 
-    def _leave(self) -> None:
-        """Go now, or with the last view."""
-        self._leaving = True
+    def _close_in_loop(self) -> None:
+        self._closing = True
         if not self._receive_pool.blocks:
-            self._finish()
-        self._left.set()
+            self._close_all()
+        self._may_return.set()
 
-    def _emptied(self) -> None:
-        if self._leaving:
-            self._finish()
+    def _on_pool_empty(self) -> None:
+        if self._closing:
+            self._close_all()
 
-    def _finish(self) -> None:
-        if self._finished:
+    def _close_all(self) -> None:
+        if self._is_shut_down:
             return
-        self._finished = True
+        self._is_shut_down = True
         if isinstance(self._session, RemoteSession):
-            self._session.end(closed_here(self._url))
-        self._shut()
+            self._session.disconnect(closed_here(self._url))
+        self._close_resources()
         self._receive_pool.close()
         self._loop.stop()
 
     def _crashed(self, error: BaseException) -> None:
         if isinstance(self._session, RemoteSession):
-            self._session.end(PeerLostError(f"{self._url}: the reading thread broke: {error!r}"))
-        self._finished = True
-        self._shut()
-        self._left.set()
+            problem = PeerLostError(f"{self._url}: the consumer's thread failed: {error!r}")
+            self._session.disconnect(problem)
+        self._is_shut_down = True
+        self._close_resources()
+        self._may_return.set()

@@ -1,40 +1,44 @@
-"""`ucx://host:port`: control over ZMQ, a payload's bytes by UCX."""
+"""`ucx://host:port`: messages over the control channel, a payload's bytes by UCX."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.ucx.access_policy import endpoint_of
 from omni_kvlink.connectors.ucx.consumer import UcxConsumer
-from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.memory.region import Mapping
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
 
 
 def unavailable() -> str | None:
-    """Why UCX cannot be used here, with the cure, or None if it can; imports ucxx, so ask late."""
+    """Return why UCX cannot be used here, with the cure, or None if it can.
+
+    It imports ucxx, which is slow and changes the environment; call it only when UCX is wanted.
+    """
     try:
         from omni_kvlink.connectors.ucx.worker import load
 
         load()
     except ImportError as error:
         return f"ucxx does not load ({error}); {INSTALL}"
-    except Exception as error:  # its C++ side reports a broken installation in many types
+    except Exception as error:  # the C++ side reports a broken installation by many types
         return f"ucxx is broken ({type(error).__name__}: {error}); {INSTALL}"
     return None
 
 
-def _serve(address: str, options: Options) -> PooledProducer:
-    endpoint = endpoint_of(address)
-    opener = partial(UcxListener, endpoint, options)
-    return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
+def _serve(location: str, options: Options) -> PooledProducer:
+    address = ControlAddress("tcp", location, "ucx")
+    opener = partial(ControlListener, address, options, senders=[UcxSender])
+    return PooledProducer(address.url, options, Mapping.anonymous, opener)
 
 
-def _connect(address: str, options: Options, timeout: float) -> UcxConsumer:
-    consumer = UcxConsumer(address, options)
+def _connect(location: str, options: Options, timeout: float) -> UcxConsumer:
+    consumer = UcxConsumer(ControlAddress("tcp", location, "ucx"), options)
     try:
         consumer.connect(timeout)
     except BaseException:

@@ -1,20 +1,29 @@
-"""How UCX is set up: as arguments, so that two planes of a process may differ."""
+"""How UCX is configured: by arguments, so that two transports of a process may differ."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.errors import ConnectorError
+
+LOOPBACK = "lo"
+FETCH_LIMITS = FetchLimits(256 << 20, 512 << 20)
+"""Large messages are fastest and need no memory in between. With two of them on their way the
+connection is never idle, and UCX lets a small one overtake."""
 KEEPALIVE = {
     "KEEPALIVE_INTERVAL": "1s",
     "TCP_KEEPIDLE": "1s",
     "TCP_KEEPINTVL": "1s",
     "TCP_KEEPCNT": "3",
-    "TCP_CONN_NB": "y",  # an address that does not answer must not block the thread
+    "TCP_CONN_NB": "y",  # connecting to an address that does not answer must not block the thread
     "TCP_SYN_CNT": "2",
 }
 SEGMENT = "512K"
-"""Twice as fast as UCX's own choice over TCP, and no faster beyond."""
+"""Twice as fast over TCP as UCX's default; larger segments are no faster."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,24 +31,46 @@ class UcxSettings:
     """What UCX may use.
 
     Args:
-        transports: UCX_TLS. Memory of a GPU wants "cuda_copy" in it, RDMA "rc".
-        devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these, asks nobody who he
-            is, and over TCP writes wherever in memory a peer tells it to: nothing but loopback,
-            unless somebody says which network is trusted as this process is.
-        more: other UCX options, without UCX_; they win over what is set here.
+        transports: UCX_TLS. GPU memory needs "cuda_copy" in it, RDMA "rc".
+        devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these, authenticates
+            nobody, and over TCP writes wherever in memory a peer tells it to. The default is
+            loopback; name another device only if its network is trusted as this process is.
+        more: Other UCX options, without UCX_; they override the ones set here.
     """
 
     transports: str = "tcp"
-    devices: str = "lo"
+    devices: str = LOOPBACK
     more: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def of_link(cls, address: ControlAddress, options: Options) -> UcxSettings:
+        """Return the settings of a link, whose keys were already checked by `check_access`.
+
+        Raises:
+            ConnectorError: UCX would be open to more machines than the link, or could not reach
+                the other side.
+        """
+        devices = options.ucx_devices
+        if address.is_local and devices not in ("", LOOPBACK):
+            raise ConnectorError(
+                f"{address.url} is for this machine alone, ucx_devices={devices!r} is not: UCX "
+                "authenticates nobody; serve an address of the network that you trust"
+            )
+        if not address.is_local and not devices:
+            raise ConnectorError(
+                f"{address.url} goes to other machines: name the device by which UCX reaches "
+                "them, as in ucx_devices=eth0 (`ucx_info -d` lists them); UCX neither encrypts "
+                "nor authenticates, so that network must be trusted"
+            )
+        return cls(options.ucx_tls, devices or LOOPBACK)
+
     def options(self) -> dict[str, str]:
-        """As UCX takes them."""
+        """Return the options in the form that UCX takes."""
         return {
             **KEEPALIVE,
-            # No faster, and its bytes carry an address where the others carry a request.
+            # No faster, and its messages carry an address to write to instead of a request.
             "TCP_PUT_ENABLE": "n",
-            "RNDV_THRESH": "8K",  # what is longer waits at its sender until it is asked for
+            "RNDV_THRESH": "8K",  # longer messages wait at the sender until they are matched
             "TCP_TX_SEG_SIZE": SEGMENT,
             "TCP_RX_SEG_SIZE": SEGMENT,
             "TLS": self.transports,

@@ -1,4 +1,4 @@
-"""`UcxTransport`: payload bytes between processes, from one memory into the other, by UCX."""
+"""`UcxTransport`: messages of known length from one process's memory into another's, by UCX."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from concurrent.futures import Future
 from typing import Any
 
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
-from omni_kvlink.connectors.ucx.address import seal, unseal
+from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
-from omni_kvlink.connectors.ucx.worker import UcxArrived, UcxWorker
+from omni_kvlink.connectors.ucx.worker import UcxMessage, UcxWorker
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
-Done = Callable[[BaseException | None], None]
+DoneCallback = Callable[[BaseException | None], None]
 
-_GRACE = 0.5  # seconds that `close` gives peers to end what is on its way
-_PATIENCE = 1.0  # and then UCX, to cancel it
+_CLOSE_TIMEOUT = 0.5
+"""Seconds that `close` waits for peers to complete requests."""
+_CANCEL_TIMEOUT = 1.0
+"""Seconds that it then waits for UCX to cancel them."""
 
 
 class UcxEndpoint:
-    """A peer that a plane was connected to."""
+    """A peer that a transport was connected to.
+
+    Attributes:
+        handle: ucxx's endpoint.
+        error: Why the connection ended, or None.
+    """
 
     __slots__ = ("error", "handle")
 
@@ -33,49 +40,56 @@ class UcxEndpoint:
 
     @property
     def alive(self) -> bool:
-        """False from the moment that the plane knows of its end."""
+        """False from the moment that the transport knows that the peer is gone."""
         return self.error is None
 
 
 class UcxRequest:
-    """One message on its way; `memory` is referenced until UCX has let go of it."""
+    """One message on its way; `memory` is referenced until UCX no longer uses it."""
 
     __slots__ = ("_done", "array", "endpoint", "handle", "memory", "tag")
 
-    def __init__(self, endpoint: UcxEndpoint, memory: object, array: Any, tag: int, done: Done):
+    def __init__(
+        self, endpoint: UcxEndpoint, memory: object, array: Any, tag: int, done: DoneCallback
+    ):
         self.endpoint, self.memory, self.array, self.tag = endpoint, memory, array, tag
         self.handle: Any = None
-        self._done: Done | None = done
+        self._done: DoneCallback | None = done
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `done` was called."""
         return self._done is None
 
-    def finish(self, error: BaseException | None) -> None:
+    def complete(self, error: BaseException | None) -> None:
+        """Call `done`, unless it was called before."""
         done, self._done = self._done, None
         if done is not None:
             done(error)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Drop the references to the memory."""
         self.memory = self.array = self.handle = None
 
 
 class UcxTransport:
-    """One end of a link: sends and receives messages of exactly known length.
+    """One end of any number of UCX connections, with a thread of its own.
 
-    It has one thread, which sleeps until UCX or a caller needs it; every call returns at once and
-    may come from any thread. `done(error)` is called once for each request, in the plane's thread;
-    it must not block or raise.
+    The thread sleeps until UCX or a caller needs it. All methods but `close` return at once and
+    may be called in any thread. `done(error)` is called once for each request, in the transport's
+    thread; it must not block or raise.
 
-    A receive is known to the plane alone until its message has come: only if tag and length are
-    right does UCX learn of the memory. A message that nobody waits for is thrown away and counted,
-    so **receive first, then ask the peer to send**. What is written into memory is therefore
-    always what was asked for, and a receive that is given up early costs nothing.
+    UCX learns of a receive's memory only when a message with its tag and length has arrived. A
+    message without a receive is discarded and counted, so **post the receive before the peer
+    sends**. What is written into memory is therefore always what was requested, and cancelling a
+    receive before its message arrives costs nothing.
 
-    Memory that UCX may still write to, or read from, after its request was given up is
-    *quarantined*: referenced and counted until UCX says that it is done. Who must know when it is
-    free puts a finalizer on it, as on any region's span.
+    Memory that UCX may still access after its request was cancelled or failed is *quarantined*:
+    referenced and counted until UCX has completed the request. To learn when it is free, put a
+    finalizer on the memory, as on any region's span.
+
+    Args:
+        settings: What UCX may use; TCP over loopback by default.
 
     Raises:
         UnavailableError: UCX has none of these transports or devices.
@@ -84,13 +98,13 @@ class UcxTransport:
     def __init__(self, settings: UcxSettings | None = None):
         self.settings = settings or UcxSettings()
         self._endpoints: set[UcxEndpoint] = set()
-        self._ending: set[UcxEndpoint] = set()  # lost or disconnected, and not yet closed
-        self._waiting: dict[int, UcxRequest] = {}  # by tag: receives whose message has not come
-        self._active: set[UcxRequest] = set()  # UCX has their memory
+        self._closing: set[UcxEndpoint] = set()  # lost or disconnected, not yet closed in UCX
+        self._waiting: dict[int, UcxRequest] = {}  # by tag: receives whose message has not arrived
+        self._active: set[UcxRequest] = set()  # requests whose memory UCX has
         self._discards: set[Any] = set()
         self._counts = dict.fromkeys(("finished", "failed", "stale", "lost"), 0)
         self._closed = False
-        self._lock = threading.Lock()  # of `_closed`: no call slips in behind the last one
+        self._lock = threading.Lock()  # guards `_closed`: no call is queued behind the last one
         self._pid = os.getpid()
         self._worker: UcxWorker | None = None
         opened: Future[tuple[bytes, dict[str, Any]]] = Future()
@@ -103,61 +117,69 @@ class UcxTransport:
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
-        """A handle at once; whether the peer is there shows in the requests.
+        """Return an endpoint at once; an unreachable peer shows in the requests.
+
+        Args:
+            address: The `address` of the peer's transport.
 
         Raises:
-            WireError: this is no plane's address.
+            WireError: This is not a transport's address.
+            ClosedError: The transport is closed.
         """
         worker, endpoint = unseal(address), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
 
     def disconnect(self, endpoint: UcxEndpoint) -> None:
-        """End it at once: its requests fail; memory that UCX has is quarantined.
+        """Fail all requests of an endpoint, and quarantine the memory that UCX has of them.
 
-        Such memory is free when the peer has answered or is gone, or when the plane is closed.
+        The memory is free when the peer has answered or is gone, or when the transport is closed.
         """
         self._call(lambda: self._on_peer_lost(endpoint, PeerLostError("disconnected here")))
 
-    def send(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
+    def send(
+        self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
+    ) -> UcxRequest:
         """Send all bytes of `memory` as one message.
 
-        `done(None)` says that the memory is the caller's again, not that the peer has the bytes;
+        `done(None)` means that the memory may be reused, not that the peer has the bytes;
         `done(PeerLostError)` that the peer is gone.
         """
         request = self._request(endpoint, memory, tag, done)
         self._call(lambda: self._send(request))
         return request
 
-    def receive(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
-        """Fill `memory` with the message of this tag, which must be exactly as long.
+    def receive(
+        self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
+    ) -> UcxRequest:
+        """Fill `memory` with the message of this tag, which must have exactly its length.
 
-        `done(None)` says that every byte is there; `done(WireError)` that the message had another
-        length (nothing was written), or that a receive of this tag is already waiting;
-        `done(PeerLostError)` that the endpoint's peer is gone.
+        `done(None)` means that every byte has arrived; `done(WireError)` that the message had
+        another length (nothing was written), or that a receive with this tag is already posted;
+        `done(PeerLostError)` that the peer is gone.
         """
         request = self._request(endpoint, memory, tag, done)
         self._call(lambda: self._receive(request))
         return request
 
-    def abandon(self, request: UcxRequest) -> None:
-        """Wait no longer: `done(TimeoutError)`, unless it was called before."""
-        self._call(lambda: self._abandon(request))
+    def cancel(self, request: UcxRequest) -> None:
+        """Complete a request with `done(TimeoutError)`, unless it is done."""
+        self._call(lambda: self._cancel(request))
 
     @property
     def has_cuda(self) -> bool:
-        """Whether UCX takes memory of a GPU."""
+        """Whether UCX can access GPU memory."""
         return bool(self._facts["cuda"])
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller is the plane's own thread."""
+        """Whether the caller is the transport's own thread."""
         return self._loop.is_own_thread
 
     def stats(self) -> dict[str, Any]:
-        """What UCX uses, and counts of requests, messages and quarantined bytes, as JSON values."""
+        """Return what UCX uses, and counts of requests, messages and quarantined bytes (JSON)."""
         active = list(self._active)
-        quarantined = [request.array for request in active if request.is_over]
+        quarantined = [request.array for request in active if request.is_done]
         return {
             **self._facts,
             "transports": self.settings.transports,
@@ -170,33 +192,35 @@ class UcxTransport:
         }
 
     def close(self) -> None:
-        """Fail what is on its way with ClosedError, let go of everything, end the thread.
+        """Fail all requests with ClosedError, free all memory, and end the thread.
 
-        Takes 0.5 s longer than nothing if a peer does not answer. ucxx 0.52 does not free its
-        worker if such a peer was being sent to: its descriptors stay until the process ends.
+        Blocks up to 1.5 s if a peer does not answer. ucxx 0.52 does not free its worker if such a
+        peer was being sent to: its descriptors stay open until the process ends.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._loop.call(self._shut)
+            self._loop.call(self._close_worker)
         self._loop.stop()
 
-    # ---- any thread
+    # In any thread
 
-    def _request(self, endpoint: UcxEndpoint, memory: object, tag: int, done: Done) -> UcxRequest:
+    def _request(
+        self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
+    ) -> UcxRequest:
         worker = self._worker
         if worker is None:
-            raise ClosedError("the UCX plane is closed")
+            raise ClosedError("the UCX transport is closed")
         return UcxRequest(endpoint, memory, worker.array(memory), tag, done)
 
     def _call(self, function: Callable[[], None]) -> None:
         with self._lock:
             if self._closed or os.getpid() != self._pid:
-                raise ClosedError("the UCX plane is closed")
+                raise ClosedError("the UCX transport is closed")
             self._loop.call(function)
 
-    # ---- the plane's thread
+    # In the transport's thread
 
     def _open(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
         try:
@@ -204,12 +228,12 @@ class UcxTransport:
         except BaseException as error:
             opened.set_exception(error)
         else:
-            self._loop.watch(worker.fd, READ, lambda events: None)  # the tick does the work
+            self._loop.watch(worker.fd, READ, lambda events: None)  # `_tick` does the work
             opened.set_result((seal(worker.address), worker.facts()))
 
     def _connect(self, endpoint: UcxEndpoint, address: bytes) -> None:
         try:
-            endpoint.handle = self._must().connect(address)
+            endpoint.handle = self._open_worker().connect(address)
         except PeerLostError as error:
             endpoint.error = error
         else:
@@ -219,7 +243,7 @@ class UcxTransport:
         if request.endpoint.error is not None:
             self._fail(request, request.endpoint.error)
         else:
-            worker = self._must()
+            worker = self._open_worker()
             self._post(
                 request, lambda: worker.send(request.endpoint.handle, request.array, request.tag)
             )
@@ -228,7 +252,7 @@ class UcxTransport:
         if request.endpoint.error is not None:
             self._fail(request, request.endpoint.error)
         elif request.tag in self._waiting:
-            self._fail(request, WireError(f"tag {request.tag:#x} is already waited for"))
+            self._fail(request, WireError(f"a receive of tag {request.tag:#x} is already posted"))
         else:
             self._waiting[request.tag] = request
 
@@ -240,37 +264,37 @@ class UcxTransport:
         else:
             self._active.add(request)
 
-    def _abandon(self, request: UcxRequest) -> None:
-        if not request.is_over:
-            self._fail(request, TimeoutError("the request was abandoned"))
+    def _cancel(self, request: UcxRequest) -> None:
+        if not request.is_done:
+            self._fail(request, TimeoutError("the request was cancelled"))
 
     def _fail(self, request: UcxRequest, error: BaseException) -> None:
-        """Tell its caller; its memory stays if UCX has it."""
+        """Complete a request with an error; keep its memory if UCX has it."""
         if self._waiting.get(request.tag) is request:
             del self._waiting[request.tag]
         if request not in self._active:
-            request.let_go()
-        self._counts["failed"] += not request.is_over
-        request.finish(error)
+            request.release()
+        self._counts["failed"] += not request.is_done
+        request.complete(error)
 
     def _tick(self, now: float) -> float:
-        """Everything that can be done now; then sleep, unless UCX has more."""
+        """Do everything that can be done now; return when to run again."""
         if self._worker is None:
             return float("inf")
         self._worker.progress()
-        self._loop.catch_up()  # a receive, whose message may be among what just came
+        self._loop.catch_up()  # a receive whose message may be among those that just arrived
         worker = self._worker
         if worker is None:
             return float("inf")
         posted = self._match(worker)
-        self._harvest(worker)
-        self._add_tombstone(worker)
+        self._complete_requests(worker)
+        self._close_endpoints(worker)
         return now if posted or not worker.arm() else float("inf")
 
     def _match(self, worker: UcxWorker) -> bool:
-        """Give each message that came to the receive that waits for it; whether there were any."""
+        """Give each arrived message to the receive with its tag; return whether there were any."""
         posted = False
-        while (message := worker.arrived()) is not None:
+        while (message := worker.probe()) is not None:
             posted = True
             request = self._waiting.pop(message.tag, None)
             if request is None:
@@ -279,98 +303,99 @@ class UcxTransport:
                 wrong = f"a message of {message.nbytes} bytes for {request.array.nbytes}"
                 self._fail(request, WireError(wrong))
                 request = None
-            self._take(worker, request, message)
+            self._receive_message(worker, request, message)
         return posted
 
-    def _take(self, worker: UcxWorker, request: UcxRequest | None, message: UcxArrived) -> None:
+    def _receive_message(
+        self, worker: UcxWorker, request: UcxRequest | None, message: UcxMessage
+    ) -> None:
         if request is None:
             self._discards.add(worker.discard(message))
         else:
             endpoint, array = request.endpoint.handle, request.array
             self._post(request, lambda: worker.receive(endpoint, array, message))
 
-    def _harvest(self, worker: UcxWorker) -> None:
-        """Finish what UCX has completed."""
+    def _complete_requests(self, worker: UcxWorker) -> None:
+        """Complete the requests that UCX has completed."""
         if self._discards:
             self._discards = {handle for handle in self._discards if not handle.completed}
         for request in [request for request in self._active if request.handle.completed]:
             self._active.discard(request)
             error = worker.error(request.handle)
-            request.let_go()
+            request.release()
             if error is not None:
                 self._fail(request, PeerLostError(f"UCX: {error}"))
-            elif not request.is_over:
+            elif not request.is_done:
                 self._counts["finished"] += 1
-                request.finish(None)
+                request.complete(None)
 
-    def _add_tombstone(self, worker: UcxWorker) -> None:
-        """Close the endpoints that are over and that UCX has no memory for.
+    def _close_endpoints(self, worker: UcxWorker) -> None:
+        """Close the lost endpoints that UCX has no memory for.
 
-        Not earlier: UCX calls a receive whose endpoint is closed cancelled, and then writes what
-        the peer still sends to it.
+        Not earlier: UCX reports a receive whose endpoint is closed as cancelled, and then still
+        writes what the peer sends to it.
         """
         for endpoint in [endpoint for endpoint in self._endpoints if not endpoint.handle.alive]:
             self._counts["lost"] += 1
             self._on_peer_lost(endpoint, PeerLostError("the UCX peer is gone"))
-        if self._ending:
+        if self._closing:
             busy = {request.endpoint for request in self._active}
-            for endpoint in self._ending - busy:
-                self._ending.remove(endpoint)
+            for endpoint in self._closing - busy:
+                self._closing.remove(endpoint)
                 worker.disconnect(endpoint.handle)
                 endpoint.handle = None
 
     def _on_peer_lost(self, endpoint: UcxEndpoint, error: Exception) -> None:
-        """End an endpoint and fail all its requests."""
+        """Fail all requests of an endpoint."""
         if endpoint.error is not None:
             return
         endpoint.error = error
         self._endpoints.discard(endpoint)
-        self._ending.add(endpoint)
+        self._closing.add(endpoint)
         for request in [*self._waiting.values(), *self._active]:
             if request.endpoint is endpoint:
                 self._fail(request, error)
 
-    def _must(self) -> UcxWorker:
+    def _open_worker(self) -> UcxWorker:
         assert self._worker is not None
         return self._worker
 
     def _crashed(self, error: BaseException) -> None:
         with self._lock:
             self._closed = True
-        self._shut()
+        self._close_worker()
 
     def _drain(self, worker: UcxWorker, seconds: float) -> None:
-        """Wait until UCX has let go of everything, but not longer than this."""
-        until = time.monotonic() + seconds
-        while (self._active or self._discards) and (left := until - time.monotonic()) > 0:
+        """Wait until UCX has completed all requests, but not longer than this."""
+        deadline = time.monotonic() + seconds
+        while (self._active or self._discards) and (left := deadline - time.monotonic()) > 0:
             worker.progress()
             posted = self._match(worker)
-            self._harvest(worker)
+            self._complete_requests(worker)
             if not posted and worker.arm():
                 select.select([worker.fd], [], [], left if self._active else 0)
 
-    def _shut(self) -> None:
-        """The last thing that the thread does with UCX."""
-        worker, error = self._worker, ClosedError("the UCX plane was closed")
+    def _close_worker(self) -> None:
+        worker, error = self._worker, ClosedError("the UCX transport was closed")
         if worker is None:
             return
         for request in [*self._waiting.values(), *self._active]:
             self._fail(request, error)
-        self._drain(worker, _GRACE)
+        self._drain(worker, _CLOSE_TIMEOUT)
         memory = [request.array for request in self._active]
-        for endpoint in [*self._endpoints, *self._ending]:
+        for endpoint in [*self._endpoints, *self._closing]:
             endpoint.error = endpoint.error or error
             worker.disconnect(endpoint.handle)
             endpoint.handle = None
-        self._drain(worker, _PATIENCE)
+        self._drain(worker, _CANCEL_TIMEOUT)
         self._loop.unwatch(worker.fd)
         self._endpoints.clear()
-        self._ending.clear()
+        self._closing.clear()
         self._discards.clear()
         for request in self._active:
             request.handle = None
         self._worker = worker = None
-        memory.clear()  # now that UCX itself is gone: it writes also to what it called cancelled
+        memory.clear()  # only now: UCX also writes to memory of requests that it calls cancelled
         for request in self._active:
-            request.let_go()
+            request.release()
         self._active.clear()

@@ -1,4 +1,4 @@
-"""The only file that knows ucxx. Everything here is for one thread alone."""
+"""The wrapper of ucxx; no other module uses it. Objects of this module belong to one thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.errors import PeerLostError, UnavailableError
 from omni_kvlink.memory.region import Region
 
-_QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
+_LOG_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
 
 def load() -> tuple[Any, Any]:
-    """ucxx's modules; the environment, which ucxx changes as it is imported, is put back.
+    """Import ucxx, and restore the environment variables that the import sets.
 
-    A child process shall not inherit it, and UCX complains about it on the standard output.
-    What else it says there, such as that a peer is gone, our errors say better.
+    A child process must not inherit them. UCX logs to the standard output, also what this package
+    reports as errors (a peer is gone); only fatal messages are logged, to the standard error.
+
+    Returns:
+        The module `ucxx._lib.libucxx` and the class `ucxx._lib.arr.Array`.
+
+    Raises:
+        ImportError: ucxx is not installed.
     """
     before = set(os.environ)
-    for name, value in _QUIET.items():
+    for name, value in _LOG_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # Not at the top: ucxx is an optional package, and its import changes the process.
     from ucxx._lib import arr, libucxx
 
     for name in set(os.environ) - before:
@@ -29,16 +36,16 @@ def load() -> tuple[Any, Any]:
     return libucxx, arr.Array
 
 
-class UcxArrived(NamedTuple):
-    """A message that UCX has not been told where to put; it stays where it is until then."""
+class UcxMessage(NamedTuple):
+    """A message that has arrived, and stays in UCX until it is received or discarded."""
 
     tag: int
     nbytes: int
     handle: Any
 
 
-class _OnDevice:
-    """Memory of a GPU, as UCX takes it."""
+class _CudaMemory:
+    """GPU memory in the form that UCX takes."""
 
     def __init__(self, region: Region):
         self._region = region
@@ -52,15 +59,25 @@ class _OnDevice:
 
 def _exported(region: Region) -> object:
     if region.device != "cpu":
-        return _OnDevice(region)
+        return _CudaMemory(region)
     # A view of no bytes cannot be cast.
     return region.view() if region.nbytes else bytearray()
 
 
 class UcxWorker:
-    """A UCX worker that can be slept on, with endpoints that notice a peer's death.
+    """A UCX worker with a descriptor to sleep on, and endpoints that detect a peer's death.
 
-    Error handling is always on, for which UCX gives up shared memory between processes.
+    UCX uses no shared memory between processes, because endpoints with error handling exclude it.
+
+    Args:
+        settings: What UCX may use.
+
+    Attributes:
+        fd: The descriptor that becomes readable after `arm`.
+        address: The worker's address, for `connect` of a peer.
+
+    Raises:
+        UnavailableError: UCX has none of these transports or devices.
     """
 
     def __init__(self, settings: UcxSettings):
@@ -78,10 +95,14 @@ class UcxWorker:
         self._worker.init_blocking_progress_mode()
         self.fd: int = self._worker.epoll_file_descriptor
         self.address: bytes = bytes(self._worker.address.tobytes())
-        self._any = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
+        self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
 
     def connect(self, address: bytes) -> Any:
-        """An endpoint; raises PeerLostError if UCX sees at once that it leads nowhere."""
+        """Return an endpoint at once; the connection is made later.
+
+        Raises:
+            PeerLostError: UCX detects at once that the peer cannot be reached.
+        """
         try:
             return self._worker.create_endpoint_from_worker_address(
                 self._ucxx.UCXAddress.create_from_buffer(address), True
@@ -90,42 +111,51 @@ class UcxWorker:
             raise PeerLostError(f"UCX cannot connect: {error}") from error
 
     def disconnect(self, endpoint: Any) -> None:
-        """At once and without a word to the peer; its requests complete with an error."""
+        """Close an endpoint at once, without notifying the peer; its requests fail."""
         # Not `close`: that one waits for the peer, and a frozen peer never answers.
         endpoint.close_blocking()
 
     def progress(self) -> None:
+        """Do all work that can be done now."""
         self._worker.progress()
 
     def arm(self) -> bool:
-        """Make `fd` readable when something happens; False if it already has: progress first."""
+        """Make `fd` readable at the next event; return False if `progress` must be called first."""
         return bool(self._worker.arm())
 
-    def arrived(self) -> UcxArrived | None:
-        """The next message that waits to be received or discarded, taken from UCX's queue."""
-        probe = self._worker.tag_probe(*self._any, True)
-        return UcxArrived(probe.sender_tag.value, probe.length, probe) if probe.matched else None
+    def probe(self) -> UcxMessage | None:
+        """Take the next message that has arrived from UCX's queue, or return None."""
+        probe = self._worker.tag_probe(*self._any_tag, True)
+        return UcxMessage(probe.sender_tag.value, probe.length, probe) if probe.matched else None
 
     def send(self, endpoint: Any, array: Any, tag: int) -> Any:
-        """A request; raises PeerLostError if the endpoint has just failed."""
+        """Start a send; return its ucxx request.
+
+        Raises:
+            PeerLostError: The endpoint has failed.
+        """
         try:
             return endpoint.tag_send(array, self._ucxx.UCXXTag(tag))
         except self._ucxx.UCXError as error:
             raise PeerLostError(f"UCX cannot send: {error}") from error
 
-    def receive(self, endpoint: Any, array: Any, message: UcxArrived) -> Any:
-        """A request; raises PeerLostError if the endpoint has just failed."""
+    def receive(self, endpoint: Any, array: Any, message: UcxMessage) -> Any:
+        """Start receiving a message; return its ucxx request.
+
+        Raises:
+            PeerLostError: The endpoint has failed.
+        """
         try:
             return endpoint.tag_recv_with_handle(array, message.handle)
         except self._ucxx.UCXError as error:
             raise PeerLostError(f"UCX cannot receive: {error}") from error
 
-    def discard(self, message: UcxArrived) -> Any:
-        """Receive nothing of it: UCX throws a longer message away and tells its sender."""
+    def discard(self, message: UcxMessage) -> Any:
+        """Start receiving a message into no memory; UCX drops it and completes its sender."""
         return self._worker.tag_recv_with_handle(self._array(bytearray()), message.handle)
 
     def error(self, request: Any) -> str | None:
-        """Why a completed request failed, or None."""
+        """Return why a completed request failed, or None."""
         try:
             request.check_error()
         except self._ucxx.UCXError as error:
@@ -133,14 +163,14 @@ class UcxWorker:
         return None
 
     def array(self, memory: object) -> Any:
-        """Memory as UCX takes it, without a copy.
+        """Return memory in the form that UCX takes, without a copy.
 
         Args:
-            memory: a region, a buffer, or anything with `__cuda_array_interface__`, which UCX
-                takes where it has CUDA (not run yet).
+            memory: A region, a buffer, or an object with `__cuda_array_interface__`, if UCX has
+                CUDA (not tested on a GPU yet).
 
         Raises:
-            ValueError: it is not contiguous.
+            ValueError: It is not contiguous.
         """
         if isinstance(memory, Region):
             memory = _exported(memory)
@@ -150,7 +180,7 @@ class UcxWorker:
         return array
 
     def facts(self) -> dict[str, Any]:
-        """What UCX chose."""
+        """Return UCX's version, whether it has CUDA, and the devices that it chose."""
         lines = self._context.info.splitlines()
         return {
             "ucx": ".".join(map(str, self._ucxx.get_ucx_version())),

@@ -1,23 +1,24 @@
-"""`zmq+tcp://host:port`, `zmq+ipc:///path`: payloads in chunks over ZMQ, also to other machines."""
+"""`zmq+tcp://host:port` and `zmq+ipc:///path`: payloads in chunks over the control channel."""
 
 from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Options
 from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.zmq.consumer import ZmqConsumer
-from omni_kvlink.connectors.zmq.listener import ZmqListener
+from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.memory.region import Mapping
 
 
-def _serve(transport: str, address: str, options: Options) -> PooledProducer:
-    endpoint = ControlAddress(transport, address)
-    opener = partial(ZmqListener, endpoint, options)
-    return PooledProducer(endpoint.url, options, Mapping.anonymous, opener)
+def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
+    address = ControlAddress(protocol, location)
+    opener = partial(ControlListener, address, options, senders=[ZmqSender])
+    return PooledProducer(address.url, options, Mapping.anonymous, opener)
 
 
-def _connect(transport: str, address: str, options: Options, timeout: float) -> ZmqConsumer:
-    consumer = ZmqConsumer(ControlAddress(transport, address), options)
+def _connect(protocol: str, location: str, options: Options, timeout: float) -> ZmqConsumer:
+    consumer = ZmqConsumer(ControlAddress(protocol, location), options)
     try:
         consumer.connect(timeout)
     except BaseException:

@@ -1,4 +1,4 @@
-"""ZMQ's edge-triggered descriptor: whatever swallows a wake-up, nothing is left unheard."""
+"""ZMQ's edge-triggered descriptor: all messages are read, whatever consumes a wake-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from zmq_fixtures import fresh_url
-from zmq_unauthorized import greeted
+from zmq_unauthorized import greeted_peer
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
@@ -28,80 +28,81 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 
 def swallow(socket: zmq.Socket[bytes]) -> None:
-    """Wait until a message is there, in a way that takes the wake-up with it, as a send can."""
-    until(lambda: bool(socket.EVENTS & zmq.POLLIN), "the message arrived")
+    """Wait until a message is there, and consume its wake-up, as a send can."""
+    until(lambda: bool(int(socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN)), "the message arrived")
 
 
-def test_what_comes_while_the_owner_speaks(context: zmq.Context[Any]) -> None:
-    heard: list[bytes] = []
+def test_a_message_that_arrives_while_the_owner_sends(context: zmq.Context[Any]) -> None:
+    received: list[bytes] = []
     other = context.socket(zmq.PAIR)
-    said = threading.Event()
+    was_sent = threading.Event()
 
-    def on_quiet() -> None:
-        if not said.is_set():
-            said.set()
+    def on_idle() -> None:
+        if not was_sent.is_set():
+            was_sent.set()
             other.send(b"meanwhile")
-            swallow(port.socket)
+            swallow(monitored.socket)
 
     loop = EventLoop("test")
-    port = MonitoredSocket(
+    monitored = MonitoredSocket(
         context,
         zmq.PAIR,
         loop,
-        lambda frames: heard.append(frames[0].bytes),
+        lambda frames: received.append(frames[0].bytes),
         lambda event, value: None,
-        on_quiet,
-        longest=1000,
+        on_idle,
+        max_frame_nbytes=1000,
     )
-    port.socket.bind("inproc://place")
-    other.connect("inproc://place")
-    loop.call(port.watch)
-    until(lambda: heard == [b"meanwhile"], "it was heard", 2)
-    loop.call(port.close)
+    monitored.socket.bind("inproc://test")
+    other.connect("inproc://test")
+    loop.call(monitored.watch)
+    until(lambda: received == [b"meanwhile"], "it was read", 2)
+    loop.call(monitored.close)
     loop.stop()
     other.close(0)
 
 
-def test_what_comes_while_a_producer_sends(sockets: str) -> None:
-    with KVLink.serve(fresh_url("tcp", sockets)) as producer, greeted(producer.url) as peer:
+def test_a_message_that_arrives_while_a_producer_sends(sockets: str) -> None:
+    with KVLink.serve(fresh_url("tcp", sockets)) as producer, greeted_peer(producer.url) as peer:
         peer.send(Get(1, "first"))
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        end = producer._end
-        holding, go_on = threading.Event(), threading.Event()
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        endpoint: Any = producer._end
+        blocked, go_on = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            holding.set()
+        def block() -> None:
+            blocked.set()
             go_on.wait(5)
-            swallow(end.listeners[0]._socket.socket)  # type: ignore[attr-defined]
+            swallow(endpoint.listeners[0]._socket.socket)
 
-        end.loop.call(hold)  # type: ignore[attr-defined]
-        assert holding.wait(5)
-        producer.fail("first", "so it goes")  # the loop will send this, and then must listen
+        endpoint.loop.call(block)
+        assert blocked.wait(5)
+        producer.fail("first", "failed by the test")  # the loop sends this, and must then read
         peer.send(Get(2, "second"))
         go_on.set()
-        assert isinstance(peer.handle()[0], Failed)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the second was heard", 2)
+        assert isinstance(peer.receive()[0], Failed)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the second was read", 2)
 
 
-def test_what_comes_while_a_reader_sends(sockets: str) -> None:
+def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
     with (
         KVLink.serve(fresh_url("tcp", sockets)) as producer,
         KVLink.connect(producer.url, timeout=5) as reader,
     ):
         first = reader.begin_get("first", timeout=5)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        session = reader._end._session  # type: ignore[attr-defined]
-        holding, go_on = threading.Event(), threading.Event()
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        end: Any = reader._end
+        session = end._session
+        blocked, go_on = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            holding.set()
+        def block() -> None:
+            blocked.set()
             go_on.wait(5)
             swallow(session._socket.socket)
 
-        session._loop.call(hold)
-        assert holding.wait(5)
+        session._loop.call(block)
+        assert blocked.wait(5)
         second = reader.begin_get("second", timeout=5)
-        producer.fail("first", "so it goes")
+        producer.fail("first", "failed by the test")
         go_on.set()
         assert first.future.exception(2) is not None
         second.cancel()

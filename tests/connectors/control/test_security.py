@@ -1,4 +1,4 @@
-"""Who may come in: keys that are right, wrong, missing or not on the list, and none at all."""
+"""Keys that are right, wrong, missing or not allowed, and links without keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import ConnectorError, KVLink, TransferTimeout
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 
 @pytest.fixture
-def safe(tmp_path: Path) -> Safe:
-    return Safe(tmp_path)
+def key_files(tmp_path: Path) -> KeyFiles:
+    return KeyFiles(tmp_path)
 
 
 @pytest.fixture
-def producer(safe: Safe, sockets: str) -> Iterator[KVLink]:
-    with KVLink.serve(fresh_url("tcp", sockets), **safe.serving) as link:
+def producer(key_files: KeyFiles, sockets: str) -> Iterator[KVLink]:
+    with KVLink.serve(fresh_url("tcp", sockets), **key_files.producer_options) as link:
         yield link
 
 
@@ -38,9 +38,9 @@ def refusals(link: KVLink) -> int:
     return sum(refused.values())
 
 
-def test_right_keys(producer: KVLink, safe: Safe) -> None:
+def test_right_keys(producer: KVLink, key_files: KeyFiles) -> None:
     data = sized("k", 3 << 20).make()
-    with KVLink.connect(producer.url, timeout=5, **safe.reading()) as reader:
+    with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:
         receipt = producer.put(data)
         with reader.get("k", timeout=5, verify="full") as found:
             assert fingerprint(found) == fingerprint(data)
@@ -49,21 +49,21 @@ def test_right_keys(producer: KVLink, safe: Safe) -> None:
     assert producer.stats()["refused"] == {}
 
 
-def test_not_on_the_list_and_then_on_it(producer: KVLink, safe: Safe) -> None:
-    how = safe.reading("stranger")
+def test_a_key_that_is_allowed_later(producer: KVLink, key_files: KeyFiles) -> None:
+    how = key_files.consumer_options("unknown")
     with pytest.raises(ConnectorError, match="peers= directory"):
         KVLink.connect(producer.url, timeout=5, **how)
     assert producer.stats()["refused"]["key"] == 1
     assert producer.stats()["readers"] == 0
-    shutil.copy(safe.key("stranger.public"), safe.waiters)
+    shutil.copy(key_files.key("unknown.public"), key_files.allowed)
     KVLink.connect(producer.url, timeout=5, **how).close()
 
 
 @pytest.mark.parametrize("how", ["no keys", "wrong producer"])
-def test_handshakes_that_fail(producer: KVLink, safe: Safe, how: str) -> None:
-    """Plain text, or a key that is not this producer's: nothing but a counter changes."""
-    options = safe.reading(whom="stranger") if how == "wrong producer" else {}
-    with KVLink.connect(producer.url, timeout=5, **safe.reading()) as reader:
+def test_handshakes_that_fail(producer: KVLink, key_files: KeyFiles, how: str) -> None:
+    """Plain text, or the key of another producer, changes only a counter."""
+    options = key_files.consumer_options(producer="unknown") if how == "wrong producer" else {}
+    with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:
         with pytest.raises(TransferTimeout, match="check keys= and peers="):
             KVLink.connect(producer.url, timeout=0.5, **options)
         until(lambda: refusals(producer) > 0, "it was counted")
@@ -73,31 +73,32 @@ def test_handshakes_that_fail(producer: KVLink, safe: Safe, how: str) -> None:
             pass
 
 
-def test_a_producer_without_keys(safe: Safe, sockets: str) -> None:
-    """A reader that has keys does not talk in plain text."""
+def test_a_producer_without_keys(key_files: KeyFiles, sockets: str) -> None:
+    """A reader with keys does not connect in plain text."""
     with (
         KVLink.serve(fresh_url("tcp", sockets)) as producer,
         pytest.raises(TransferTimeout, match="check keys= and peers="),
     ):
-        KVLink.connect(producer.url, timeout=0.5, **safe.reading())
+        KVLink.connect(producer.url, timeout=0.5, **key_files.consumer_options())
 
 
-def test_a_network_needs_keys(safe: Safe) -> None:
-    """Neither end speaks to other machines in plain text, unless somebody insists."""
+def test_a_network_needs_keys(key_files: KeyFiles) -> None:
+    """Neither end uses a network in plain text, unless `insecure=True` is given."""
     url = f"zmq+tcp://{os.uname().nodename}.invalid:{free_port()}"
-    for end in (lambda: KVLink.serve(url), lambda: KVLink.connect(url, timeout=0.1)):
-        with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
-            end()
+    with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
+        KVLink.serve(url)
+    with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
+        KVLink.connect(url, timeout=0.1)
     with pytest.warns(RuntimeWarning, match="INSECURE"), pytest.raises(TransferTimeout):
         KVLink.connect(url, timeout=0.1, insecure=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TransferTimeout):
-            KVLink.connect(url, timeout=0.1, **safe.reading())
+            KVLink.connect(url, timeout=0.1, **key_files.consumer_options())
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]"])
-def test_loopback_needs_none(address: str) -> None:
+def test_loopback_needs_no_keys(address: str) -> None:
     from omni_kvlink.connectors.control.address import ControlAddress
 
     assert ControlAddress("tcp", f"{address}:1").is_local
@@ -111,43 +112,43 @@ def test_anything_else_is_a_network(address: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["keys", "peers"])
-def test_one_key_alone(safe: Safe, sockets: str, missing: str) -> None:
-    how = {**safe.serving, missing: ""}
+def test_keys_and_peers_go_together(key_files: KeyFiles, sockets: str, missing: str) -> None:
+    how = {**key_files.producer_options, missing: ""}
     with pytest.raises(ConnectorError, match="go together"):
         KVLink.serve(fresh_url("tcp", sockets), **how)
 
 
-def test_secret_keys_are_secret(safe: Safe, sockets: str) -> None:
-    path = safe.key("producer.secret")
+def test_a_secret_key_that_others_can_read_is_refused(key_files: KeyFiles, sockets: str) -> None:
+    path = key_files.key("producer.secret")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     os.chmod(path, 0o640)
     with pytest.raises(ConnectorError, match="chmod 600"):
-        KVLink.serve(fresh_url("tcp", sockets), **safe.serving)
+        KVLink.serve(fresh_url("tcp", sockets), **key_files.producer_options)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 40, b"~" * 40, b"x" * 5000])
-def test_files_that_hold_no_key(safe: Safe, sockets: str, content: bytes) -> None:
-    Path(safe.key("producer.secret")).write_bytes(content)
+def test_files_without_a_key(key_files: KeyFiles, sockets: str, content: bytes) -> None:
+    Path(key_files.key("producer.secret")).write_bytes(content)
     with pytest.raises(ConnectorError, match="holds no key"):
-        KVLink.serve(fresh_url("tcp", sockets), **safe.serving)
+        KVLink.serve(fresh_url("tcp", sockets), **key_files.producer_options)
 
 
-def test_no_key_is_overwritten(safe: Safe) -> None:
-    before = Path(safe.key("reader.secret")).read_bytes()
+def test_no_key_is_overwritten(key_files: KeyFiles) -> None:
+    before = Path(key_files.key("reader.secret")).read_bytes()
     with pytest.raises(ConnectorError, match="exists"):
-        generate(str(safe.directory), "reader")
-    assert Path(safe.key("reader.secret")).read_bytes() == before
+        generate(str(key_files.directory), "reader")
+    assert Path(key_files.key("reader.secret")).read_bytes() == before
     for name in ("", "../x", "a/b", ".hidden"):
         with pytest.raises(ValueError, match="letters"):
-            generate(str(safe.directory), name)
+            generate(str(key_files.directory), name)
 
 
 @pytest.mark.parametrize(
     "url",
     ["zmq+tcp://nobody", "zmq+tcp://:1", "zmq+tcp://h:70000", "zmq+tcp://h:x", "zmq+ipc://x.sock"],
 )
-def test_no_address(url: str) -> None:
-    with pytest.raises(ValueError, match="wanted"):
+def test_malformed_addresses(url: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
         KVLink.serve(url)
 
 

@@ -1,4 +1,4 @@
-"""What to ask for, what came, what is complete; no socket anywhere."""
+"""Which bytes are requested, received and complete; without I/O."""
 
 from __future__ import annotations
 
@@ -9,99 +9,101 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_kvlink import WireError
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchPlan, Spans
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchPlan, RangeSet
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
 
-@given(added=SPANS, asked=st.tuples(st.integers(0, 60), st.integers(0, 30)))
-def test_spans_are_a_set_of_numbers(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
-    spans, model = Spans(), set[int]()
+@given(added=SPANS, requested=st.tuples(st.integers(0, 60), st.integers(0, 30)))
+def test_a_range_set_is_a_set_of_integers(
+    added: list[tuple[int, int]], requested: tuple[int, int]
+) -> None:
+    spans, model = RangeSet(), set[int]()
     for start, length in added:
         spans.add(start, start + length)
         model |= set(range(start, start + length))
-    start, stop = asked[0], asked[0] + asked[1]
+    start, stop = requested[0], requested[0] + requested[1]
     missing = {n for a, b in spans.gaps(start, stop) for n in range(a, b)}
     assert missing == set(range(start, stop)) - model
     assert spans.covers(start, stop) == (not missing)
-    pairs = list(zip(spans._spans, spans._spans[1:], strict=False))
+    pairs = list(zip(spans._ranges, spans._ranges[1:], strict=False))
     assert all(one[1] < other[0] for one, other in pairs), "they touch"
 
 
-def everything(fetch: FetchPlan[str]) -> list[tuple[int, int]]:
-    asked = []
-    while (span := fetch.ask(WINDOW)) is not None:
-        asked.append(span)
-    return asked
+def everything(plan: FetchPlan[str]) -> list[tuple[int, int]]:
+    requested = []
+    while (span := plan.next_range(WINDOW)) is not None:
+        requested.append(span)
+    return requested
 
 
 def test_in_order_and_in_chunks() -> None:
-    fetch: FetchPlan[str] = FetchPlan(2 * CHUNK + 5)
-    fetch.request(0, fetch.nbytes, "all")
-    assert everything(fetch) == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
-    assert fetch.unanswered == fetch.nbytes
-    assert fetch.is_hungry
+    plan: FetchPlan[str] = FetchPlan(2 * CHUNK + 5)
+    plan.request(0, plan.nbytes, "all")
+    assert everything(plan) == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
+    assert plan.pending_nbytes == plan.nbytes
+    assert plan.is_active
     for start, nbytes in ((0, CHUNK), (2 * CHUNK, 5), (CHUNK, CHUNK)):
-        assert list(fetch.finished()) == []
-        fetch.came(start, nbytes)
-    assert list(fetch.finished()) == ["all"]
-    assert list(fetch.finished()) == []
-    assert (fetch.unanswered, fetch.nbytes_come) == (0, fetch.nbytes)
-    assert not fetch.is_hungry
+        assert list(plan.pop_complete()) == []
+        plan.on_received(start, nbytes)
+    assert list(plan.pop_complete()) == ["all"]
+    assert list(plan.pop_complete()) == []
+    assert (plan.pending_nbytes, plan.received_nbytes) == (0, plan.nbytes)
+    assert not plan.is_active
 
 
-def test_no_more_than_there_is_room_for() -> None:
-    fetch: FetchPlan[str] = FetchPlan(3 * CHUNK)
-    fetch.request(0, fetch.nbytes, "all")
-    assert fetch.ask(CHUNK - 1) is None, "a sliver"
-    assert fetch.ask(CHUNK) == (0, CHUNK)
+def test_no_more_than_the_window() -> None:
+    plan: FetchPlan[str] = FetchPlan(3 * CHUNK)
+    plan.request(0, plan.nbytes, "all")
+    assert plan.next_range(CHUNK - 1) is None, "a sliver"
+    assert plan.next_range(CHUNK) == (0, CHUNK)
 
 
-def test_what_was_wanted_before_is_not_asked_for_again() -> None:
-    fetch: FetchPlan[str] = FetchPlan(100)
-    fetch.request(0, 20, "head")
-    fetch.request(10, 40, "layer")
-    assert everything(fetch) == [(0, 20), (20, 40)]
-    fetch.came(0, 20)
-    assert list(fetch.finished()) == ["head"]
-    fetch.request(0, 100, "all")
-    fetch.came(20, 20)
-    assert list(fetch.finished()) == ["layer"]
-    assert everything(fetch) == [(40, 100)]
-    fetch.came(40, 60)
-    assert list(fetch.finished()) == ["all"]
+def test_planned_bytes_are_requested_once() -> None:
+    plan: FetchPlan[str] = FetchPlan(100)
+    plan.request(0, 20, "head")
+    plan.request(10, 40, "layer")
+    assert everything(plan) == [(0, 20), (20, 40)]
+    plan.on_received(0, 20)
+    assert list(plan.pop_complete()) == ["head"]
+    plan.request(0, 100, "all")
+    plan.on_received(20, 20)
+    assert list(plan.pop_complete()) == ["layer"]
+    assert everything(plan) == [(40, 100)]
+    plan.on_received(40, 60)
+    assert list(plan.pop_complete()) == ["all"]
 
 
-def test_what_is_there_already_is_complete_at_once() -> None:
-    fetch: FetchPlan[str] = FetchPlan(10)
-    fetch.request(3, 3, "nothing")
-    assert list(fetch.finished()) == ["nothing"]
-    fetch.request(0, 10, "all")
-    everything(fetch)
-    fetch.came(0, 10)
-    fetch.request(2, 8, "again")
-    assert list(fetch.finished()) == ["all", "again"]
-    assert fetch.ask(WINDOW) is None
+def test_received_bytes_complete_a_new_goal_at_once() -> None:
+    plan: FetchPlan[str] = FetchPlan(10)
+    plan.request(3, 3, "nothing")
+    assert list(plan.pop_complete()) == ["nothing"]
+    plan.request(0, 10, "all")
+    everything(plan)
+    plan.on_received(0, 10)
+    plan.request(2, 8, "again")
+    assert list(plan.pop_complete()) == ["all", "again"]
+    assert plan.next_range(WINDOW) is None
 
 
 @pytest.mark.parametrize(
     ("start", "nbytes"),
     [(50, 1), (49, 2), (0, 51), (0, 0), (0, -1), (100, 1), (2**60, 1), (10, 5), (9, 2), (14, 2)],
 )
-def test_what_nobody_asked_for_or_came_already(start: int, nbytes: int) -> None:
-    fetch: FetchPlan[str] = FetchPlan(100)
-    fetch.request(0, 50, "half")
-    fetch.request(60, 70, "more")
-    assert fetch.ask(WINDOW) == (0, 50)
-    fetch.came(10, 5)
-    with pytest.raises(WireError, match="came"):
-        fetch.came(start, nbytes)
-    assert fetch.nbytes_come == 5
-    assert fetch.unanswered == 45
+def test_unrequested_and_repeated_bytes_are_refused(start: int, nbytes: int) -> None:
+    plan: FetchPlan[str] = FetchPlan(100)
+    plan.request(0, 50, "half")
+    plan.request(60, 70, "more")
+    assert plan.next_range(WINDOW) == (0, 50)
+    plan.on_received(10, 5)
+    with pytest.raises(WireError, match="arrived"):
+        plan.on_received(start, nbytes)
+    assert plan.received_nbytes == 5
+    assert plan.pending_nbytes == 45
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (5, 4), (0, 11), (11, 11)])
-def test_a_want_lies_within_the_payload(start: int, stop: int) -> None:
+def test_a_request_lies_within_the_payload(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="of 10"):
         FetchPlan[str](10).request(start, stop, "x")
 
@@ -113,24 +115,24 @@ def test_a_want_lies_within_the_payload(start: int, stop: int) -> None:
 def test_any_order_of_arrival(seed: int, goals: list[tuple[int, int]]) -> None:
     """Each label comes when the last byte of its span does: not before, and once."""
     rng = random.Random(seed)
-    fetch: FetchPlan[int] = FetchPlan(400)
-    there, asked, told = set[int](), list[tuple[int, int]](), list[int]()
+    plan: FetchPlan[int] = FetchPlan(400)
+    received, requested, labels = set[int](), list[tuple[int, int]](), list[int]()
     spans = [(start, start + length) for start, length in goals]
     left = list(enumerate(spans))
-    while left or asked:
+    while left or requested:
         if left and rng.random() < 0.4:
             number, (start, stop) = left.pop(0)
-            fetch.request(start, stop, number)
-        while (span := fetch.ask(rng.choice([30, 400]))) is not None:
-            asked += [(n, n + 1) for n in range(*span)]
-        if asked:
-            at = asked.pop(rng.randrange(len(asked)))
-            fetch.came(at[0], 1)
-            there.add(at[0])
-        told += fetch.finished()
-        get_state = [n for n, _ in enumerate(spans) if n not in [m for m, _ in left]]
-        full = {n for n in get_state if set(range(*spans[n])) <= there}
-        assert sorted(told) == sorted(full)
-        while (span := fetch.ask(400)) is not None:
-            asked += [(n, n + 1) for n in range(*span)]
-    assert sorted(told) == list(range(len(spans)))
+            plan.request(start, stop, number)
+        while (span := plan.next_range(rng.choice([30, 400]))) is not None:
+            requested += [(n, n + 1) for n in range(*span)]
+        if requested:
+            at = requested.pop(rng.randrange(len(requested)))
+            plan.on_received(at[0], 1)
+            received.add(at[0])
+        labels += plan.pop_complete()
+        planned = [n for n, _ in enumerate(spans) if n not in [m for m, _ in left]]
+        full = {n for n in planned if set(range(*spans[n])) <= received}
+        assert sorted(labels) == sorted(full)
+        while (span := plan.next_range(400)) is not None:
+            requested += [(n, n + 1) for n in range(*span)]
+    assert sorted(labels) == list(range(len(spans)))

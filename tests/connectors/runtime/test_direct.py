@@ -1,4 +1,4 @@
-"""The parts of a payload that is sent from its caller's memory, and the exchange that offers it."""
+"""The parts of a direct put, and the transfer table that offers it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_every_byte_is_found(direct: DirectSource) -> None:
         (9, 8),
     ],
 )
-def test_none_that_lies_in_two_places_or_nowhere(
+def test_ranges_over_two_parts_or_none_are_refused(
     direct: DirectSource, span: tuple[int, int]
 ) -> None:
     with pytest.raises(WireError):
         direct.find(*span)
 
 
-def test_tensors_that_were_given_back_are_not_found(direct: DirectSource) -> None:
+def test_released_tensors_are_not_found(direct: DirectSource) -> None:
     direct.give_back()
     for start in (HEADER, START):
         with pytest.raises(WireError):
@@ -66,7 +66,7 @@ def test_tensors_that_were_given_back_are_not_found(direct: DirectSource) -> Non
     assert bytes(direct.find(0, 1).view()) == b"h"
 
 
-def test_who_has_all_has_every_byte_of_the_tensors(direct: DirectSource) -> None:
+def test_a_get_has_all_when_every_tensor_byte_was_sent(direct: DirectSource) -> None:
     for span in ((0, HEADER), (HEADER, HEADER + 9), (HEADER, HEADER + 9), (START, NBYTES)):
         direct.took("a", *span)
         assert not direct.has_all("a")
@@ -76,7 +76,7 @@ def test_who_has_all_has_every_byte_of_the_tensors(direct: DirectSource) -> None
 
 
 class DirectBench(Bench):
-    """An exchange with one direct payload."""
+    """A transfer table with one direct put."""
 
     def __init__(self, direct: DirectSource):
         super().__init__()
@@ -104,7 +104,7 @@ def bench(direct: DirectSource) -> DirectBench:
     return DirectBench(direct)
 
 
-def test_it_is_taken_when_all_readers_were_sent_all_of_it(bench: DirectBench) -> None:
+def test_all_sent_when_every_reader_was_sent_all(bench: DirectBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a")
     bench.take(transfer, "a")
@@ -117,19 +117,19 @@ def test_it_is_taken_when_all_readers_were_sent_all_of_it(bench: DirectBench) ->
     bench.take(transfer, "b")
     assert transfer.taken.is_set()
     bench.commit(transfer)
-    assert [said for _, said in bench.heard()] == [Committed(1), Committed(1)]
+    assert [message for _, message in bench.heard()] == [Committed(1), Committed(1)]
     bench.release("a", 1, transfer)
     bench.release("b", 1, transfer)
     assert (transfer.state, bench.freed) == (TransferState.RELEASED, [transfer])
 
 
-def test_a_reader_that_comes_late_hears_of_every_layer(bench: DirectBench) -> None:
+def test_a_late_reader_is_told_of_every_layer(bench: DirectBench) -> None:
     bench.begin()
     bench.follow("a")
-    assert Layer(1, 0, (b"", b"")) in [said for _, said in bench.heard()]
+    assert Layer(1, 0, (b"", b"")) in [message for _, message in bench.heard()]
 
 
-def test_lost_before_the_commit_it_goes_to_another(bench: DirectBench) -> None:
+def test_a_reader_lost_before_the_commit_is_replaced(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.take(transfer, "a")
@@ -144,32 +144,32 @@ def test_lost_before_the_commit_it_goes_to_another(bench: DirectBench) -> None:
 
 
 @pytest.mark.parametrize(
-    "leave",
+    "end",
     [
         lambda bench, transfer: bench.transfers.lost("a"),
         lambda bench, transfer: bench.transfers.cancel("a", 1),
         lambda bench, transfer: bench.release("a", 1, transfer, "unread"),
     ],
 )
-def test_lost_after_the_commit_it_has_failed(
-    bench: DirectBench, leave: Callable[[DirectBench, Transfer], None]
+def test_a_reader_lost_after_the_commit_fails_the_transfer(
+    bench: DirectBench, end: Callable[[DirectBench, Transfer], None]
 ) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.take(transfer, "a")
     bench.commit(transfer)
     bench.heard()
-    leave(bench, transfer)
+    end(bench, transfer)
     assert (transfer.state, bench.freed) == (TransferState.FAILED, [transfer])
     bench.follow("b", 2)
-    ((peer, said),) = bench.heard()
-    assert isinstance(said, Failed)
-    assert (peer, said.get_id) == ("b", 2)
-    assert "the caller's again" in said.reason
+    ((peer, message),) = bench.heard()
+    assert isinstance(message, Failed)
+    assert (peer, message.get_id) == ("b", 2)
+    assert "the caller's again" in message.reason
 
 
-def test_a_reader_that_wants_no_more_of_it_needs_none(bench: DirectBench) -> None:
-    """It closed its stream; as with every stream, that counts as read."""
+def test_a_reader_that_closed_its_stream_needs_no_more_bytes(bench: DirectBench) -> None:
+    """Closing a stream counts as reading it."""
     transfer = bench.begin()
     bench.follow("a")
     assert not transfer.taken.is_set()
@@ -179,7 +179,7 @@ def test_a_reader_that_wants_no_more_of_it_needs_none(bench: DirectBench) -> Non
     assert transfer.state is TransferState.RELEASED
 
 
-def test_what_has_ended_is_waited_for_no_more(bench: DirectBench) -> None:
+def test_a_failed_transfer_is_not_waited_for(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.transfers.fail("k", "enough", "failed", 1.0)

@@ -1,4 +1,4 @@
-"""A connection breaks, but its producer lives: who waits is asked for again, and gets it."""
+"""A connection breaks while its producer lives: pending gets are repeated and succeed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from zmq_fixtures import free_port
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 
 class Cable:
-    """Carries bytes between two ports of this machine until it is cut; then it carries anew."""
+    """Forwards connections to a port; `cut` ends the present ones."""
 
     def __init__(self, port: int):
-        self._socket = port
+        self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._ends = list[socket.socket]()
@@ -50,7 +51,7 @@ class Cable:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self._socket))
+                far = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 near.close()
                 continue
@@ -101,7 +102,7 @@ def waiting(producer: KVLink) -> bool:
 def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: Remote) -> None:
     get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     for session in range(1, 4):
-        until(lambda: waiting(producer), "the want arrived")
+        until(lambda: waiting(producer), "the get arrived")
         assert reader.do("stats")["sessions"] == session
         cable.cut()
         until(lambda: not waiting(producer), "the cut was seen")
@@ -115,7 +116,7 @@ def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Re
     recipe = sized("k", 200 << 20)
     data = recipe.make()
     get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
-    until(lambda: waiting(producer), "the want arrived")
+    until(lambda: waiting(producer), "the get arrived")
     receipt = producer.put(data)
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "its bytes are coming")
     cable.cut()
@@ -126,7 +127,7 @@ def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Re
 
 def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: Remote) -> None:
     stream = reader.ask("stream_get", key="k", timeout=PATIENCE)
-    until(lambda: waiting(producer), "the want arrived")
+    until(lambda: waiting(producer), "the get arrived")
     cable.cut()
     until(lambda: not waiting(producer), "the cut was seen")
     receipt = producer.put(Recipe("k").make())
@@ -141,7 +142,7 @@ def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
         url = f"zmq+tcp://127.0.0.1:{cable.port}"
         async with await AsyncKVLink.connect(url, timeout=5) as link:
             task = asyncio.create_task(link.get("k", timeout=PATIENCE))
-            await asyncio.to_thread(until, lambda: waiting(producer), "the want arrived")
+            await asyncio.to_thread(until, lambda: waiting(producer), "the get arrived")
             cable.cut()
             await asyncio.to_thread(until, lambda: not waiting(producer), "the cut was seen")
             producer.put(Recipe("k").make())
@@ -151,12 +152,12 @@ def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
     assert asyncio.run(get()) == fingerprint(Recipe("k").make())
 
 
-def test_another_life_of_the_producer_is_not_asked(
+def test_a_restarted_producer_is_not_asked_again(
     port: int, producer: KVLink, cable: Cable, reader: Remote
 ) -> None:
-    """What it was asked for died with it: that is said, not waited out."""
+    """The payload died with the producer: the get fails at once, not at its deadline."""
     get = reader.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: waiting(producer), "the want arrived")
+    until(lambda: waiting(producer), "the get arrived")
     cable.cut()
     producer.close()
     with KVLink.serve(f"zmq+tcp://127.0.0.1:{port}") as successor:
@@ -173,10 +174,10 @@ def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
     ):
         get_id = threading.Thread(target=lambda: reader.get("k", timeout=PATIENCE).release())
         get_id.start()
-        until(lambda: waiting(producer), "the want arrived")
-        end = producer._end
-        (peer,) = end.listeners[0]._readers  # type: ignore[attr-defined]
-        end.loop.call(lambda: end.listeners[0]._drop(peer))  # type: ignore[attr-defined]
+        until(lambda: waiting(producer), "the get arrived")
+        end: Any = producer._end
+        (peer,) = end.listeners[0]._readers
+        end.loop.call(lambda: end.listeners[0]._drop(peer))
         until(lambda: reader.stats()["sessions"] == 2, "it came back")
         producer.put(Recipe("k").make()).wait(timeout=5)
         get_id.join(5)

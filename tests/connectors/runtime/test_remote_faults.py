@@ -25,7 +25,7 @@ from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, un
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 BIG = sized("k", 3 << 20)
-"""Too large to travel with its offer: it comes in chunks."""
+"""Too large to travel with its offer: it is fetched in chunks."""
 
 
 UCX = pytest.param(
@@ -48,7 +48,7 @@ def field(transport: str, battlefield: str) -> Iterator[Field]:
 
 @pytest.fixture
 def noticed(transport: str) -> float:
-    """Seconds from a kill to every survivor's answer."""
+    """Seconds from a kill until every other process has detected it."""
     return 1.0 if transport == "ucx" else 0.5
 
 
@@ -61,21 +61,21 @@ EACH = pytest.mark.parametrize("transport", ["tcp", "ipc", UCX])
 @EACH
 @pytest.mark.parametrize("point", ["put.copied", "publish.after", "send.chunk"])
 def test_producer_killed(field: Field, start: Start, point: str, noticed: float) -> None:
-    """The payload arrives whole, or the reader learns at once that it will not."""
-    victim = start({point: "kill"})
-    producer, reader = field.serve_at(victim), field.connect()
+    """The payload arrives whole, or the get fails at once."""
+    target = start({point: "kill"})
+    producer, reader = field.serve_at(target), field.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
     dying = producer.ask("put", recipe=BIG.to_dict())
-    victim.process.wait(PATIENCE)
+    target.process.wait(PATIENCE)
     moment = time.monotonic()
     if point == "publish.after" and waiting.exception(PATIENCE) is None:
         assert waiting.result() == fingerprint(BIG.make())
     else:
         expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
     assert ended.result(PATIENCE) - moment < noticed
-    with contextlib.suppress(PeerGone):  # it may have answered the moment before
+    with contextlib.suppress(PeerGone):  # it may have answered before it was killed
         dying.result(PATIENCE)
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
@@ -84,15 +84,15 @@ def test_producer_killed(field: Field, start: Start, point: str, noticed: float)
 def test_what_was_received_outlives_its_producer(
     field: Field, start: Start, noticed: float
 ) -> None:
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("put", recipe=BIG.to_dict())
     assert reader.do("hold", key="k", timeout=5) == fingerprint(BIG.make())
     before = field.here.do("look", key="k")
     waiting = reader.ask("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'other'",))
     assert ended.result(PATIENCE) - moment < noticed
     assert field.here.do("look", key="k") == before
@@ -103,18 +103,18 @@ def test_what_was_received_outlives_its_producer(
 
 @EACH
 def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
-    """Killed and started again: the reader that waits gets the next payload in under 2 s."""
-    victim, heir = start(), start()
-    producer, reader = field.serve_at(victim), field.connect()
+    """After a restart, a waiting reader gets the next payload within 2 s."""
+    target, successor = start(), start()
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("put", recipe=BIG.to_dict())
     reader.do("get", key="k", timeout=5)
     producer.do("put", recipe=Recipe("lost").to_dict())
-    heir.do("usage")  # its imports are done
-    kill(victim)
+    successor.do("usage")  # its imports are done
+    kill(target)
     until(lambda: not reader.do("stats")["connected"], "the reader noticed")
     waiting = reader.ask("get", key="new", timeout=PATIENCE)
     moment = time.monotonic()
-    again = field.serve_at(heir)
+    again = field.serve_at(successor)
     again.do("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
     assert waiting.result(PATIENCE) == fingerprint(sized("new", 1 << 20, seed=9).make())
     assert time.monotonic() - moment < 2
@@ -123,20 +123,18 @@ def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
 
 
 def test_writer_killed_between_layers(field: Field, start: Start, noticed: float) -> None:
-    """What came of a stream stays; who waits for more learns that it will not come."""
+    """Layers that have arrived stay; waiting for the next one fails."""
     recipe = Recipe("s", layers=3, tokens=700, heads=4, dim=64)
-    layers = {
-        layer: hash_tensors(places) for (_, layer), places in layers_of(recipe.make()).items()
-    }
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    layers = {layer: hash_tensors(views) for (_, layer), views in layers_of(recipe.make()).items()}
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     producer.do("stream_put", recipe=recipe.to_dict())
     reader.do("stream_get", key="s", timeout=5)
-    victim.do("write", key="s", layer=1)
+    target.do("write", key="s", layer=1)
     assert reader.handle.do("layer", key="s", layer=1, timeout=5) == layers[1]
     waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
     ended = timed(waiting)
-    moment = kill(victim)
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < noticed
     reader.handle.do("drop", key="s")
@@ -147,12 +145,12 @@ def test_writer_killed_between_layers(field: Field, start: Start, noticed: float
 
 
 def test_reader_killed_while_waiting(field: Field, start: Start, noticed: float) -> None:
-    victim = start()
+    target = start()
     producer = field.serve()
-    dying = field.connect_at(victim)
+    dying = field.connect_at(target)
     dying.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-    kill(victim)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+    kill(target)
     until(lambda: producer.stats()["readers"] == 0, "the producer noticed", noticed)
     assert producer.stats()["transfers"]["waiting"] == 0
 
@@ -160,19 +158,19 @@ def test_reader_killed_while_waiting(field: Field, start: Start, noticed: float)
 @EACH
 @pytest.mark.parametrize("how", ["hold", "get.offered", "fetch.chunk", "get.mapped"])
 def test_reader_killed_while_leased(field: Field, start: Start, how: str, noticed: float) -> None:
-    """What a dead reader had, or was fetching, is there for the next one."""
-    victim = start({how: "kill"} if "." in how else None)
+    """A payload that a dead reader had, or was fetching, goes to the next one."""
+    target = start({how: "kill"} if "." in how else None)
     producer = field.serve()
-    dying, reader = field.connect_at(victim), field.connect()
+    dying, reader = field.connect_at(target), field.connect()
     receipt = producer.put(BIG.make())
     taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
     if "." in how:
-        victim.process.wait(PATIENCE)
+        target.process.wait(PATIENCE)
         moment = time.monotonic()
     else:
         taken.result(PATIENCE)
         assert receipt.state == "leased"
-        moment = kill(victim)
+        moment = kill(target)
     waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
     assert waiting.result(PATIENCE) == fingerprint(BIG.make())
     assert time.monotonic() - moment < noticed
@@ -182,12 +180,12 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str, notice
 
 
 def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed: float) -> None:
-    victim = start()
+    target = start()
     producer = field.serve()
-    dying = field.connect_at(victim)
+    dying = field.connect_at(target)
     receipt = producer.put(BIG.make(), ttl=0.3)
     dying.do("hold", key="k", timeout=5)
-    kill(victim)
+    kill(target)
     expect(
         TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, words=("expired",)
     )
@@ -198,15 +196,15 @@ def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed
 
 
 @EACH
-def test_reader_killed_amid_a_direct_put(field: Field, start: Start) -> None:
-    """The put waits for another, who gets every byte."""
-    victim = start({"fetch.chunk": "kill"})
+def test_reader_killed_during_a_direct_put(field: Field, start: Start) -> None:
+    """The put waits for another reader, which gets every byte."""
+    target = start({"fetch.chunk": "kill"})
     producer, reader = field.serve(), field.connect()
-    field.connect_at(victim).ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    field.connect_at(target).ask("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(producer.put, BIG.make(), direct=True)
-        victim.process.wait(PATIENCE)
+        target.process.wait(PATIENCE)
         assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
         putting.result(PATIENCE).wait(timeout=5)
     until_freed(producer)
@@ -214,13 +212,13 @@ def test_reader_killed_amid_a_direct_put(field: Field, start: Start) -> None:
 
 @EACH
 def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: float) -> None:
-    """It had the only copy: the receipt says so, and so does the next get."""
-    victim = start()
+    """It had the only copy: the receipt and the next get fail with that reason."""
+    target = start()
     producer, reader = field.serve(), field.connect()
-    holding = field.connect_at(victim).ask("hold", key="k", timeout=PATIENCE)
+    held_future = field.connect_at(target).ask("hold", key="k", timeout=PATIENCE)
     receipt = producer.put(BIG.make(), direct=True)
-    assert holding.result(PATIENCE) == fingerprint(BIG.make())
-    kill(victim)
+    assert held_future.result(PATIENCE) == fingerprint(BIG.make())
+    kill(target)
     again = ("the caller's again",)
     expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, words=again)
     expect(TransferFailed, lambda: reader.do("get", key="k", timeout=5), within=SLACK, words=again)
@@ -228,10 +226,10 @@ def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: f
 
 
 @EACH
-def test_a_direct_put_is_aborted_amid_a_fetch(
+def test_a_direct_put_is_aborted_during_a_fetch(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensors go just as they are to be sent: no reader is to blame."""
+    """The abort comes just before the tensors are sent: the reader is not refused for it."""
     piece, aborted = PooledProducer.piece, list[str]()
 
     def abort_first(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
@@ -256,37 +254,37 @@ def test_a_direct_put_is_aborted_amid_a_fetch(
 
 
 def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
-    """No call outlives its deadline; at last it is given up, and found again when it thaws."""
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    """Calls end in time; the producer is disconnected, and found again when it continues."""
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    os.kill(target.process.pid, signal.SIGSTOP)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
     expect(PeerLostError, lambda: waiting.result(3), words=("'k'",))
     expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
     again = reader.ask("get", key="k", timeout=PATIENCE)
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     producer.do("put", recipe=BIG.to_dict())
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
 def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
-    """What it has is given to another, and stays what it is where it was."""
-    victim = start()
+    """Its payload goes to another reader, and stays unchanged in its own memory."""
+    target = start()
     producer = field.serve()
-    frozen, reader = field.connect_at(victim), field.connect()
+    frozen, reader = field.connect_at(target), field.connect()
     receipt = producer.put(BIG.make())
     frozen.do("hold", key="k", timeout=5)
-    before = victim.do("look", key="k")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    before = target.do("look", key="k")
+    os.kill(target.process.pid, signal.SIGSTOP)
     assert reader.do("get", key="k", timeout=5) == fingerprint(BIG.make())
     receipt.wait(timeout=5)
     until_freed(producer)
-    os.kill(victim.process.pid, signal.SIGCONT)
-    assert victim.do("look", key="k") == before
-    victim.do("drop", key="k")
+    os.kill(target.process.pid, signal.SIGCONT)
+    assert target.do("look", key="k") == before
+    target.do("drop", key="k")
     data = Recipe("again").make()
     waiting = frozen.ask("get", key="again", timeout=5)
     last = producer.put(data)
@@ -301,9 +299,9 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
 
 @EACH
 def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
-    """The child may use nothing, and does not hide its parent's death."""
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    """The child can use no link, and does not hide its parent's death."""
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     answers = producer.do("fork", linger=1.5)
     del answers["pid"]
     assert answers.pop("close") == ""
@@ -311,8 +309,8 @@ def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
     assert set(answers.values()) == {"ClosedError"}, answers
     waiting = reader.ask("get", key="w", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    moment = kill(victim)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < noticed, "the child hid its parent's death"
     again = field.serve()  # the address is free, though the child is still there
@@ -322,14 +320,14 @@ def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
 
 
 def test_fork_of_a_reader(field: Field, start: Start, noticed: float) -> None:
-    victim = start()
-    producer, reader = field.serve(), field.connect_at(victim)
+    target = start()
+    producer, reader = field.serve(), field.connect_at(target)
     other = field.connect()
     receipt = producer.put(BIG.make())
     reader.do("hold", key="k", timeout=5)
     reader.do("fork", linger=1.5)
-    assert receipt.state == "leased", "the child's copy let go of it"
-    kill(victim)
+    assert receipt.state == "leased", "the child's copy released it"
+    kill(target)
     started = time.monotonic()
     assert other.do("get", key="k", timeout=5) == fingerprint(BIG.make())
     assert time.monotonic() - started < noticed, "the child hid its parent's death"

@@ -10,9 +10,9 @@ import pytest
 from zmq_fixtures import free_port
 
 from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
-from omni_kvlink.connectors.zmq import listener as zmq_door
 from omni_kvlink.testing import (
     CONNECTOR_CHECKS,
     delivery_checks,
@@ -47,8 +47,8 @@ def rig(process: ProcessPeer) -> Rig:
 @pytest.fixture
 def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Also small payloads go by UCX, and in many pieces."""
-    monkeypatch.setattr(zmq_door, "EAGER", 0)
-    monkeypatch.setattr(ucx_consumer, "PACE", FetchLimits(1000, 8000))
+    monkeypatch.setattr(control_listener, "EAGER", 0)
+    monkeypatch.setattr(ucx_consumer, "FETCH_LIMITS", FetchLimits(1000, 8000))
     return Rig(fresh_url, {}, ThreadPeer())
 
 

@@ -1,4 +1,4 @@
-"""Tensors that UCX sends from where they lie: memory of this process plays that of a GPU."""
+"""Direct puts over UCX; host memory stands in for GPU memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.link import direct_put as direct
 from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 
@@ -27,12 +28,12 @@ BIG = sized("k", 3 << 20)
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor says that it lies on a GPU; UCX looks for itself where memory lies."""
-    monkeypatch.setattr(direct, "device_of", lambda place: "cuda:0")
+    """Every tensor claims to be on a GPU; UCX determines the memory type itself."""
+    monkeypatch.setattr(direct, "device_of", lambda view: "cuda:0")
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_device_tensors_leave_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = set[tuple[str, int]]()
     send = UcxTransport.send
 
@@ -42,7 +43,7 @@ def test_device_tensors_leave_from_where_they_lie(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(UcxTransport, "send", sent)
     data = BIG.make()
-    lies_at = {place.data_ptr() for place in data.tensors()}
+    addresses = {dense(view).data_ptr() for view in data.tensors()}
     with (
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
         KVLink.connect(producer.url, timeout=5) as reader,
@@ -55,7 +56,7 @@ def test_device_tensors_leave_from_where_they_lie(monkeypatch: pytest.MonkeyPatc
         receipt = putting.result(5)
         receipt.wait(timeout=5)
     assert receipt.ledger.copies == 0
-    assert {address for device, address in taken if device == "cuda:0"} == lies_at
+    assert {address for device, address in taken if device == "cuda:0"} == addresses
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -67,16 +68,16 @@ def test_device_tensors_leave_from_where_they_lie(monkeypatch: pytest.MonkeyPatc
         ("zmq+tcp://127.0.0.1:0", {"digests": False}, "host memory"),
     ],
 )
-def test_what_is_missing_for_device_tensors_is_said(
+def test_the_error_names_what_device_tensors_need(
     url: str, how: dict[str, bool], words: str
 ) -> None:
     with KVLink.serve(url) as producer:
         with pytest.raises(SchemaError, match=words):
-            producer.put(BIG.make(), direct=True, **how)  # type: ignore[arg-type]
+            producer.put(BIG.make(), direct=True, **how)
         assert producer.stats()["transfers"]["live"] == 0
 
 
-def test_memory_of_a_device_is_shown_to_ucx_as_such() -> None:
+def test_device_memory_is_passed_to_ucx_as_such() -> None:
     memory = Mapping.anonymous(1 << 20).region
     there = Region(memory.address, memory.nbytes, memory.owner, device="cuda:0")
     worker = UcxWorker(UcxSettings())

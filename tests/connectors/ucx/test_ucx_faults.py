@@ -6,8 +6,9 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 BIG = sized("k", 3 << 20)
 HUGE_NBYTES = 96 << 20
 HUGE = sized("k", HUGE_NBYTES)
-"""Takes so long that its sender can be stopped amid it."""
+"""Takes so long that its sender can be stopped during the transfer."""
 
 
 @pytest.fixture
@@ -38,43 +39,47 @@ def field(battlefield: str) -> Iterator[Field]:
     field.close()
 
 
-def stop_amid(victim: ProcessPeer, producer: Remote, reader: Remote, timeout: float) -> Future[Any]:
-    """A `get` whose producer was stopped when it had sent a part."""
+def stop_amid(target: ProcessPeer, producer: Remote, reader: Remote, timeout: float) -> Future[Any]:
+    """Start a `get` whose producer is stopped when it has sent a part."""
     for _ in range(20):
         producer.do("put", recipe=HUGE.to_dict())
         waiting = reader.ask("get", key="k", timeout=timeout)
-        until(lambda w=waiting: w.done() or active(reader), "its bytes are coming")
-        os.kill(victim.process.pid, signal.SIGSTOP)
-        time.sleep(0.3)  # what is in the sockets comes all the same
+        until(partial(done_or, waiting, lambda: active(reader)), "its bytes are coming")
+        os.kill(target.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)  # what is in the sockets still arrives
         if active(reader):
             return waiting
-        os.kill(victim.process.pid, signal.SIGCONT)
+        os.kill(target.process.pid, signal.SIGCONT)
         assert waiting.result(PATIENCE) == fingerprint(HUGE.make())
         until(lambda: producer.do("stats")["transfers"]["live"] == 0, "it was read")
     raise AssertionError("the producer could not be stopped in time")
 
 
-def held(stats: dict[str, Any]) -> int:
-    """Pieces that UCX has the memory of."""
+def done_or(future: Future[Any], count: Callable[[], int]) -> bool:
+    return future.done() or count() > 0
+
+
+def in_use(stats: dict[str, Any]) -> int:
+    """Return the number of requests whose memory UCX has."""
     return int(stats["ucx"]["active"] + stats["ucx"]["quarantined"])
 
 
 def active(reader: Remote) -> int:
-    return held(reader.do("stats"))
+    return in_use(reader.do("stats"))
 
 
 def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
-    """Memory that UCX may still write to is nobody else's until the sender has gone on."""
+    """Memory that UCX may still write to is not reused until the sender has continued."""
     field.options["quota"] = 256 << 20
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
-    waiting = stop_amid(victim, producer, reader, timeout=2.0)
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
+    waiting = stop_amid(target, producer, reader, timeout=2.0)
     expect(TransferTimeout, lambda: waiting.result(PATIENCE), words=("bytes have come",))
     until(lambda: reader.do("stats")["ucx"]["quarantined"] == 1, "quarantine", 1.5)
     stats = reader.do("stats")
     assert stats["memory"]["used"] >= HUGE_NBYTES
     assert stats["ucx"]["quarantined_nbytes"] >= HUGE_NBYTES
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
     assert reader.do("stats")["ucx"]["quarantined"] == 0
     assert reader.do("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
@@ -82,9 +87,9 @@ def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
 
 def test_a_link_closes_while_its_producer_is_frozen(field: Field, start: Start) -> None:
     field.options["quota"] = 256 << 20
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
-    waiting = stop_amid(victim, producer, reader, timeout=PATIENCE)
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
+    waiting = stop_amid(target, producer, reader, timeout=PATIENCE)
     moment = time.monotonic()
     reader.do("close")
     assert time.monotonic() - moment < 4
@@ -92,48 +97,48 @@ def test_a_link_closes_while_its_producer_is_frozen(field: Field, start: Start) 
 
 
 def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
-    """No call outlives its deadline; at last it is given up, and found again when it thaws."""
-    victim = start()
-    producer, reader = field.serve_at(victim), field.connect()
+    """Calls end in time; the producer is disconnected, and found again when it continues."""
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
     waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the want arrived")
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    os.kill(target.process.pid, signal.SIGSTOP)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
     expect(PeerLostError, lambda: waiting.result(5), words=("'k'",))
     until(lambda: not reader.do("stats")["ucx"]["endpoints"], "UCX is told", 2)
     again = reader.ask("get", key="k", timeout=PATIENCE)
-    os.kill(victim.process.pid, signal.SIGCONT)
+    os.kill(target.process.pid, signal.SIGCONT)
     producer.do("put", recipe=BIG.to_dict())
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
-def freeze_amid(victim: ProcessPeer, producer: KVLink, frozen: Remote) -> None:
-    """Stop a reader that has a part of what is sent to it."""
+def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: Remote) -> None:
+    """Stop a reader when it has received a part of a payload."""
     for _ in range(20):
         producer.put(HUGE.make())
         waiting = frozen.ask("get", key="k", timeout=PATIENCE)
-        until(lambda w=waiting: w.done() or held(producer.stats()), "bytes leave")
-        os.kill(victim.process.pid, signal.SIGSTOP)
-        time.sleep(0.3)  # less than it takes to be given up
-        if held(producer.stats()):
+        until(partial(done_or, waiting, lambda: in_use(producer.stats())), "bytes leave")
+        os.kill(target.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)  # less than the heartbeat timeout
+        if in_use(producer.stats()):
             return
-        os.kill(victim.process.pid, signal.SIGCONT)
+        os.kill(target.process.pid, signal.SIGCONT)
         waiting.result(PATIENCE)
         until(lambda: not producer.stats()["transfers"]["live"], "it was read")
     raise AssertionError("the reader could not be stopped in time")
 
 
 def test_a_reader_is_frozen_amid_its_bytes(impatient: None, field: Field, start: Start) -> None:
-    """Another reader has them; the memory they left from is not reused before UCX let go of it."""
+    """Another reader gets them; the memory is not reused before UCX has freed it."""
     field.options["quota"] = 256 << 20
-    victim = start()
+    target = start()
     producer = field.serve()
-    frozen, reader = field.connect_at(victim), field.connect()
-    freeze_amid(victim, producer, frozen)
+    frozen, reader = field.connect_at(target), field.connect()
+    freeze_amid(target, producer, frozen)
     assert reader.do("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
     until(lambda: not producer.stats()["transfers"]["live"], "it was read")
     assert producer.stats()["ucx"]["quarantined"] == 1
     assert producer.stats()["memory"]["used"] >= HUGE_NBYTES
-    kill(victim)
+    kill(target)
     until_freed(producer)

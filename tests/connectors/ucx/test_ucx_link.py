@@ -1,4 +1,4 @@
-"""`ucx://`: who may come in, what is open to whom, and peers that say what they should not."""
+"""`ucx://`: keys, devices, and peers that violate the protocol."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from key_fixtures import Safe
+from key_fixtures import KeyFiles
 from zmq_fixtures import free_port
-from zmq_unauthorized import Raw, dialled
+from zmq_unauthorized import RawPeer, connected_peer
 
 from omni_kvlink import (
     ClosedError,
@@ -25,6 +25,7 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.connectors import ucx
+from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
@@ -34,8 +35,10 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.ucx.listener import UcxListener
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
@@ -66,7 +69,21 @@ def deliver(producer: KVLink, reader: KVLink) -> None:
     receipt.wait(timeout=5)
 
 
-# What there must be
+def sender_of(producer: KVLink) -> UcxSender:
+    end: Any = producer._end
+    [sender] = end.listeners[0]._senders
+    assert isinstance(sender, UcxSender)
+    return sender
+
+
+def transport_of(reader: KVLink) -> UcxTransport:
+    end: Any = reader._end
+    transport = end._ucx_transport
+    assert isinstance(transport, UcxTransport)
+    return transport
+
+
+# What must be installed
 
 
 @pytest.mark.parametrize("verb", ["serve", "connect"])
@@ -80,12 +97,12 @@ def test_without_ucxx_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, verb: s
 
 
 @pytest.mark.parametrize("url", ["ucx://nobody", "ucx://h:x", "ucx://:1"])
-def test_no_address(url: str) -> None:
+def test_malformed_addresses(url: str) -> None:
     with pytest.raises(ValueError, match="as in ucx://127"):
         KVLink.serve(url)
 
 
-def test_health_says_what_ucx_is(producer: KVLink) -> None:
+def test_stats_describe_ucx(producer: KVLink) -> None:
     with connect(producer.url) as reader:
         deliver(producer, reader)
         for link in (producer, reader):
@@ -97,7 +114,7 @@ def test_health_says_what_ucx_is(producer: KVLink) -> None:
             assert (found["quarantined"], found["stale"]) == (0, 0)
 
 
-# What is open to whom
+# Keys and devices
 
 
 def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
@@ -110,8 +127,8 @@ def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
 
 def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
     url = f"ucx://{os.uname().nodename}.invalid:1"
-    keys = Safe(tmp_path)
-    for end, how in ((KVLink.serve, keys.serving), (connect, keys.reading())):
+    keys = KeyFiles(tmp_path)
+    for end, how in ((KVLink.serve, keys.producer_options), (connect, keys.consumer_options())):
         with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
             end(f"{url}?ucx_devices=lo")
         with pytest.raises(ConnectorError, match=r"ucx_devices=eth0.*must be trusted"):
@@ -123,22 +140,22 @@ def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
             end(url, insecure=True)
 
 
-def test_transports_that_ucx_has_not() -> None:
+def test_unknown_transports() -> None:
     with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
 
 
 def test_keys(tmp_path: Path) -> None:
-    safe = Safe(tmp_path)
-    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **safe.serving) as producer:
-        with connect(producer.url, **safe.reading()) as reader:
+    key_files = KeyFiles(tmp_path)
+    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **key_files.producer_options) as producer:
+        with connect(producer.url, **key_files.consumer_options()) as reader:
             deliver(producer, reader)
         with pytest.raises(ConnectorError, match="peers= directory"):
-            connect(producer.url, **safe.reading("stranger"))
-        assert producer.stats()["ucx"]["endpoints"] <= 1, "a stranger reached UCX"
+            connect(producer.url, **key_files.consumer_options("unknown"))
+        assert producer.stats()["ucx"]["endpoints"] <= 1, "an unauthorized reader reached UCX"
 
 
-# What nobody should say
+# Violations of the protocol
 
 
 def test_the_two_protocols_do_not_mix(producer: KVLink) -> None:
@@ -165,11 +182,11 @@ BAD: list[list[Message]] = [
 ]
 
 
-@pytest.mark.parametrize("said", BAD, ids=range(len(BAD)))
-def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message]) -> None:
-    with greeted(producer) as peer:
-        peer.send(*map(encode, said))
-        assert isinstance(peer.handle()[0], Refused)
+@pytest.mark.parametrize("messages", BAD, ids=range(len(BAD)))
+def test_a_reader_that_ucx_does_not_reach(producer: KVLink, messages: list[Message]) -> None:
+    with greeted_peer(producer) as peer:
+        peer.send(*map(encode, messages))
+        assert isinstance(peer.receive()[0], Refused)
         until(lambda: producer.stats()["readers"] == 0, "it was dropped")
     assert producer.stats()["refused"] == {"bad message": 1}
     with connect(producer.url) as reader:
@@ -177,21 +194,21 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVLink, said: list[Message])
 
 
 @contextlib.contextmanager
-def greeted(producer: KVLink) -> Iterator[Raw]:
-    """A peer that shook hands, and says next what it likes."""
-    with dialled(producer.url.replace("ucx:", "tcp:")) as peer:
+def greeted_peer(producer: KVLink) -> Iterator[RawPeer]:
+    """A peer that has completed the handshake and sends arbitrary messages."""
+    with connected_peer(producer.url.replace("ucx:", "tcp:")) as peer:
         peer.send(own_hello())
-        peer.handle()
+        peer.receive()
         yield peer
 
 
-def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
+def test_a_reader_sends_its_address_once(producer: KVLink) -> None:
     ucx_transport = UcxTransport()
-    with greeted(producer) as peer:
+    with greeted_peer(producer) as peer:
         peer.send(Meet(ucx_transport.address, SECRET))
-        assert isinstance(peer.handle()[0], Meet)
+        assert isinstance(peer.receive()[0], Meet)
         peer.send(Meet(ucx_transport.address, SECRET))
-        assert isinstance(peer.handle()[0], Refused)
+        assert isinstance(peer.receive()[0], Refused)
     ucx_transport.close()
     assert producer.stats()["refused"] == {"bad message": 1}
 
@@ -199,14 +216,19 @@ def test_a_reader_says_once_where_it_is(producer: KVLink) -> None:
 def test_a_producer_that_sends_too_little(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    borrow_piece = UcxListener._borrow_piece
+    borrow = ControlListener.borrow
 
     def cut(
-        self: UcxListener, reader: Any, fetch: FetchRange, transfer: Any, start: int, stop: int
-    ) -> Any:
-        return borrow_piece(self, reader, fetch, transfer, start, stop - 1)
+        self: ControlListener,
+        peer: PeerConnection,
+        fetch: FetchRange,
+        transfer: Transfer,
+        start: int,
+        stop: int,
+    ) -> Region:
+        return borrow(self, peer, fetch, transfer, start, stop - 1)
 
-    monkeypatch.setattr(UcxListener, "_take_off", cut)
+    monkeypatch.setattr(ControlListener, "borrow", cut)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(WireError, match="a message of"):
@@ -216,11 +238,11 @@ def test_a_producer_that_sends_too_little(
 
 @pytest.mark.parametrize("whose", ["producer", "reader"])
 def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
-    """Nobody waits for a deadline in vain."""
+    """The get fails at once instead of at its deadline."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        broken: Any = producer._end.listeners[0] if whose == "producer" else reader._end  # type: ignore[attr-defined]
-        broken._ucx_transport.close()
+        transport = sender_of(producer)._ucx if whose == "producer" else transport_of(reader)
+        transport.close()
         producer.put(BIG.make())
         with pytest.raises(PeerLostError):
             reader.get("k", timeout=10)
@@ -232,7 +254,7 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
 def test_a_message_that_never_comes_keeps_no_memory(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UcxListener, "_answer", lambda *arguments: None)
+    monkeypatch.setattr(UcxSender, "send_range", lambda *arguments: None)
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(TransferTimeout, match="0 of"):
@@ -242,12 +264,12 @@ def test_a_message_that_never_comes_keeps_no_memory(
 
 
 def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
-    end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
+    sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
         get_id = reader.begin_get("never", timeout=5)
-        [one] = end._met
-        end._sent(one, PeerLostError("it was cut"))
+        [peer] = sender._connected
+        sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
             get_id.wait(timeout=5)
         deliver(producer, reader)
@@ -260,8 +282,7 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         raise ClosedError("it is closed")
 
     with connect(producer.url) as reader:
-        end: Any = producer._end.listeners[0]  # type: ignore[attr-defined]
-        monkeypatch.setattr(end._ucx_transport, "send", send)
+        monkeypatch.setattr(sender_of(producer)._ucx, "send", send)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
             reader.get("k", timeout=5)
@@ -274,9 +295,9 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
         done(PeerLostError("it was cut"))
 
     with connect(producer.url) as reader:
-        end: Any = reader._end
-        monkeypatch.setattr(end._ucx_transport, "receive", receive)
-        monkeypatch.setattr(end._ucx_transport, "abandon", lambda request: None)
+        transport = transport_of(reader)
+        monkeypatch.setattr(transport, "receive", receive)
+        monkeypatch.setattr(transport, "cancel", lambda request: None)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="it was cut"):
             reader.get("k", timeout=5)

@@ -1,7 +1,8 @@
-"""How requests and planes end: killed and frozen peers, closing, and what is left."""
+"""How requests and transports end: killed and frozen peers, closing, leaks."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -22,11 +23,11 @@ from omni_kvlink.testing.rig import until
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-from ucx_fixtures import BIG, CLOSED, NOTICED, Marked, Outcome, Pair
-from ucx_fixtures import bystander as bystander
-from ucx_fixtures import doomed as doomed
+from ucx_fixtures import BIG, CLOSED, NOTICED, Outcome, Pair, TrackedMemory
+from ucx_fixtures import fresh_pair as fresh_pair
 from ucx_fixtures import pair as pair
-from ucx_killed_process import PATIENCE, Victim, pattern
+from ucx_fixtures import shared_process as shared_process
+from ucx_killed_process import PATIENCE, UcxProcess, pattern
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -34,105 +35,105 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Ends
 
 
-def test_the_sender_is_killed(doomed: Pair) -> None:
+def test_the_sender_is_killed(fresh_pair: Pair) -> None:
     memory = bytearray(100_000_000)
-    outcome, _ = doomed.fetch(memory, 20, then=signal.SIGKILL)
-    doomed.victim.process.wait(PATIENCE)
+    outcome, _ = fresh_pair.fetch(memory, 20, then=signal.SIGKILL)
+    fresh_pair.remote.process.wait(PATIENCE)
     assert isinstance(outcome.wait(NOTICED), PeerLostError)
     late = Outcome()
-    doomed.ucx_transport.send(doomed.peer, b"x", 21, late)
+    fresh_pair.ucx_transport.send(fresh_pair.peer, b"x", 21, late)
     assert isinstance(late.wait(), PeerLostError)
-    assert not doomed.peer.alive
-    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+    assert not fresh_pair.peer.alive
+    until(lambda: fresh_pair.stat("quarantined") == 0, "UCX has freed it")
 
 
-def test_the_sender_is_killed_while_bytes_come(doomed: Pair) -> None:
+def test_the_sender_is_killed_while_bytes_come(fresh_pair: Pair) -> None:
     memory = bytearray(BIG)
-    outcome, _ = doomed.fetch(memory, 20, seed=5)
+    outcome, _ = fresh_pair.fetch(memory, 20, seed=5)
     until(lambda: memory[0] != 0 or memory[1] != 0, "the first bytes came")
-    doomed.victim.signal(signal.SIGKILL)
-    doomed.victim.process.wait(PATIENCE)
+    fresh_pair.remote.signal(signal.SIGKILL)
+    fresh_pair.remote.process.wait(PATIENCE)
     error = outcome.wait(NOTICED)
     assert isinstance(error, PeerLostError) or memory == pattern(len(memory), 5)
-    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+    until(lambda: fresh_pair.stat("quarantined") == 0, "UCX has freed it")
 
 
-def test_the_receiver_is_killed(doomed: Pair) -> None:
+def test_the_receiver_is_killed(fresh_pair: Pair) -> None:
     memory = pattern(100_000_000, 1)
     idle, waiting = Outcome(), Outcome()
-    doomed.ucx_transport.receive(doomed.peer, bytearray(10), 22, waiting)
-    doomed.victim.signal(signal.SIGSTOP)
-    doomed.ucx_transport.send(doomed.peer, memory, 23, idle)
-    until(lambda: doomed.stat("active") == 1, "the send is on its way")
-    doomed.victim.signal(signal.SIGKILL)
+    fresh_pair.ucx_transport.receive(fresh_pair.peer, bytearray(10), 22, waiting)
+    fresh_pair.remote.signal(signal.SIGSTOP)
+    fresh_pair.ucx_transport.send(fresh_pair.peer, memory, 23, idle)
+    until(lambda: fresh_pair.stat("active") == 1, "the send is on its way")
+    fresh_pair.remote.signal(signal.SIGKILL)
     for outcome in (idle, waiting):
         assert isinstance(outcome.wait(NOTICED), PeerLostError)
-    until(lambda: doomed.stat("quarantined") == 0, "UCX let go")
+    until(lambda: fresh_pair.stat("quarantined") == 0, "UCX has freed it")
 
 
-def test_a_frozen_sender(doomed: Pair) -> None:
-    """What it sends when it goes on lands where it was meant to, which nobody uses meanwhile."""
+def test_a_frozen_sender(fresh_pair: Pair) -> None:
+    """When it continues, its bytes arrive in the quarantined memory, which is not reused before."""
     memory = bytearray(BIG)
-    kept = Marked(memory)
-    request, outcome, number = doomed.freeze_amid(kept.memory)
-    doomed.ucx_transport.abandon(request)
+    tracked = TrackedMemory(memory)
+    request, outcome, number = fresh_pair.freeze_amid(tracked.memory)
+    fresh_pair.ucx_transport.cancel(request)
     assert isinstance(outcome.wait(), TimeoutError)
-    assert doomed.stat("quarantined") == 1
-    assert doomed.stat("quarantined_nbytes") == len(memory)
-    assert not kept.is_free()
-    doomed.victim.signal(signal.SIGCONT)
-    assert doomed.victim.answer(number) is None
-    until(kept.is_free, "UCX let go")
-    assert doomed.stat("quarantined") == 0
+    assert fresh_pair.stat("quarantined") == 1
+    assert fresh_pair.stat("quarantined_nbytes") == len(memory)
+    assert not tracked.is_free()
+    fresh_pair.remote.signal(signal.SIGCONT)
+    assert fresh_pair.remote.answer(number) is None
+    until(tracked.is_free, "UCX has freed it")
+    assert fresh_pair.stat("quarantined") == 0
     assert memory == pattern(len(memory), 1)
     assert len(outcome.calls) == 1
-    doomed.warm()
+    fresh_pair.warm()
 
 
-def test_a_frozen_sender_is_disconnected(doomed: Pair) -> None:
-    """Its memory is not free before it has gone on: UCX would write there."""
+def test_a_frozen_sender_is_disconnected(fresh_pair: Pair) -> None:
+    """The memory is not free before the sender has continued: UCX would write there."""
     memory = bytearray(BIG)
-    kept = Marked(memory)
-    _, outcome, number = doomed.freeze_amid(kept.memory)
-    doomed.ucx_transport.disconnect(doomed.peer)
+    tracked = TrackedMemory(memory)
+    _, outcome, number = fresh_pair.freeze_amid(tracked.memory)
+    fresh_pair.ucx_transport.disconnect(fresh_pair.peer)
     assert isinstance(outcome.wait(NOTICED), PeerLostError)
-    for _ in range(3):  # each a turn of the plane, in which it could let go too early
+    for _ in range(3):  # in each round the transport could free it too early
         late = Outcome()
-        doomed.ucx_transport.send(doomed.peer, b"x", 61, late)
+        fresh_pair.ucx_transport.send(fresh_pair.peer, b"x", 61, late)
         assert isinstance(late.wait(), PeerLostError)
-    assert (doomed.stat("quarantined"), kept.is_free()) == (1, False)
-    doomed.victim.signal(signal.SIGCONT)
-    doomed.victim.answer(number)
-    until(kept.is_free, "UCX let go")
+    assert (fresh_pair.stat("quarantined"), tracked.is_free()) == (1, False)
+    fresh_pair.remote.signal(signal.SIGCONT)
+    fresh_pair.remote.answer(number)
+    until(tracked.is_free, "UCX has freed it")
 
 
-def test_close_with_requests_on_their_way(doomed: Pair) -> None:
+def test_close_with_requests_on_their_way(fresh_pair: Pair) -> None:
     memory, outcomes = bytearray(BIG), [Outcome(), Outcome()]
-    kept = Marked(memory)
-    _, matched, _ = doomed.freeze_amid(kept.memory)
-    doomed.ucx_transport.receive(doomed.peer, bytearray(10), 30, outcomes[0])
-    doomed.ucx_transport.send(doomed.peer, bytearray(10), 31, outcomes[1])
+    tracked = TrackedMemory(memory)
+    _, matched, _ = fresh_pair.freeze_amid(tracked.memory)
+    fresh_pair.ucx_transport.receive(fresh_pair.peer, bytearray(10), 30, outcomes[0])
+    fresh_pair.ucx_transport.send(fresh_pair.peer, bytearray(10), 31, outcomes[1])
     started = time.monotonic()
-    doomed.ucx_transport.close()
+    fresh_pair.ucx_transport.close()
     assert time.monotonic() - started < CLOSED
     for outcome in (outcomes[0], matched):
         assert isinstance(outcome.wait(0), ClosedError)
     outcomes[1].wait(0)  # small enough to have left
-    assert kept.is_free()
+    assert tracked.is_free()
     before = bytes(memory)
-    doomed.victim.signal(signal.SIGCONT)
-    doomed.victim.do("stats")
+    fresh_pair.remote.signal(signal.SIGCONT)
+    fresh_pair.remote.call("stats")
     assert memory == before
     with pytest.raises(ClosedError):
-        doomed.ucx_transport.send(doomed.peer, b"x", 34, Outcome())
-    doomed.ucx_transport.close()
+        fresh_pair.ucx_transport.send(fresh_pair.peer, b"x", 34, Outcome())
+    fresh_pair.ucx_transport.close()
 
 
-def test_an_address_where_nobody_is(bystander: Victim) -> None:
-    gone = UcxTransport()
-    gone.close()
+def test_the_address_of_a_closed_transport(shared_process: UcxProcess) -> None:
+    closed = UcxTransport()
+    closed.close()
     ucx_transport, outcome, answer = UcxTransport(), Outcome(), Outcome()
-    peer = ucx_transport.connect(gone.address)
+    peer = ucx_transport.connect(closed.address)
     ucx_transport.receive(peer, bytearray(10), 2, answer)
     ucx_transport.send(peer, bytearray(100_000), 1, outcome)
     assert isinstance(outcome.wait(), PeerLostError)
@@ -141,7 +142,7 @@ def test_an_address_where_nobody_is(bystander: Victim) -> None:
 
 
 @pytest.mark.parametrize("what", ["empty", "noise", "cut", "flipped"])
-def test_an_address_that_is_none(pair: Pair, what: str) -> None:
+def test_malformed_addresses(pair: Pair, what: str) -> None:
     address = bytearray(pair.ucx_transport.address)
     if what == "flipped":
         address[20] ^= 1
@@ -156,10 +157,10 @@ def test_an_address_that_is_none(pair: Pair, what: str) -> None:
 def test_an_idle_pair_sleeps(pair: Pair) -> None:
     pair.warm()
     seconds = 2.0
-    mine, its = time.process_time(), pair.victim.do("cpu")
+    mine, its = time.process_time(), pair.remote.call("cpu")
     time.sleep(seconds)
     assert time.process_time() - mine < 0.01 * seconds
-    assert pair.victim.do("cpu") - its < 0.01 * seconds
+    assert pair.remote.call("cpu") - its < 0.01 * seconds
 
 
 def test_it_listens_on_loopback_alone(pair: Pair) -> None:
@@ -177,10 +178,8 @@ def test_it_listens_on_loopback_alone(pair: Pair) -> None:
 def _links() -> set[str]:
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             found.add(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            continue
     return found
 
 
@@ -189,34 +188,35 @@ def test_a_device_that_is_not_there() -> None:
         UcxTransport(UcxSettings(devices="nosuch"))
 
 
-def test_planes_leave_nothing_behind() -> None:
+def test_transports_leave_nothing_behind() -> None:
     def left() -> tuple[int, int]:
         gc.collect()
         return len(os.listdir("/proc/self/task")), len(_links())
 
-    def live() -> None:
+    def transfer() -> None:
         one, other, outcome = UcxTransport(), UcxTransport(), Outcome()
         memory = bytearray(99_999)
         other.receive(other.connect(one.address), memory, 1, outcome)
         one.send(one.connect(other.address), pattern(99_999, 1), 1, lambda error: None)
         assert outcome.wait() is None
         assert memory == pattern(99_999, 1)
-        one.close(), other.close()
+        one.close()
+        other.close()
 
     UcxTransport().close()
     before = left()
     for _ in range(5):
-        live()
+        transfer()
     until(
         lambda: all(now <= then for now, then in zip(left(), before, strict=True)),
         "threads and descriptors are gone",
     )
 
 
-def test_a_process_that_forgets_to_close_ends_well() -> None:
+def test_a_process_that_does_not_close_exits_without_error() -> None:
     script = (
-        "from omni_kvlink.connectors.ucx.transport import Plane\n"
-        "one, two = Plane(), Plane()\n"
+        "from omni_kvlink.connectors.ucx.transport import UcxTransport\n"
+        "one, two = UcxTransport(), UcxTransport()\n"
         "one.send(one.connect(two.address), bytearray(1000000), 1, lambda error: None)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE, capture_output=True)

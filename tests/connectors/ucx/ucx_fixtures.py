@@ -1,4 +1,4 @@
-"""Two ends of a UCX plane, the other in a process of its own, and what a request came to."""
+"""A UCX transport here, connected to one in another process, and the outcome of a request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,16 +19,16 @@ from omni_kvlink.testing.rig import until
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-from ucx_killed_process import PATIENCE, Victim, pattern
+from ucx_killed_process import PATIENCE, UcxProcess, pattern
 
 BIG = 235_000_000
 CLOSED = 2.5
 NOTICED = 1.0
-"""Seconds from a peer's end to every request's error; on loopback it takes a millisecond."""
+"""Seconds from a peer's death to the error of every request; on loopback it takes 1 ms."""
 
 
 class Outcome:
-    """What `done` was told; a second call is an error of its own."""
+    """Records the calls of `done`; there must be one."""
 
     def __init__(self) -> None:
         self.calls: list[BaseException | None] = []
@@ -43,55 +44,58 @@ class Outcome:
         return self._event.wait(timeout)
 
     def wait(self, timeout: float = PATIENCE) -> BaseException | None:
-        assert self._event.wait(timeout), "the request is not over"
+        assert self._event.wait(timeout), "the request is not done"
         assert len(self.calls) == 1
         return self.calls[0]
 
 
 class Pair:
-    """A plane here, connected to a victim's."""
+    """A transport here, connected to the one of another process."""
 
-    def __init__(self, victim: Victim):
-        self.victim, self.ucx_transport = victim, UcxTransport()
+    def __init__(self, remote: UcxProcess):
+        self.remote, self.ucx_transport = remote, UcxTransport()
         self.me = self.ucx_transport.address.hex()
         self.peer: UcxEndpoint = self.ucx_transport.connect(
-            bytes.fromhex(victim.do("connect", address=self.me))
+            bytes.fromhex(remote.call("connect", address=self.me))
         )
 
     def fetch(self, memory: Any, tag: int, **how: Any) -> tuple[Outcome, int]:
-        """Receive `memory` from the victim, which is asked once the receive waits."""
+        """Receive `memory` from the process, which sends when the receive is posted."""
         outcome = Outcome()
         self.ucx_transport.receive(self.peer, memory, tag, outcome)
         how.setdefault("nbytes", len(memory))
-        return outcome, self.victim.ask("send", to=self.me, tag=tag, **how)
+        return outcome, self.remote.submit("send", to=self.me, tag=tag, **how)
 
     def push(self, memory: Any, tag: int, **how: Any) -> tuple[Outcome, int]:
-        """Send `memory` to the victim, which waits for it."""
+        """Send `memory` to the process, which has posted a receive."""
         outcome = Outcome()
         how.setdefault("nbytes", len(memory))
-        number = self.victim.ask("receive", to=self.me, tag=tag, **how)
-        assert self.victim.answer(number) == "waiting"
+        number = self.remote.submit("receive", to=self.me, tag=tag, **how)
+        assert self.remote.answer(number) == "waiting"
         self.ucx_transport.send(self.peer, memory, tag, outcome)
         return outcome, -number
 
     def warm(self) -> None:
-        """Connected both ways: the next message leaves when it is sent, also a long one's offer."""
+        """Connect both ways, so that the next message leaves at once."""
         for transport in (self.fetch, self.push):
             outcome, number = transport(pattern(100_000, 1), 1)
-            assert (outcome.wait(), self.victim.answer(number)) == (None, None)
+            assert (outcome.wait(), self.remote.answer(number)) == (None, None)
 
     def freeze_amid(self, memory: Any) -> tuple[UcxRequest, Outcome, int]:
-        """Stop the victim when it has sent a part of `memory`."""
+        """Stop the process when it has sent a part of `memory`."""
         for tag in range(50, 60):
             outcome = Outcome()
             request = self.ucx_transport.receive(self.peer, memory, tag, outcome)
-            number = self.victim.ask("send", to=self.me, nbytes=len(memory), tag=tag)
-            until(lambda it=outcome: self.stat("active") == 1 or it.calls, "it was matched")
-            self.victim.signal(signal.SIGSTOP)
-            if not outcome.ended(0.3):  # what is in the sockets comes all the same
+            number = self.remote.submit("send", to=self.me, nbytes=len(memory), tag=tag)
+            until(partial(self._is_matched, outcome), "it was matched")
+            self.remote.signal(signal.SIGSTOP)
+            if not outcome.ended(0.3):  # what is in the sockets still arrives
                 return request, outcome, number
-            self.victim.signal(signal.SIGCONT)
-        raise AssertionError("the victim could not be stopped in time")
+            self.remote.signal(signal.SIGCONT)
+        raise AssertionError("the process could not be stopped in time")
+
+    def _is_matched(self, outcome: Outcome) -> bool:
+        return self.stat("active") == 1 or bool(outcome.calls)
 
     def stat(self, name: str) -> int:
         return int(self.ucx_transport.stats()[name])
@@ -101,32 +105,32 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def bystander() -> Iterator[Victim]:
-    """A victim that is never hurt."""
-    victim = Victim()
-    yield victim
-    victim.end()
+def shared_process() -> Iterator[UcxProcess]:
+    """A process that no test stops or kills."""
+    remote = UcxProcess()
+    yield remote
+    remote.close()
 
 
 @pytest.fixture
-def pair(bystander: Victim) -> Iterator[Pair]:
-    pair = Pair(bystander)
+def pair(shared_process: UcxProcess) -> Iterator[Pair]:
+    pair = Pair(shared_process)
     yield pair
     pair.close()
 
 
 @pytest.fixture
-def doomed() -> Iterator[Pair]:
-    victim = Victim()
-    pair = Pair(victim)
+def fresh_pair() -> Iterator[Pair]:
+    remote = UcxProcess()
+    pair = Pair(remote)
     pair.warm()
     yield pair
     pair.close()
-    victim.end()
+    remote.close()
 
 
-class Marked:
-    """Memory that says when the last reference to it is gone."""
+class TrackedMemory:
+    """Memory that tells whether it is still referenced."""
 
     def __init__(self, memory: bytearray):
         import ctypes

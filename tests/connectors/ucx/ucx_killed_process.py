@@ -1,4 +1,4 @@
-"""A UCX plane in a process of its own that does as it is told, and can be frozen and killed.
+"""A UCX transport in a process of its own, which executes commands and can be stopped or killed.
 
 It reads one JSON command a line, and writes one JSON answer a line when the command is done.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 
 PATIENCE = 20.0
-_PERIOD = 65_521  # a prime: a piece in the wrong place shows
+_PERIOD = 65_521  # a prime, so that misplaced bytes are detected
 
 
 def pattern(nbytes: int, seed: int) -> bytearray:
@@ -27,23 +27,23 @@ def pattern(nbytes: int, seed: int) -> bytearray:
     return bytearray(block * (nbytes // _PERIOD + 1))[:nbytes]
 
 
-class Victim:
+class UcxProcess:
     """The process, seen from the test."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
-        self._asked = 0
+        self._last_id = 0
         self._answers: dict[int, Any] = {}
         self._rest = b""
 
-    def ask(self, verb: str, **arguments: Any) -> int:
-        self._asked += 1
-        line = json.dumps({"id": self._asked, "verb": verb, **arguments})
+    def submit(self, verb: str, **arguments: Any) -> int:
+        self._last_id += 1
+        line = json.dumps({"id": self._last_id, "verb": verb, **arguments})
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
-        return self._asked
+        return self._last_id
 
     def answer(self, number: int, timeout: float = PATIENCE) -> Any:
         deadline = time.monotonic() + timeout
@@ -53,20 +53,20 @@ class Victim:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, left))
             assert ready, f"no answer to {number}"
             data = os.read(self.process.stdout.fileno(), 1 << 16)
-            assert data, "the victim has died"
+            assert data, "the process has died"
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 answer = json.loads(line)
                 self._answers[answer["id"]] = answer["answer"]
         return self._answers.pop(number)
 
-    def do(self, verb: str, **arguments: Any) -> Any:
-        return self.answer(self.ask(verb, **arguments))
+    def call(self, verb: str, **arguments: Any) -> Any:
+        return self.answer(self.submit(verb, **arguments))
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.signal(signal.SIGKILL)
         self.process.wait()
@@ -75,14 +75,14 @@ class Victim:
             pipe.close()
 
 
-class Puppet:
+class UcxServer:
     """The process, seen from inside."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, UcxEndpoint] = {}
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # UCX writes what it has to say to the standard output
+        os.dup2(2, 1)  # UCX logs to the standard output
         self._ucx_transport = UcxTransport()
 
     def run(self) -> None:
@@ -92,24 +92,24 @@ class Puppet:
             getattr(self, verb)(number, **command)
         self._ucx_transport.close()
 
-    def _say(self, number: int, answer: Any) -> None:
+    def _answer(self, number: int, answer: Any) -> None:
         with self._lock:
             print(json.dumps({"id": number, "answer": answer}), file=self._out, flush=True)
 
     def connect(self, number: int, address: str) -> None:
         self._endpoints[address] = self._ucx_transport.connect(bytes.fromhex(address))
-        self._say(number, self._ucx_transport.address.hex())
+        self._answer(number, self._ucx_transport.address.hex())
 
     def send(
         self, number: int, to: str, nbytes: int, tag: int, seed: int = 1, then: int = 0
     ) -> None:
-        """`then`: a signal to itself between the first word to the peer and everything else."""
+        """Send; `then` is a signal to raise in this process right after the send was posted."""
         ucx_transport, data = self._ucx_transport, pattern(nbytes, seed)
 
         def post() -> None:
-            # In the plane's thread: nothing comes between what these two put in its queue.
+            # In the transport's thread, so that nothing is queued between these two.
             ucx_transport.send(
-                self._endpoints[to], data, tag, lambda e: self._say(number, _name(e))
+                self._endpoints[to], data, tag, lambda e: self._answer(number, _name(e))
             )
             if then:
                 ucx_transport._call(lambda: os.kill(os.getpid(), then))
@@ -117,21 +117,21 @@ class Puppet:
         ucx_transport._call(post)
 
     def receive(self, number: int, to: str, nbytes: int, tag: int, seed: int = 1) -> None:
-        """Answers twice: with `number` when it waits, with `-number` when it is over."""
+        """Answer with `number` when the receive is posted, and with `-number` when it is done."""
         ucx_transport, data = self._ucx_transport, bytearray(nbytes)
 
         def done(error: BaseException | None) -> None:
             wrong = error is None and data != pattern(nbytes, seed)
-            self._say(-number, "wrong bytes" if wrong else _name(error))
+            self._answer(-number, "wrong bytes" if wrong else _name(error))
 
         ucx_transport.receive(self._endpoints[to], data, tag, done)
-        ucx_transport._call(lambda: self._say(number, "waiting"))
+        ucx_transport._call(lambda: self._answer(number, "waiting"))
 
     def stats(self, number: int) -> None:
-        self._say(number, self._ucx_transport.stats())
+        self._answer(number, self._ucx_transport.stats())
 
     def cpu(self, number: int) -> None:
-        self._say(number, time.process_time())
+        self._answer(number, time.process_time())
 
 
 def _name(error: BaseException | None) -> str | None:
@@ -139,4 +139,4 @@ def _name(error: BaseException | None) -> str | None:
 
 
 if __name__ == "__main__":
-    Puppet().run()
+    UcxServer().run()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from zmq_fixtures import fresh_url
 
-from omni_kvlink.connectors.zmq import listener as zmq_door
+from omni_kvlink.connectors.control import listener as control_listener
+from omni_kvlink.connectors.zmq import sender as zmq_sender
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.rig import ProcessPeer, Rig
@@ -22,17 +23,17 @@ def process() -> Iterator[ProcessPeer]:
     peer.end()
 
 
-@pytest.fixture(params=["tcp", "ipc", "tcp-bits"])
+@pytest.fixture(params=["tcp", "ipc", "tcp-small"])
 def rig(
     request: pytest.FixtureRequest,
     process: ProcessPeer,
     sockets: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Rig:
-    transport, _, in_bits = request.param.partition("-")
-    if in_bits:  # so that the small payloads of the checks come in many pieces, too
-        monkeypatch.setattr(zmq_door, "EAGER", 0)
-        monkeypatch.setattr(zmq_door, "CHUNK", 1000)
+    transport, _, small_chunks = request.param.partition("-")
+    if small_chunks:  # also split the small payloads of the checks
+        monkeypatch.setattr(control_listener, "EAGER", 0)
+        monkeypatch.setattr(zmq_sender, "CHUNK", 1000)
     return Rig(lambda: fresh_url(transport, sockets), {}, process)
 
 

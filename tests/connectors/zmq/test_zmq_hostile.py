@@ -1,4 +1,4 @@
-"""What a producer that lies can do to a reader: make its `get` fail, and nothing else."""
+"""A producer that violates the protocol makes a reader's `get` fail, and does no other harm."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 NBYTES = 2 * CHUNK
 
 
-class Liar:
-    """A ROUTER that greets one reader and then says what the test wants."""
+class HostileProducer:
+    """A ROUTER that greets one reader and then sends arbitrary messages."""
 
     def __init__(self, hello: Message):
         self._context: zmq.Context[Any] = zmq.Context()
@@ -50,16 +50,16 @@ class Liar:
         self._hello, self._peer = hello, b""
 
     def greet(self) -> None:
-        self.handle()
+        self.receive()
         self.send(self._hello)
 
-    def handle(self) -> Message:
-        assert self._socket.poll(5000), "the reader says nothing"
+    def receive(self) -> Message:
+        assert self._socket.poll(5000), "the reader sends nothing"
         self._peer, first = self._socket.recv_multipart()
         return decode(first)
 
-    def hear_until(self, kind: type[Message]) -> Message:
-        while not isinstance(message := self.handle(), kind):
+    def receive_until(self, kind: type[Message]) -> Message:
+        while not isinstance(message := self.receive(), kind):
             pass
         return message
 
@@ -72,23 +72,23 @@ class Liar:
 
 
 @pytest.fixture
-def liar() -> Iterator[Liar]:
-    liar = Liar(own_hello())
-    yield liar
-    liar.close()
+def hostile() -> Iterator[HostileProducer]:
+    hostile = HostileProducer(own_hello())
+    yield hostile
+    hostile.close()
 
 
 @pytest.fixture
-def reader(liar: Liar) -> Iterator[KVLink]:
-    thread = threading.Thread(target=liar.greet)
+def reader(hostile: HostileProducer) -> Iterator[KVLink]:
+    thread = threading.Thread(target=hostile.greet)
     thread.start()
-    with KVLink.connect(liar.url, timeout=5, quota=16 << 20) as link:
+    with KVLink.connect(hostile.url, timeout=5, quota=16 << 20) as link:
         thread.join()
         yield link
 
 
 def get(reader: KVLink, *, streamed: bool = False) -> Future[None]:
-    """A `get` in a thread; its end."""
+    """Run a `get` in a thread; return a future of its end."""
     ended: Future[None] = Future()
 
     def run() -> None:
@@ -106,8 +106,8 @@ def get(reader: KVLink, *, streamed: bool = False) -> Future[None]:
     return ended
 
 
-LIES: dict[str, list[list[Message | bytes]]] = {
-    "not asked for": [[Chunk(1, 7, NBYTES - 5), bytes(10)]],
+VIOLATIONS: dict[str, list[list[Message | bytes]]] = {
+    "not requested": [[Chunk(1, 7, NBYTES - 5), bytes(10)]],
     "beyond": [[Chunk(1, 7, NBYTES), bytes(10)]],
     "twice": [[Chunk(1, 7, 0), bytes(10)], [Chunk(1, 7, 0), bytes(10)]],
     "overlapping": [[Chunk(1, 7, 0), bytes(10)], [Chunk(1, 7, 5), bytes(10)]],
@@ -116,84 +116,88 @@ LIES: dict[str, list[list[Message | bytes]]] = {
     "nothing beside": [[Chunk(1, 7, 0)]],
     "more beside": [[Chunk(1, 7, 0), b"x", b"y"]],
     "garbage": [[b"\xff"]],
-    "a reader's word": [[Get(1, "k")]],
+    "a reader's message": [[Get(1, "k")]],
     "a descriptor": [[Memory(0, 4096)]],
-    "beside a word": [[Failed(1, "x", "failed"), b"more"]],
+    "beside a message": [[Failed(1, "x", "failed"), b"more"]],
     "refused": [[Refused("why not", (1, 1))]],
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_lies_about_bytes_end_the_connection(liar: Liar, reader: KVLink, lie: str) -> None:
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_wrong_bytes_end_the_connection(
+    hostile: HostileProducer, reader: KVLink, violation: str
+) -> None:
     ended = get(reader)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, NBYTES)))
-    asked = liar.hear_until(FetchRange)
-    assert asked == FetchRange(1, 7, 0, CHUNK)
-    for words in LIES[lie]:
-        liar.send(*words)
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, NBYTES)))
+    requested = hostile.receive_until(FetchRange)
+    assert requested == FetchRange(1, 7, 0, CHUNK)
+    for parts in VIOLATIONS[violation]:
+        hostile.send(*parts)
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
     until(lambda: not reader.stats()["connected"], "the session is over")
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
 
 
-def test_late_bytes_never_land_in_memory_that_is_reused(liar: Liar, reader: KVLink) -> None:
+def test_late_bytes_are_not_written_to_reused_memory(
+    hostile: HostileProducer, reader: KVLink
+) -> None:
     get_id = reader.begin_get("k", timeout=5)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, NBYTES)))
-    liar.hear_until(FetchRange)
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, NBYTES)))
+    hostile.receive_until(FetchRange)
     get_id.cancel()
-    assert liar.hear_until(Release) == Release(1, 7, "unread")
-    liar.send(Chunk(1, 7, 0), b"late" * 100)
+    assert hostile.receive_until(Release) == Release(1, 7, "unread")
+    hostile.send(Chunk(1, 7, 0), b"late" * 100)
     other = reader.begin_get("other", timeout=5)
-    liar.hear_until(Get)
-    liar.send(Offer(2, 8, Location(0, 0, 4)))
-    assert liar.hear_until(FetchRange) == FetchRange(2, 8, 0, 4)
-    liar.send(Chunk(1, 7, 0), b"late" * 100)
-    liar.send(Chunk(2, 8, 0), b"good")
+    hostile.receive_until(Get)
+    hostile.send(Offer(2, 8, Location(0, 0, 4)))
+    assert hostile.receive_until(FetchRange) == FetchRange(2, 8, 0, 4)
+    hostile.send(Chunk(1, 7, 0), b"late" * 100)
+    hostile.send(Chunk(2, 8, 0), b"good")
     region = other.wait(timeout=5).region
     assert region is not None
     assert bytes(region.view()) == b"good"
     del region
-    assert liar.hear_until(Release) == Release(2, 8, "read")
+    assert hostile.receive_until(Release) == Release(2, 8, "read")
 
 
 @pytest.mark.parametrize("draft", [0, 512])
 @pytest.mark.parametrize("beside", [b"short", bytes(NBYTES + 1)])
-def test_gifts_that_are_not_what_was_offered(
-    liar: Liar, reader: KVLink, beside: bytes, draft: int
+def test_inline_bytes_that_are_not_what_was_offered(
+    hostile: HostileProducer, reader: KVLink, beside: bytes, draft: int
 ) -> None:
     ended = get(reader)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, NBYTES), draft), beside)
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
 
 
-def test_an_offer_said_twice_is_one(liar: Liar, reader: KVLink) -> None:
+def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVLink) -> None:
     data = Recipe("k").make()
     payload = _payload(data)
     get_id = reader.begin_get("k", timeout=5)
-    liar.hear_until(Get)
+    hostile.receive_until(Get)
     for _ in range(3):
-        liar.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
+        hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
     delivery = get_id.wait(timeout=5)
-    liar.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
+    hostile.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
     with reader.open_delivery(delivery, started=0.0, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
     del found, delivery
-    assert liar.hear_until(Release) == Release(1, 7, "read")
+    assert hostile.receive_until(Release) == Release(1, 7, "read")
 
 
-def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
-    """Whole, and well-made: but not what was asked for."""
+def test_a_payload_of_another_key(hostile: HostileProducer, reader: KVLink) -> None:
+    """A valid payload, but not the requested one."""
     payload = _payload(Recipe("other").make(), "other")
     ended = get(reader)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
     error = ended.exception(5)
     assert type(error) is WireError
     assert "asked for 'k', the payload says it is 'other'" in str(error)
-    released = liar.hear_until(Release)
+    released = hostile.receive_until(Release)
     assert isinstance(released, Release)
     assert released.outcome == "rejected"
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
@@ -201,76 +205,78 @@ def test_a_payload_of_another_key(liar: Liar, reader: KVLink) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("draft", [0, 512])
-def test_a_header_that_is_none(liar: Liar, reader: KVLink, draft: int, beside: bool) -> None:
-    """The stream is rejected, its memory comes back, the connection goes on."""
+def test_an_invalid_header(
+    hostile: HostileProducer, reader: KVLink, draft: int, beside: bool
+) -> None:
+    """The stream is rejected, its memory is freed, the connection stays open."""
     ended = get(reader, streamed=True)
-    liar.hear_until(Get)
+    hostile.receive_until(Get)
     offer, nonsense = Offer(1, 7, Location(0, 0, 1000), draft), b"\x09" * (draft or 1000)
     if beside:
-        liar.send(offer, nonsense)
+        hostile.send(offer, nonsense)
     else:
-        liar.send(offer)
-        assert liar.hear_until(FetchRange) == FetchRange(1, 7, *offer.first)
-        liar.send(Chunk(1, 7, offer.first[0]), nonsense)
+        hostile.send(offer)
+        assert hostile.receive_until(FetchRange) == FetchRange(1, 7, *offer.first)
+        hostile.send(Chunk(1, 7, offer.first[0]), nonsense)
     assert type(ended.exception(5)) is WireError
-    released = liar.hear_until(Release)
+    released = hostile.receive_until(Release)
     assert isinstance(released, Release)
     assert released.outcome == "rejected"
     assert reader.stats()["connected"]
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
 
 
-def test_layers_before_the_header(liar: Liar, reader: KVLink) -> None:
+def test_layers_before_the_header(hostile: HostileProducer, reader: KVLink) -> None:
     get(reader, streamed=True)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, 1000), 512))
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, 1000), 512))
     for _ in range(5000):
-        liar.send(Layer(1, 0, (b"",)))
+        hostile.send(Layer(1, 0, (b"",)))
     until(lambda: not reader.stats()["connected"], "the session is over")
 
 
-def test_words_about_nothing_change_nothing(liar: Liar, reader: KVLink) -> None:
+def test_messages_about_unknown_gets_are_ignored(hostile: HostileProducer, reader: KVLink) -> None:
     for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
-        liar.send(message)
-    liar.send(Chunk(9, 9, 0), b"bytes")
+        hostile.send(message)
+    hostile.send(Chunk(9, 9, 0), b"bytes")
     get_id = reader.begin_get("k", timeout=5)
-    liar.hear_until(Get)
+    hostile.receive_until(Get)
     assert reader.stats()["connected"]
     get_id.cancel()
 
 
-def test_offers_of_what_fits_nowhere(liar: Liar, reader: KVLink) -> None:
+def test_an_offer_larger_than_the_quota(hostile: HostileProducer, reader: KVLink) -> None:
     ended = get(reader)
-    liar.hear_until(Get)
-    liar.send(Offer(1, 7, Location(0, 0, 2**53)))
+    hostile.receive_until(Get)
+    hostile.send(Offer(1, 7, Location(0, 0, 2**53)))
     assert "quota" in str(ended.exception(5))
     assert reader.stats()["connected"]
 
 
-def test_being_turned_out_says_why(liar: Liar, reader: KVLink) -> None:
+def test_a_refusal_tells_the_reason(hostile: HostileProducer, reader: KVLink) -> None:
     ended = get(reader)
-    liar.hear_until(Get)
-    liar.send(Refused("too slow", (1, 1)))
+    hostile.receive_until(Get)
+    hostile.send(Refused("too slow", (1, 1)))
     error = ended.exception(5)
     assert isinstance(error, PeerLostError)
     assert "too slow" in str(error)
 
 
-def test_a_connection_with_itself_is_none() -> None:
-    """A reader that knocks at a port of the kernel's choice can meet its own knocking."""
-    liar = Liar(own_hello())
+def test_a_connection_with_itself_is_tried_again() -> None:
+    """TCP can connect a socket with itself if the kernel chose the port that it connects to."""
+    hostile = HostileProducer(own_hello())
 
     def echo_then_greet() -> None:
-        liar.send(liar.handle())
-        liar.greet()
+        hostile.send(hostile.receive())
+        hostile.greet()
 
     thread = threading.Thread(target=echo_then_greet)
     thread.start()
     try:
-        KVLink.connect(liar.url, timeout=5).close()
+        KVLink.connect(hostile.url, timeout=5).close()
     finally:
         thread.join()
-        liar.close()
+        hostile.close()
 
 
 @pytest.mark.parametrize(
@@ -282,19 +288,19 @@ def test_a_connection_with_itself_is_none() -> None:
     ],
 )
 def test_greetings(hello: Message, kind: type[Exception]) -> None:
-    liar = Liar(hello)
-    thread = threading.Thread(target=liar.greet)
+    hostile = HostileProducer(hello)
+    thread = threading.Thread(target=hostile.greet)
     thread.start()
     try:
         with pytest.raises(kind):
-            KVLink.connect(liar.url, timeout=5)
+            KVLink.connect(hostile.url, timeout=5)
     finally:
         thread.join()
-        liar.close()
+        hostile.close()
 
 
 def _payload(data: Any, key: str = "k") -> bytes:
-    """The bytes that a producer would send."""
+    """Return the bytes that a producer would send."""
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
         with KVLink.connect(producer.url, timeout=1) as reader:

@@ -1,4 +1,4 @@
-"""A reader's own memory: how much, when it is waited for, reused, and given back."""
+"""A consumer's own memory: its limit, waiting for it, its reuse and release."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import CapacityError, KVLink, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
-from omni_kvlink.connectors.runtime import remote_consumer as remote
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
+from omni_kvlink.connectors.zmq import consumer as zmq_consumer
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -43,7 +45,7 @@ def connect(threads: ThreadPeer, producer: KVLink, quota: int) -> Remote:
 
 
 def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) -> None:
-    """At once, with what is missing; and another reader can still have it."""
+    """The error comes at once and names the sizes; another reader can still get the payload."""
     reader = connect(threads, producer, MIB)
     receipt = producer.put(sized("k", 2 * MIB).make())
     error = expect(CapacityError, lambda: reader.do("get", key="k", timeout=5), within=SLACK)
@@ -53,8 +55,8 @@ def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) ->
     receipt.wait(timeout=5)
 
 
-def test_waiting_for_room(producer: KVLink, threads: ThreadPeer) -> None:
-    """The deadline holds and says why; room that comes back is used; small ones pass meanwhile."""
+def test_waiting_for_memory(producer: KVLink, threads: ThreadPeer) -> None:
+    """The timeout names the reason; freed memory is used; small payloads overtake."""
     reader = connect(threads, producer, 4 * MIB)
     for key in ("one", "two"):
         producer.put(sized(key, 3 * MIB).make())
@@ -63,7 +65,7 @@ def test_waiting_for_room(producer: KVLink, threads: ThreadPeer) -> None:
         TransferTimeout,
         lambda: reader.do("get", key="two", timeout=0.2),
         within=0.2 + SLACK,
-        words=("waits for room",),
+        words=("waits for memory",),
     )
     assert "quota" in error.phase
     waiting = reader.ask("get", key="two", timeout=10)
@@ -77,10 +79,10 @@ def test_waiting_for_room(producer: KVLink, threads: ThreadPeer) -> None:
     until_freed(producer)
 
 
-def test_room_that_must_be_made(
+def test_memory_that_must_be_mapped(
     producer: KVLink, threads: ThreadPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes back is too small, but leaves room for more memory."""
+    """The freed block is too small, but the quota allows to map another."""
     monkeypatch.setattr(arena, "MIN_ARENA", MIB)
     reader = connect(threads, producer, 4 * MIB)
     for key, size in (("one", MIB), ("two", 3 * MIB + MIB // 2)):
@@ -92,7 +94,7 @@ def test_room_that_must_be_made(
     assert waiting.result(5) == fingerprint(sized("two", 3 * MIB + MIB // 2).make())
 
 
-def test_who_gives_up_waiting_for_room_leaves_nothing(
+def test_a_get_that_times_out_waiting_for_memory_leaves_nothing(
     producer: KVLink, threads: ThreadPeer
 ) -> None:
     reader = connect(threads, producer, 4 * MIB)
@@ -120,7 +122,7 @@ with KVLink.connect(sys.argv[1], timeout=5) as reader:
 
 
 def test_no_page_faults_when_warm(producer: KVLink) -> None:
-    """Payloads land in memory that is there, and so does what ZMQ receives them in."""
+    """Payloads and ZMQ's receive buffers use memory that is already mapped."""
     producer.put(sized("k", 48 * MIB).make(), readers=8)
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, producer.url], capture_output=True, text=True, timeout=60
@@ -132,24 +134,26 @@ def test_no_page_faults_when_warm(producer: KVLink) -> None:
     assert sum(faults[2:]) < pages // 8, faults
 
 
-def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many payloads come at once, no more bytes than the window are asked for."""
+def test_the_window_is_shared_by_all_payloads(
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more bytes than the window are requested, however many payloads arrive."""
     window = 2 * CHUNK
-    monkeypatch.setattr(remote, "WINDOW", window)
+    monkeypatch.setattr(zmq_consumer, "WINDOW", window)
     most = []
-    fetch = remote.RemoteSession._fetch
+    fetch_more = RemoteSession._fetch_more
 
-    def watched(session: remote.RemoteSession, inbound: remote.Arrival) -> None:
-        fetch(session, inbound)
-        most.append(sum(one.fetch.unanswered for one in session._inbound_transfers.values()))
+    def watched(session: RemoteSession, inbound: InboundTransfer) -> None:
+        fetch_more(session, inbound)
+        most.append(sum(one.plan.pending_nbytes for one in session._inbound_transfers.values()))
 
-    monkeypatch.setattr(remote.RemoteSession, "_fetch", watched)
+    monkeypatch.setattr(RemoteSession, "_fetch_more", watched)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
         recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
-        wants = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
+        pending = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())
-        for recipe, get_id in zip(recipes, wants, strict=True):
+        for recipe, get_id in zip(recipes, pending, strict=True):
             started = time.perf_counter()
             delivery = get_id.wait(timeout=5)
             with reader.open_delivery(delivery, started=started, verify="full") as found:
@@ -161,22 +165,22 @@ def test_the_window_is_the_readers_alone(producer: KVLink, monkeypatch: pytest.M
 def test_a_small_payload_overtakes_a_large_one(
     producer: KVLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A payload of a few chunks that was asked for later does not wait for the large one's end."""
+    """A small payload that was requested later does not wait for the end of a large one."""
     ended = []
-    monkeypatch.setattr(remote, "WINDOW", CHUNK)
+    monkeypatch.setattr(zmq_consumer, "WINDOW", CHUNK)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
-        wants = [reader.begin_get(key, timeout=5) for key in ("large", "small")]
-        for get_id, key in zip(wants, ("large", "small"), strict=True):
+        pending = [reader.begin_get(key, timeout=5) for key in ("large", "small")]
+        for get_id, key in zip(pending, ("large", "small"), strict=True):
             get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
-        for get_id in wants:
+        for get_id in pending:
             get_id.wait(timeout=5).drop()
     assert ended == ["small", "large"]
 
 
 def test_asyncio(producer: KVLink) -> None:
-    """The future ends when the bytes are here; a cancelled get gives them back."""
+    """The future completes when the bytes have arrived; a cancelled get releases them."""
     data = sized("k", 5 * MIB).make()
 
     async def run() -> None:

@@ -1,18 +1,19 @@
-"""What strangers and bad readers send to a producer: a counter changes, and nothing else."""
+"""What unknown peers and misbehaving readers send changes a counter and nothing else."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from zmq_fixtures import fresh_url
-from zmq_unauthorized import Raw, dialled, greeted
+from zmq_unauthorized import RawPeer, connected_peer, greeted_peer
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.connectors.control import monitored_socket
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -46,7 +47,7 @@ def producer(sockets: str) -> Iterator[KVLink]:
 
 @pytest.fixture
 def unharmed(producer: KVLink) -> Iterator[None]:
-    """Whatever a test did, an honest reader is served."""
+    """After the test, an honest reader is still served."""
     yield
     with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
         receipt = producer.put(Recipe("honest").make())
@@ -54,7 +55,7 @@ def unharmed(producer: KVLink) -> Iterator[None]:
             assert fingerprint(found) == fingerprint(Recipe("honest").make())
         del found
         receipt.wait(timeout=5)
-    until(lambda: producer.stats()["readers"] == 0, "everybody left")
+    until(lambda: producer.stats()["readers"] == 0, "all have disconnected")
     until_freed(producer)
 
 
@@ -82,7 +83,7 @@ GARBAGE: list[list[bytes]] = [
 def test_garbage_before_the_greeting(
     producer: KVLink, unharmed: None, garbage: list[bytes]
 ) -> None:
-    with dialled(producer.url) as peer:
+    with connected_peer(producer.url) as peer:
         peer.send(*garbage)
         until(lambda: refused(producer, "bad message") == 1, "it was counted")
         assert producer.stats()["readers"] == 0
@@ -91,7 +92,7 @@ def test_garbage_before_the_greeting(
 
 @pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
 def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
-    with greeted(producer.url, RECONNECT_IVL=-1) as peer, greeted(producer.url) as other:
+    with greeted_peer(producer.url, RECONNECT_IVL=-1) as peer, greeted_peer(producer.url) as other:
         peer.send(b"x" * nbytes)
         until(lambda: producer.stats()["readers"] == 1, "it was dropped")
         assert refused(producer, "too long") == 1
@@ -107,7 +108,7 @@ NO_ZMQ = {
 
 
 @pytest.mark.parametrize("what", NO_ZMQ)
-def test_what_does_not_even_speak_zmq(producer: KVLink, unharmed: None, what: str) -> None:
+def test_peers_that_do_not_speak_zmq(producer: KVLink, unharmed: None, what: str) -> None:
     host, port = producer.url.removeprefix("zmq+tcp://").split(":")
     with socket.create_connection((host, int(port)), 5) as sock:
         sock.sendall(NO_ZMQ[what])
@@ -116,9 +117,9 @@ def test_what_does_not_even_speak_zmq(producer: KVLink, unharmed: None, what: st
 
 
 def test_other_versions(producer: KVLink, unharmed: None) -> None:
-    with dialled(producer.url) as peer:
+    with connected_peer(producer.url) as peer:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
-        answer, _ = peer.handle()
+        answer, _ = peer.receive()
         assert isinstance(answer, Refused)
         assert answer.versions == (1, 1)
     assert refused(producer, "other version") == 1
@@ -131,7 +132,7 @@ FORBIDDEN: list[list[Message | bytes]] = [
     [Chunk(1, 1, 0), b"bytes"],
     [Get(1, "k"), b"more"],
     [Get(1, "k" * 5000)],
-    [msgspec.msgpack.encode(["Fetch", 1, 1, -1, 5])],
+    [msgspec.msgpack.encode(["FetchRange", 1, 1, -1, 5])],
     [FetchRange(1, 1, 5, 5)],
     [FetchRange(1, 1, 5, 4)],
     [FetchRange(1, 1, 0, 2**53)],
@@ -139,22 +140,22 @@ FORBIDDEN: list[list[Message | bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("words", FORBIDDEN, ids=range(len(FORBIDDEN)))
-def test_what_no_reader_says_turns_it_out(
-    producer: KVLink, unharmed: None, words: list[Message | bytes]
+@pytest.mark.parametrize("parts", FORBIDDEN, ids=range(len(FORBIDDEN)))
+def test_messages_that_no_reader_may_send_disconnect_it(
+    producer: KVLink, unharmed: None, parts: list[Message | bytes]
 ) -> None:
-    with greeted(producer.url) as peer:
-        peer.send(*words)
-        answer, _ = peer.handle()
+    with greeted_peer(producer.url) as peer:
+        peer.send(*parts)
+        answer, _ = peer.receive()
         assert isinstance(answer, Refused)
         assert producer.stats()["readers"] == 0
         assert refused(producer, "bad message") == 1
 
 
-def leased(producer: KVLink, peer: Raw) -> Offer:
+def leased(producer: KVLink, peer: RawPeer) -> Offer:
     producer.put(BIG.make())
     peer.send(Get(1, "big"))
-    offer, beside = peer.handle()
+    offer, beside = peer.receive()
     assert isinstance(offer, Offer)
     assert beside == b""
     return offer
@@ -162,13 +163,13 @@ def leased(producer: KVLink, peer: Raw) -> Offer:
 
 def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None:
     """Another's, an older one's, and what was let go of: nothing comes."""
-    with greeted(producer.url) as peer, greeted(producer.url) as other:
+    with greeted_peer(producer.url) as peer, greeted_peer(producer.url) as other:
         offer = leased(producer, peer)
         other.send(FetchRange(1, offer.epoch, 0, 100))
         peer.send(FetchRange(2, offer.epoch, 0, 100))
         peer.send(FetchRange(1, offer.epoch + 1, 0, 100))
         peer.send(FetchRange(1, offer.epoch, 10, 30))
-        chunk, payload = peer.handle()
+        chunk, payload = peer.receive()
         assert chunk == Chunk(1, offer.epoch, 10)
         assert len(payload) == 20
         peer.send(Release(1, offer.epoch, "read"))
@@ -179,29 +180,29 @@ def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None
 
 
 def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None) -> None:
-    """Whatever became of it meanwhile."""
-    with greeted(producer.url) as peer:
+    """Also if the payload failed meanwhile."""
+    with greeted_peer(producer.url) as peer:
         offer = leased(producer, peer)
         producer.fail("big", "changed my mind")
         peer.send(FetchRange(1, offer.epoch, 5, 30))
-        chunk, payload = peer.handle()
+        chunk, payload = peer.receive()
         assert chunk == Chunk(1, offer.epoch, 5)
         assert len(payload) == 25
 
 
 def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: None) -> None:
-    with greeted(producer.url) as peer:
+    with greeted_peer(producer.url) as peer:
         writer = producer.stream_put(Recipe("s").make())
         peer.send(Get(1, "s", True))
-        offer, draft = peer.handle()
+        offer, draft = peer.receive()
         assert isinstance(offer, Offer)
         peer.send(FetchRange(1, offer.epoch, *offer.first))
-        chunk, header = peer.handle()
+        chunk, header = peer.receive()
         assert isinstance(chunk, Chunk)
         assert header == draft, "it came with the offer"
         assert Manifest.decode(draft, offer.location.nbytes).request_id == "s"
         producer.fail("s", "no more")
-        failed, _ = peer.handle()
+        failed, _ = peer.receive()
         assert isinstance(failed, Failed)
         peer.send(FetchRange(1, offer.epoch, 0, 10))
         until(lambda: producer.stats()["transfers"]["stale"] == 1, "it was refused")
@@ -210,23 +211,24 @@ def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: N
 
 @pytest.mark.parametrize("beyond", [1, CHUNK])
 def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int) -> None:
-    with greeted(producer.url) as peer:
+    with greeted_peer(producer.url) as peer:
         stop = leased(producer, peer).location.nbytes + beyond
         peer.send(FetchRange(1, 1, stop - beyond - 5, stop))
-        answer, _ = peer.handle()
+        answer, _ = peer.receive()
         assert isinstance(answer, Refused)
         producer.abort("big")
 
 
-def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) -> None:
-    """What waits for it is bounded, others go on, and memory that ZMQ holds is not reused."""
-    with greeted(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
+def test_a_reader_that_requests_and_does_not_read(producer: KVLink, unharmed: None) -> None:
+    """Its queue is bounded, others are served, and memory that ZMQ still sends is not reused."""
+    with greeted_peer(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
         offer = leased(producer, peer)
         for start in range(0, 3 * WINDOW, CHUNK):
             peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
-        flying = producer._end._flying  # type: ignore[attr-defined]
-        (slow,) = producer._end.listeners[0]._readers.values()  # type: ignore[attr-defined]
-        until(lambda: slow.waiting > 0, "the rest waits")
+        end: Any = producer._end
+        flying = end._flying
+        (slow,) = end.listeners[0]._peers.values()
+        until(lambda: slow.pending_nbytes > 0, "the rest waits")
         assert WINDOW < sum(flying.values()) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
             for number in range(3):
@@ -234,66 +236,73 @@ def test_a_reader_that_asks_and_does_not_read(producer: KVLink, unharmed: None) 
                 with reader.get(f"k{number}", timeout=5, verify="full"):
                     pass
         peer.send(Release(1, offer.epoch, "read"))
-        until(lambda: producer.stats()["transfers"]["released"] == 4, "all were let go of")
+        until(lambda: producer.stats()["transfers"]["released"] == 4, "all were released")
         assert sum(flying.values()) > WINDOW
         assert producer.stats()["memory"]["used"] > 3 * WINDOW, "reused under ZMQ"
         for start in range(0, 5 * WINDOW, CHUNK):
             peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
-    until(lambda: not flying, "ZMQ let go")
+    until(lambda: not flying, "ZMQ has dropped them")
 
 
 def test_a_reader_that_lets_messages_pile_up(
     producer: KVLink, unharmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is given up, and told so when it reads again."""
-    with greeted(producer.url, RCVHWM=1, RCVBUF=4096, SNDHWM=0) as peer:
+    """It is disconnected, and told so when it reads again."""
+    with greeted_peer(producer.url, RCVHWM=1, RCVBUF=4096, SNDHWM=0) as peer:
         key = "k" * 1000
         producer.fail(key, "x" * 4000)
         count = 0
         while refused(producer, "too slow") == 0:
-            for _ in range(200):  # quickly: who takes no byte for 4 s is given up for that
+            for _ in range(
+                200
+            ):  # quickly: a peer that accepts no byte for 4 s is disconnected for that
                 peer.send(Get(count + 1, key))
                 count += 1
             assert count < 100_000
         assert producer.stats()["readers"] == 0
-        heard: Message | None = None
-        while not isinstance(heard, Refused):
-            heard, _ = peer.handle()
-        assert heard.reason == "too slow"
+        message: Message | None = None
+        while not isinstance(message, Refused):
+            message, _ = peer.receive()
+        assert message.reason == "too slow"
 
 
-def test_a_connection_without_a_word(producer: KVLink, unharmed: None) -> None:
-    with dialled(producer.url):
+def test_a_connection_without_a_message(producer: KVLink, unharmed: None) -> None:
+    with connected_peer(producer.url):
         pass
     assert producer.stats()["readers"] == 0
 
 
-def test_a_name_that_is_taken(producer: KVLink, unharmed: None) -> None:
-    """A stranger that calls itself like a reader takes nothing of it over."""
+def test_an_identity_that_is_in_use(producer: KVLink, unharmed: None) -> None:
+    """A peer that uses a reader's identity receives nothing of it."""
     with (
-        greeted(producer.url, ROUTING_ID=b"name") as peer,
-        dialled(producer.url, ROUTING_ID=b"name") as other,
+        greeted_peer(producer.url, ROUTING_ID=b"name") as peer,
+        connected_peer(producer.url, ROUTING_ID=b"name") as other,
     ):
         other.send(own_hello())
         peer.send(Get(1, "k"))
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-        producer.fail("k", "so it goes")
-        peer.handle()
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        producer.fail("k", "failed by the test")
+        peer.receive()
         assert not other.socket.poll(50)
 
 
-def test_hello_is_of_one_life(producer: KVLink) -> None:
-    with greeted(producer.url), dialled(producer.url) as one, dialled(producer.url) as other:
+def test_hello_is_the_same_for_all_readers(producer: KVLink) -> None:
+    with (
+        greeted_peer(producer.url),
+        connected_peer(producer.url) as one,
+        connected_peer(producer.url) as other,
+    ):
         answers = []
         for peer in (one, other):
             peer.send(own_hello())
-            answers.append(peer.handle()[0])
+            answers.append(peer.receive()[0])
         assert isinstance(answers[0], Hello)
         assert answers[0] == answers[1]
 
 
 def test_options_of_every_socket(producer: KVLink) -> None:
-    socket = producer._end.listeners[0]._socket.socket  # type: ignore[attr-defined]
-    assert socket.getsockopt(zmq.SNDHWM) == zmq_sockets.MOST_MESSAGES
+    end: Any = producer._end
+    socket = end.listeners[0]._socket.socket
+    assert socket.getsockopt(zmq.SNDHWM) == monitored_socket.MAX_QUEUED
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
-    assert socket.getsockopt(zmq.HEARTBEAT_IVL) == zmq_sockets.HEARTBEAT_MS
+    assert socket.getsockopt(zmq.HEARTBEAT_IVL) == monitored_socket.HEARTBEAT_MS

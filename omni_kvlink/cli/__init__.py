@@ -1,0 +1,1 @@
+"""The `kvlink` command."""

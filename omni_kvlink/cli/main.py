@@ -1,0 +1,52 @@
+"""`kvlink`: tools for the users of links."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from omni_kvlink.connectors.control.keys import generate
+from omni_kvlink.errors import KVLinkError
+
+_EPILOG = "exit status: 0 done, 2 wrong usage or an error"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The exit status.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except KVLinkError as error:
+        print(f"kvlink: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"kvlink: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvlink", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = "make the two key files of one side of an encrypted link"
+    keygen = commands.add_parser("keygen", help=about, description=about)
+    keygen.set_defaults(run=_keygen)
+    keygen.add_argument("directory", help="where to write them")
+    keygen.add_argument("name", help="of the two files: NAME.secret and NAME.public")
+    return parser
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    secret, public = generate(arguments.directory, arguments.name)
+    print(f"{secret}: stays here; keys= of this side\n{public}: for the other side's peers=")
+    return 0

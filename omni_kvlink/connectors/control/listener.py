@@ -1,0 +1,498 @@
+"""The producer's end of the control channel: a ROUTER, and the senders of the payloads' bytes."""
+
+from __future__ import annotations
+
+import select
+import socket
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import zmq
+
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.control.address import ControlAddress
+from omni_kvlink.connectors.control.monitored_socket import Buffer, MonitoredSocket, is_broken
+from omni_kvlink.connectors.control.security import ZapAuth, check_access, secure_server
+from omni_kvlink.connectors.protocol.fetch_plan import EAGER
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    FetchRange,
+    Hello,
+    Meet,
+    Message,
+    Offer,
+    Refused,
+    Release,
+    agree,
+    decode,
+    encode,
+    unexpected,
+)
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.errors import ClosedError, WireError
+from omni_kvlink.memory.region import Region
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.producer import PooledProducer
+
+MAX_PEERS = 1024
+_REFUSAL_RETRY = 1.0
+"""Seconds between attempts to tell a peer that it was refused."""
+_UNREAD_WAIT_MS = 10
+"""How long a closed connection is checked for unread data; a frozen peer costs this once."""
+
+
+class RangeSender(ABC):
+    """Sends the bytes that the peers of a `ControlListener` fetch, by one transport.
+
+    `connect`, `send_range` and `on_peer_lost` are called in the producer's loop, or with the
+    listener's lock held.
+
+    Attributes:
+        transport: "zmq" or "ucx".
+        max_in_flight: Bytes that may be on their way to one peer; as many more may be queued.
+        needs_address: Whether a peer must send `Meet` before it can use this sender.
+    """
+
+    transport: str
+    max_in_flight: int
+    needs_address = False
+
+    @abstractmethod
+    def refuses(self, device: str) -> str:
+        """Return why this sender cannot send tensors of a device; "" if it can."""
+
+    @abstractmethod
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Start sending the bytes of one request; does not block.
+
+        Raises:
+            WireError: The payload has no such bytes.
+        """
+
+    def connect(self, peer: PeerConnection, address: Meet) -> Meet:
+        """Connect to the address that a peer sent; return the address of this side.
+
+        Raises:
+            WireError: The address is malformed.
+            ClosedError: The sender is closed.
+        """
+        unexpected(address)
+
+    def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
+        """Disconnect from a peer whose control connection is gone."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the sender's own thread."""
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Free the sender's resources; in the producer's loop, or before it has peers."""
+
+
+SenderOpener: TypeAlias = "Callable[[ControlListener], RangeSender]"
+
+
+class PeerConnection(PeerHandle):
+    """A consumer that has completed the handshake.
+
+    Attributes:
+        identity: Its name on the ROUTER socket.
+        duplicate: A duplicate of its connection's descriptor, which stays open after ZMQ has closed
+            the connection, so that the reason can be determined.
+        sender: What sends its bytes; None until it has sent the address that the sender needs.
+        pending: Requests that are queued.
+        in_flight: Bytes handed to the sender that have not left yet.
+    """
+
+    def __init__(
+        self,
+        listener: ControlListener,
+        identity: bytes,
+        duplicate: socket.socket,
+        sender: RangeSender | None,
+    ):
+        super().__init__(listener)
+        self.identity, self.duplicate, self.sender = identity, duplicate, sender
+        self.pending: deque[FetchRange] = deque()
+        self.in_flight = 0
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of the requests that are queued."""
+        return sum(fetch.stop - fetch.start for fetch in self.pending)
+
+    def has_unread_data(self) -> bool:
+        """Return whether ZMQ closed the connection at a frame that is too long.
+
+        The rest of such a frame is there to be read, or arrives within 10 ms; a peer that closed
+        the connection itself has sent an end of file.
+        """
+        poll = select.poll()  # `select` is limited to descriptors below 1024
+        poll.register(self.duplicate, select.POLLIN)
+        poll.poll(_UNREAD_WAIT_MS)
+        try:
+            return bool(self.duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+
+class ControlListener(Listener):
+    """Accepts peers on a ROUTER socket, and lets its senders send what they fetch.
+
+    Args:
+        address: Where to listen.
+        options: Keys, and whether a network may be used without.
+        producer: Whose payloads are sent.
+        senders: Open the senders, the preferred first. A peer gets the sender that needs no
+            address, until it sends one.
+
+    Raises:
+        ConnectorError: The address cannot be served, or needs keys.
+        BusyError: Another process serves the address.
+    """
+
+    def __init__(
+        self,
+        address: ControlAddress,
+        options: Options,
+        producer: PooledProducer,
+        *,
+        senders: Sequence[SenderOpener],
+    ):
+        self.address, self.options, self.producer = address, options, producer
+        self.loop = producer.loop
+        check_access(address, options)
+        self._peers: dict[bytes, PeerConnection] = {}
+        self._by_descriptor: dict[int, PeerConnection | None] = {}
+        self._disconnected: list[PeerConnection] = []
+        self._refusals: dict[bytes, str] = {}
+        self._outbox: deque[tuple[PeerConnection, Message]] = deque()
+        self._refused: Counter[str] = Counter()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._zap_auth: ZapAuth | None = None
+        self._senders: list[RangeSender] = []
+        try:
+            for opener in senders:
+                self._senders.append(opener(self))
+            self._bind()
+        except BaseException:
+            for sender in self._senders:
+                sender.close()
+            self._context.destroy(0)
+            raise
+        self.transports = tuple(sender.transport for sender in self._senders)
+        self._default_sender = self._find_sender(needs_address=False)
+
+    def _bind(self) -> None:
+        if self.options.keys:
+            on_refused = partial(self._count, "key")
+            self._zap_auth = ZapAuth(self._context, self.options.peers, self.loop, on_refused)
+        self._socket = MonitoredSocket(
+            self._context,
+            zmq.ROUTER,
+            self.loop,
+            self._on_frames,
+            self._on_event,
+            self._on_idle,
+            max_frame_nbytes=MAX_MESSAGE,
+        )
+        socket = self._socket.socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
+        secure_server(socket, self.options)
+        self.bound_url = self.address.address, self.address.bind(socket)
+        self.lock = self._socket.lock
+
+    def _find_sender(self, *, needs_address: bool) -> RangeSender | None:
+        return next((one for one in self._senders if one.needs_address is needs_address), None)
+
+    def open(self) -> None:
+        """Start accepting peers; in the producer's loop."""
+        if self._zap_auth is not None:
+            self._zap_auth.watch()
+        self._socket.watch()
+
+    def health(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {
+            "address": f"{self.address.protocol}://{self.bound_url[1]}",
+            "readers": len(self._peers),
+            "refused": dict(self._refused),
+            **{one.transport: stats for one in self._senders if (stats := one.stats())},
+        }
+
+    def refuses(self, device: str) -> str:
+        """Return why tensors of a device cannot be sent to every peer; "" if they can."""
+        return next(filter(None, (sender.refuses(device) for sender in self._senders)), "")
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a sender's own thread."""
+        return any(sender.is_own_thread for sender in self._senders)
+
+    # Outgoing messages
+
+    def send(self, peer: PeerConnection, message: Message) -> None:
+        """Queue a message for a peer; any thread, never blocks."""
+        self._outbox.append((peer, message))
+        self.loop.call(self._flush)
+
+    def flush(self) -> None:
+        """Send queued messages in this thread, unless another thread is using the socket."""
+        if self._outbox and self.lock.acquire(blocking=False):
+            try:
+                self._send_queued()
+            finally:
+                self.lock.release()
+            self.loop.call(self._socket.drain)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            with self.lock:
+                self._send_queued()
+            self._socket.drain()
+
+    def _send_queued(self) -> None:
+        """Send in the order of the calls of `send`, whichever threads made them."""
+        while self._outbox:
+            peer, message = self._outbox.popleft()
+            if self._peers.get(peer.identity) is peer:
+                self.send_frames(peer, [encode(message), *self._inline_bytes(peer, message)])
+
+    def _inline_bytes(self, peer: PeerConnection, message: Message) -> list[Buffer]:
+        """Return the bytes that travel with an offer: a small payload, or a stream's draft."""
+        if not isinstance(message, Offer):
+            return []
+        start, stop = message.first
+        if stop - start > EAGER:
+            return []
+        transfer = self.producer.leased(peer, message.get_id, message.epoch)
+        if transfer is None:
+            return []
+        return [bytes(self.producer.piece(transfer, start, stop).view())]
+
+    def send_frames(
+        self, peer: PeerConnection, frames: Sequence[Buffer], *, copy: bool = True
+    ) -> None:
+        """Send a message now, with the lock held; a peer that cannot take it is disconnected."""
+        try:
+            self._socket.send([peer.identity, *frames], copy=copy)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self._count("too slow")
+                self.refuse(peer, "too slow")
+            else:
+                self._disconnected.append(peer)
+                self.loop.call(self._on_idle)
+
+    # Incoming messages, in the loop's thread
+
+    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        peer = self._peers.get(identity)
+        try:
+            if len(frames) != 2:
+                raise WireError("a message has one part")
+            message = decode(frames[1].bytes)
+            if peer is None:
+                self._on_hello(identity, frames[1], message)
+            else:
+                self._on_message(peer, message)
+        except WireError:
+            self._count("bad message")
+            if peer is not None:
+                self.refuse(peer, "it sent what is no message of this protocol")
+
+    def _on_message(self, peer: PeerConnection, message: Message) -> None:
+        if isinstance(message, Meet):
+            self._on_address(peer, message)
+        elif peer.sender is None:
+            self._count("bad message")
+            scheme = self.address.url.partition(":")[0]
+            self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
+        elif isinstance(message, FetchRange):
+            self._on_fetch(peer, peer.sender, message)
+        else:
+            if isinstance(message, Release):
+                peer.pending = deque(
+                    fetch for fetch in peer.pending if fetch.get_id != message.get_id
+                )
+            self.producer.handle(peer, message)
+
+    def _on_hello(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
+        if not isinstance(message, Hello):
+            raise WireError("the first message must be Hello")
+        refusal = ""
+        if agree(message.versions) is None:
+            self._count("other version")
+            refusal = "no common version"
+        elif len(self._peers) >= MAX_PEERS:
+            self._count("too many")
+            refusal = f"{MAX_PEERS} readers are connected already"
+        if refusal:
+            self._refusals[identity] = refusal
+            self._send_refusals()
+            return
+        # Handle the end of the connection that had this descriptor before.
+        self._socket.read_events()
+        descriptor = int(frame.get(zmq.SRCFD))
+        is_open = descriptor in self._by_descriptor
+        duplicate = self._socket.duplicate(descriptor) if is_open else None
+        if duplicate is None:
+            return  # disconnected already
+        peer = PeerConnection(self, identity, duplicate, self._default_sender)
+        self._by_descriptor[descriptor] = self._peers[identity] = peer
+        self.send_frames(peer, [encode(self.producer.hello)])
+
+    def _on_address(self, peer: PeerConnection, address: Meet) -> None:
+        sender = self._find_sender(needs_address=True)
+        if sender is None:
+            unexpected(address)
+        if peer.sender is sender:
+            raise WireError("a peer sends its address once")
+        try:
+            answer = sender.connect(peer, address)
+        except ClosedError as error:
+            self.refuse(peer, str(error))
+        else:
+            peer.sender = sender
+            self.send_frames(peer, [encode(answer)])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._by_descriptor[value] = None
+        elif event == zmq.EVENT_DISCONNECTED:
+            is_unknown = value in self._by_descriptor and self._by_descriptor[value] is None
+            peer = self._by_descriptor.pop(value, None)
+            if peer is not None:
+                if peer.has_unread_data():
+                    self._count("too long")
+                self._socket.close_duplicate(peer.duplicate)
+                self._disconnected.append(peer)
+            elif is_unknown:  # ZMQ does not report why each of these was refused
+                self._count("no greeting")
+        elif is_broken(event):
+            self._count("handshake")
+
+    def _on_idle(self) -> None:
+        """Remove disconnected peers, now that their last messages have been read."""
+        with self.lock:
+            while self._disconnected:
+                self._remove(self._disconnected.pop())
+        self._flush()
+
+    def _remove(self, peer: PeerConnection) -> None:
+        if self._peers.get(peer.identity) is peer:
+            del self._peers[peer.identity]
+            peer.pending.clear()
+            self.producer.on_peer_lost(peer)
+        if peer.sender is not None:
+            peer.sender.on_peer_lost(peer)
+
+    def refuse(self, peer: PeerConnection, reason: str) -> None:
+        """Remove a peer and tell it to disconnect, because a ROUTER cannot close a connection.
+
+        With the lock held. A peer that takes no message now is told later.
+        """
+        self._remove(peer)
+        self._refusals[peer.identity] = reason
+        self._send_refusals()
+
+    def _send_refusals(self) -> None:
+        for identity, reason in list(self._refusals.items()):
+            try:
+                self._socket.send([identity, encode(Refused(reason, PROTOCOL))])
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                pass  # it has disconnected
+            del self._refusals[identity]
+
+    def tick(self, now: float) -> float:
+        """Send refusals that wait; return when to be called again (monotonic seconds)."""
+        if self._refusals:
+            with self.lock:
+                self._send_refusals()
+            self._socket.drain()
+        return now + _REFUSAL_RETRY if self._refusals else float("inf")
+
+    # Outgoing bytes, in the loop's thread
+
+    def _on_fetch(self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange) -> None:
+        nbytes = fetch.stop - fetch.start
+        if nbytes <= 0 or nbytes + peer.pending_nbytes > sender.max_in_flight:
+            raise WireError("a peer fetches no more than its window")
+        peer.pending.append(fetch)
+        self._send_pending(peer, sender)
+
+    def _send_pending(self, peer: PeerConnection, sender: RangeSender) -> None:
+        """Send requested ranges until enough bytes are on their way."""
+        while peer.pending and peer.in_flight < sender.max_in_flight:
+            fetch = peer.pending.popleft()
+            transfer = self.producer.leased(peer, fetch.get_id, fetch.epoch)
+            if transfer is None:
+                self.producer.transfers.counters["stale"] += 1
+                continue
+            try:
+                sender.send_range(peer, fetch, transfer)
+            except WireError as error:
+                if self.producer.leased(peer, fetch.get_id, fetch.epoch) is None:
+                    continue  # the transfer ended meanwhile; a direct put's tensors are gone
+                self._count("bad message")
+                self.refuse(peer, f"it asked for {error}")
+                return
+
+    def borrow(
+        self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer, start: int, stop: int
+    ) -> Region:
+        """Return bytes of a payload to send from; their memory is kept until the region is freed.
+
+        Raises:
+            WireError: The payload has no such bytes.
+        """
+        claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
+        piece = self.producer.borrow_piece(transfer, claim, start, stop, on_sent)
+        peer.in_flight += piece.nbytes
+        return piece
+
+    def _on_sent(self, peer: PeerConnection, nbytes: int) -> None:
+        with self.lock:
+            peer.in_flight -= nbytes
+            if not peer.pending or peer.sender is None:
+                return
+            self._send_pending(peer, peer.sender)
+        self._socket.drain()
+
+    # The end
+
+    def _count(self, reason: str) -> None:
+        self._refused[reason] += 1
+
+    def shut(self) -> None:
+        """Send the last messages, then close sockets and senders; in the producer's loop, once."""
+        if self._context.closed:
+            return
+        self._flush()
+        for peer in filter(None, self._by_descriptor.values()):
+            self._socket.close_duplicate(peer.duplicate)
+        self._socket.close()
+        if self._zap_auth is not None:
+            self._zap_auth.close()
+        for peer in self._peers.values():
+            peer.pending.clear()
+        self._peers.clear()
+        self.address.close(self._context)
+        # After the last messages: a peer that UCX lost first would not wait for them.
+        for sender in self._senders:
+            sender.close()

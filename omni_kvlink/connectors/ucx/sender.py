@@ -1,0 +1,96 @@
+"""Sends payloads by UCX, one message for each range that a peer fetches."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any, NamedTuple
+
+from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
+from omni_kvlink.connectors.protocol.messages import FetchRange, Meet
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.ucx.addressing import Tags
+from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
+from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
+from omni_kvlink.errors import ClosedError, PeerLostError, WireError
+
+
+class _Connected(NamedTuple):
+    endpoint: UcxEndpoint
+    tags: Tags
+
+
+class UcxSender(RangeSender):
+    """Sends to peers that have said where UCX reaches them.
+
+    Raises:
+        ConnectorError: The link's options do not say which devices UCX may use.
+        UnavailableError: UCX has none of the transports or devices.
+    """
+
+    transport = "ucx"
+    max_in_flight = 2 * FETCH_LIMITS.window
+    needs_address = True
+
+    def __init__(self, listener: ControlListener):
+        self._listener = listener
+        self._connected: dict[PeerConnection, _Connected] = {}
+        self._ucx = UcxTransport(UcxSettings.of_link(listener.address, listener.options))
+
+    def refuses(self, device: str) -> str:
+        """Return why tensors of a device cannot be sent; "" for host memory, and CUDA if set up."""
+        if device == "cpu" or (device.startswith("cuda") and self._ucx.has_cuda):
+            return ""
+        tls = self._ucx.settings.transports
+        return f"UCX has only {tls}, ucx_tls='{tls},cuda_copy' reaches a GPU"
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is UCX's thread."""
+        return self._ucx.is_own_thread
+
+    def stats(self) -> dict[str, Any]:
+        """Return what `UcxTransport.stats` returns."""
+        return self._ucx.stats()
+
+    def connect(self, peer: PeerConnection, address: Meet) -> Meet:
+        """Connect UCX to a peer; see `RangeSender`."""
+        try:
+            tags = Tags(address.secret)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        self._connected[peer] = _Connected(self._ucx.connect(address.address), tags)
+        return Meet(self._ucx.address)
+
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Send the bytes of one request; see `RangeSender`."""
+        endpoint, tags = self._connected[peer]
+        tag = tags.of(fetch.get_id, fetch.epoch, fetch.start, fetch.stop)
+        piece = self._listener.borrow(peer, fetch, transfer, fetch.start, fetch.stop)
+        try:
+            self._ucx.send(endpoint, piece, tag, partial(self._on_sent, peer))
+        except ClosedError as error:
+            self._refuse(peer, str(error))
+
+    def on_peer_lost(self, peer: PeerConnection) -> None:
+        """Disconnect UCX from a peer."""
+        connected = self._connected.pop(peer, None)
+        if connected is not None:
+            with contextlib.suppress(ClosedError):
+                self._ucx.disconnect(connected.endpoint)
+
+    def close(self) -> None:
+        """Close UCX; blocks up to 1.5 s if a peer does not answer."""
+        self._ucx.close()
+        self._connected.clear()
+
+    def _on_sent(self, peer: PeerConnection, error: BaseException | None) -> None:
+        """Runs in UCX's thread; the piece's memory is freed by its finalizer, not here."""
+        if isinstance(error, PeerLostError):
+            self._listener.loop.call(partial(self._refuse, peer, str(error)))
+
+    def _refuse(self, peer: PeerConnection, reason: str) -> None:
+        """Tell a peer whose control connection still works that its bytes will not come."""
+        with self._listener.lock:
+            if peer in self._connected:
+                self._listener.refuse(peer, f"UCX does not reach it: {reason}")
