@@ -19,8 +19,6 @@ the producer.
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
 """
 
-from __future__ import annotations
-
 from omni_kvlink.connectors.base import Delivery as Delivery
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
@@ -32,8 +30,11 @@ from omni_kvlink.connectors.shm.rendezvous import watching as watching
 from omni_kvlink.copier import Copier as Copier
 from omni_kvlink.copier import GatherHandle as GatherHandle
 from omni_kvlink.copier import TorchCopier as TorchCopier
-from omni_kvlink.link import KVConsumer, Received, ReceivedStream, Verify
+from omni_kvlink.link import begin_get as begin_get
+from omni_kvlink.link import can_retry as can_retry
 from omni_kvlink.link import check_verify as check_verify
+from omni_kvlink.link import open_delivery as open_delivery
+from omni_kvlink.link import open_stream as open_stream
 from omni_kvlink.memory.arena import ArenaPool as ArenaPool
 from omni_kvlink.memory.arena import Block as Block
 from omni_kvlink.memory.region import Mapping as Mapping
@@ -43,60 +44,3 @@ from omni_kvlink.payload.dtypes import byte_tensor as byte_tensor
 from omni_kvlink.payload.dtypes import dtype_name as dtype_name
 from omni_kvlink.payload.manifest import Manifest as Manifest
 from omni_kvlink.payload.views import write as write
-
-
-def begin_get(
-    consumer: KVConsumer, request_id: str, *, timeout: float, streamed: bool = False
-) -> PendingGet:
-    """Request a payload without waiting for it.
-
-    Args:
-        consumer: asks for the payload.
-        request_id: under which it is put.
-        timeout: seconds that a reconnection may take; it bounds nothing else.
-        streamed: deliver the payload while it is being written; open it with `open_stream`.
-
-    Raises:
-        PeerLostError: the producer is gone and did not come back in time.
-    """
-    return consumer.begin_get(request_id, timeout=timeout, streamed=streamed)
-
-
-def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
-    """Whether a get that ended with PeerLostError can be requested again.
-
-    It can if only its connection broke and the same run of the producer answers within `timeout`
-    seconds. Blocks for that long at most.
-    """
-    return consumer.is_back(pending, timeout=timeout)
-
-
-def open_delivery(
-    consumer: KVConsumer, delivery: Delivery, *, started: float, verify: Verify = "auto"
-) -> Received:
-    """Check a delivery and make views of it; a bad one is rejected at its producer.
-
-    Args:
-        consumer: which the payload came to.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        verify: as for `KVConsumer.get`.
-
-    Raises:
-        IntegrityError, VersionError, WireError: the payload is not what was committed.
-    """
-    return consumer.open_delivery(delivery, started=started, verify=verify)
-
-
-def open_stream(
-    consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
-) -> ReceivedStream:
-    """Open a delivery of `begin_get(…, streamed=True)` as a stream of layers.
-
-    Args:
-        consumer: which the payload came to.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        timeout: seconds to wait for each layer.
-    """
-    return consumer.open_stream(delivery, started=started, timeout=timeout)
