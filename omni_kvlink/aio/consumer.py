@@ -13,6 +13,7 @@ from typing import Any
 
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import (
+    MAX_TIMEOUT,
     GetAttempts,
     KVConsumer,
     Payload,
@@ -85,7 +86,7 @@ class AsyncKVConsumer:
     async def _receive(
         self, request_id: str, timeout: float, *, streamed: bool = False
     ) -> Delivery:
-        attempts = GetAttempts(timeout)
+        attempts = GetAttempts(min(timeout, MAX_TIMEOUT))
         while True:
             request = _Request(self.link, request_id, attempts.seconds_left(), streamed=streamed)
             pending = await self._answered(request)

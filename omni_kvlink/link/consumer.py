@@ -25,7 +25,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload, check_request_id
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.branch import Branch
 from omni_kvlink.payload.dtypes import tensor_views
@@ -196,6 +196,23 @@ def open_stream(
         WireError: this is not a valid payload.
     """
     return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
+
+
+def check_request_id(request_id: str) -> str:
+    """Return a valid request id.
+
+    A peer would treat another one as a protocol violation and close the connection.
+
+    Raises:
+        SchemaError: it is not a string of 1 to 1024 encodable characters.
+    """
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
+        raise SchemaError("request_id: a string of 1 to 1024 characters")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"request_id: no text: {error}") from None
+    return request_id
 
 
 class Received:

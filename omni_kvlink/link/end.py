@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.connectors.base import Connector
 from omni_kvlink.copier import Copier
-from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.errors import ClosedError
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
 
@@ -80,20 +80,3 @@ def _close_all() -> None:
     for end in list(_open_ends):
         if not end._closed and end._is_owned_here():
             end.close()  # no ResourceWarning: an atexit function of the owner may be about to
-
-
-def check_request_id(request_id: str) -> str:
-    """Return a valid request id.
-
-    A peer would treat another one as a protocol violation and close the connection.
-
-    Raises:
-        SchemaError: it is not a string of 1 to 1024 encodable characters.
-    """
-    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
-        raise SchemaError("request_id: a string of 1 to 1024 characters")
-    try:
-        request_id.encode()
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"request_id: no text: {error}") from None
-    return request_id

@@ -17,7 +17,8 @@ from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload, check_request_id
+from omni_kvlink.link.consumer import check_request_id
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.branch import DTYPES

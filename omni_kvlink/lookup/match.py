@@ -1,4 +1,4 @@
-"""`Match`: what a `select` found."""
+"""`Match`: the result of a `select`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Match:
     """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
 
     Attributes:
-        asked: tokens that were asked for.
-        tokens: how many first ones need not be computed. At least one must be, for its logits,
-            unless `hidden` is there: without it `tokens` is less than `asked`.
+        asked: number of tokens of the prompt.
+        tokens: how many of them, from the first, need not be computed. Without `hidden` it is less
+            than `asked`: at least one token must be computed, for its logits.
         data: their K and V, for an adapter's `load`; None if `tokens` is 0. Readonly.
-        hidden: `[1, dim]`, the last hidden state of the last token asked for, if all were found:
-            the forward pass can be left out.
+        hidden: `[1, dim]`, the last hidden state of the prompt's last token, if all were found: the
+            forward pass can be left out.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Match:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing need be computed."""
+        """Whether nothing has to be computed."""
         return self.hidden is not None
 
     @property
@@ -55,7 +55,7 @@ class Match:
         return [] if self.data is None else self.data.layer_blocks["value_cache"]
 
     def release(self) -> None:
-        """Let go; tensors kept elsewhere stay valid. A second call does nothing."""
+        """Release the lease; tensors kept elsewhere stay valid. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
+from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
 from omni_kvlink.link import PutStream, ReceivedStream
 from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
@@ -20,7 +20,7 @@ from omni_kvlink.testing.rig import SLACK, expect, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 RECIPE = Recipe("s", layers=3, tokens=10, dim=24)
-Ends = tuple[KVLink, KVLink]
+Ends = tuple[KVProducer, KVConsumer]
 
 
 def write(out: PutStream, *layers: int) -> None:
@@ -73,9 +73,11 @@ def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None
     producer, consumer = ends
     out = producer.stream_put(cache())
     stream = consumer.stream_get("s", timeout=5)
-    with pytest.warns(ResourceWarning, match="'s' was not ended"):
+    with pytest.warns(ResourceWarning, match="'s' was not committed"):
         del out
-    expect(TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("forgot",))
+    expect(
+        TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("never committed",)
+    )
     stream.release()
     until_freed(producer)
 

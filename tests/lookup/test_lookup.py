@@ -19,7 +19,9 @@ from prompts import ROW, assert_right, insert
 
 from omni_kvlink import (
     ClosedError,
+    KVConsumer,
     KVLink,
+    KVProducer,
     PeerLostError,
     SchemaError,
     TransferFailed,
@@ -28,7 +30,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
-from omni_kvlink.lookup.messages import HELLO, LookupHello, say
+from omni_kvlink.lookup.messages import HELLO, LookupHello, message_payload
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
@@ -43,14 +45,14 @@ class Bed:
         self.ends = contextlib.ExitStack()
         self.stores: list[PrefixStore] = []
         self.producers: list[LookupProducer] = []
-        self.links: list[KVLink] = []
+        self.links: list[KVProducer] = []
 
-    def serve(self) -> KVLink:
+    def serve(self) -> KVProducer:
         name = f"l{next(_numbers)}"
         url = self._url.format(name=name, root=self._root)
         return KVLink.serve(url, directory=self._root, quota=8 << 20)
 
-    def connect(self, link: KVLink) -> KVLink:
+    def connect(self, link: KVProducer) -> KVConsumer:
         return KVLink.connect(link.url, timeout=10.0, directory=self._root)
 
     def start(self, producers: int = 1, budget: int = 1 << 20, model: str = "m") -> LookupConsumer:
@@ -246,7 +248,7 @@ def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     answer = shm.producers[0]._answer
-    shm.producers[0]._answer = lambda asked: (time.sleep(0.2), answer(asked))  # type: ignore
+    shm.producers[0]._answer = lambda request: (time.sleep(0.2), answer(request))  # type: ignore[assignment]
     with pytest.raises(TransferTimeout):
         lookup.select(TOKENS, timeout=0.1)
     deadline = time.monotonic() + 5
@@ -260,7 +262,7 @@ def test_what_is_no_question_is_ignored(shm: Bed) -> None:
     insert(shm.stores[0], TOKENS)
     questions = lookup._link
     inbox = shm.producers[0]._inbox
-    questions.put(say(inbox, LookupHello("x", "y"))).wait(timeout=10.0)
+    questions.put(message_payload(inbox, LookupHello("x", "y"))).wait(timeout=10.0)
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert_right(match, TOKENS)
     assert shm.producers[0].stats()["ignored"] == 1
@@ -269,7 +271,7 @@ def test_what_is_no_question_is_ignored(shm: Bed) -> None:
 def test_what_is_no_greeting_is_refused(shm: Bed) -> None:
     link, questions = shm.serve(), shm.serve()
     with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
-        link.put(say(HELLO, LookupHello("x", "m")), readers=2)
+        link.put(message_payload(HELLO, LookupHello("x", "m")), readers=2)
         with pytest.raises(TransferTimeout):  # nobody listens there
             lookup.select(TOKENS, timeout=0.3)
         with pytest.raises(TransferTimeout, match="still committed"):
@@ -293,27 +295,29 @@ def test_close_wakes_who_waits(bed: Bed) -> None:
 
 
 @contextlib.contextmanager
-def victim(side: str, mine: str, theirs: str, sockets: str) -> Iterator[subprocess.Popen[str]]:
+def lookup_process(
+    side: str, mine: str, theirs: str, sockets: str
+) -> Iterator[subprocess.Popen[str]]:
     script = str(Path(__file__).with_name("killed_producer.py"))
     command = [sys.executable, script, side, mine, theirs, sockets]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdout
         assert process.stdout.readline() == "serving\n"
         try:
             yield process
         finally:
             process.kill()
-            Path(sockets, "victim.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
+            Path(sockets, "killed.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
 
 
 def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS[:10])
-    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
-        lookup.add(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+        lookup.add(KVLink.connect("shm://killed", timeout=10.0, directory=sockets))
         with lookup.select(TOKENS, timeout=10.0) as match:
             assert match.is_complete
             assert_right(match, TOKENS)
@@ -321,7 +325,7 @@ def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
         timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
         second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], asked))[1])
         with (
-            pytest.warns(RuntimeWarning, match="shm://victim is gone"),
+            pytest.warns(RuntimeWarning, match="shm://killed is gone"),
             lookup.select(asked, wait=True, timeout=20.0) as match,
         ):
             assert_right(match, asked)
@@ -330,18 +334,18 @@ def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
     with lookup.select(TOKENS, timeout=10.0) as match:  # no warning, no waiting for the dead
         assert time.monotonic() - began < 1
         assert_right(match, TOKENS)
-    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
-        lookup._sources[1]._retry = 1e-9  # as if its pause were over
+        lookup._stores[1]._retry_at = 1e-9  # as if its pause were over
         with lookup.select(TOKENS, timeout=10.0) as match:  # another life, another inbox
             assert match.is_complete
 
 
 def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: str) -> None:
     questions = shm.serve()
-    with victim("producer", "shm://victim", questions.url, sockets) as process:
-        link = KVLink.connect("shm://victim", timeout=10.0, directory=sockets)
+    with lookup_process("producer", "shm://killed", questions.url, sockets) as process:
+        link = KVLink.connect("shm://killed", timeout=10.0, directory=sockets)
         with LookupConsumer(questions, [link], model="m") as lookup:
             timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
             began = time.monotonic()
@@ -356,9 +360,9 @@ def test_a_killed_consumer_gives_everything_back_and_may_return(shm: Bed, socket
     insert(shm.stores[0], TOKENS, states=1)
     producer, url = shm.producers[0], shm.links[0].url
     for life in range(2):
-        with victim("consumer", "shm://victim", url, sockets) as process:
+        with lookup_process("consumer", "shm://killed", url, sockets) as process:
             if not life:
-                producer.listen(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+                producer.listen(KVLink.connect("shm://killed", timeout=10.0, directory=sockets))
             assert process.stdout
             assert process.stdout.readline() == "50\n"
             assert shm.links[0].stats()["transfers"]["leased"] == 1
