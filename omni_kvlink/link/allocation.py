@@ -36,7 +36,7 @@ class Allocation:
         """Whether it was put or released."""
         return self._lease is None
 
-    def take_lease(self) -> Lease:
+    def take(self) -> Lease:
         """Hand the memory to `put`, once. The caller closes `data`.
 
         Raises:
@@ -52,7 +52,7 @@ class Allocation:
     def release(self) -> None:
         """Release the memory without sending it; after `put` this does nothing."""
         if self._lease is not None:
-            self.take_lease().release()
+            self.take().release()
             self.data.close()
 
     def __repr__(self) -> str:

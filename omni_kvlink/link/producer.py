@@ -218,7 +218,7 @@ class KVProducer(LinkEnd):
             if allocation is None:
                 key, limit = plan.request_id, min(timeout, MAX_TIMEOUT)
                 return self._end.reserve(key, plan.nbytes, timeout=limit, draft=draft), None
-            lease = allocation.take_lease()
+            lease = allocation.take()
             lease.shrink(plan.nbytes)
             return lease, allocation
 

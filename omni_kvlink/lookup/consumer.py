@@ -203,7 +203,7 @@ class LookupConsumer:
     def _best(
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float
     ) -> _RemoteStore | None:
-        """The store that has most of a prompt, None if none has any; exclude those that are gone."""
+        """The store that has most of a prompt, or None; exclude those that are gone."""
         pending: dict[concurrent.futures.Future[Any], tuple[_RemoteStore, _PendingAnswer]] = {}
         best: tuple[int, _RemoteStore | None] = (0, None)
         try:
