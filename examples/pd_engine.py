@@ -179,7 +179,7 @@ def run_consumer(
                     {
                         "tokens": chosen,
                         "pieces": state.pieces,
-                        "asked": match.asked,
+                        "asked": match.requested,
                         "found": match.tokens,
                         "complete": match.is_complete,
                         "select": found - began,

@@ -184,7 +184,7 @@ class AsyncReceivedStream:
         finally:
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # retrieved here, raised by `check`
-            self.stream.forget(future)
+            self.stream.cancel_wait(future)
         self.stream.check(future, what, seconds)
 
 
@@ -231,7 +231,7 @@ class _Verification:
         except asyncio.CancelledError:
             self._cancelled = True
             if self._ended or not self._began:
-                self._received.release(unread=True)
+                self._received.release_unread()
             raise
         except BaseException:
             self._received.release()
@@ -245,4 +245,4 @@ class _Verification:
         finally:
             self._ended = True
             if self._cancelled:  # not before: its memory could be reused while it is hashed
-                self._received.release(unread=True)
+                self._received.release_unread()

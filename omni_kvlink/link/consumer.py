@@ -283,17 +283,15 @@ class Received:
         targets = into if isinstance(into, Sequence) else into.tensors()
         _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
 
-    def release(self, *, unread: bool = False) -> None:
-        """Release the payload; tensors that are kept elsewhere keep its memory.
-
-        Args:
-            unread: it was not used: deliver it to another reader.
-        """
+    def release(self) -> None:
+        """Release the payload; tensors that are kept elsewhere keep its memory."""
         self.data.close()
-        if unread:
-            self._delivery.give_back()
-        else:
-            self._delivery.drop()
+        self._delivery.drop()
+
+    def release_unread(self) -> None:
+        """Release a payload that was not used, so that another reader receives it."""
+        self.data.close()
+        self._delivery.give_back()
 
     def __enter__(self) -> Payload:
         return self.data
@@ -431,8 +429,6 @@ class ReceivedStream:
 
     def find(self, layer: int, branch: str) -> LayerKey:
         """The key of a layer; SchemaError if there is none."""
-        if not self._layers:
-            raise SchemaError(f"payload {self.delivery.key!r} has no layers: wait() for all of it")
         if not branch and self.manifest.bundle:
             raise SchemaError("which branch of the bundle? wait_for_layer(…, branch=name)")
         key = (branch or self.manifest.branches[0].name, layer)
@@ -472,8 +468,8 @@ class ReceivedStream:
         if isinstance(error, KVLinkError):
             raise self._copy_of(error, what)
 
-    def forget(self, future: Future[None]) -> None:
-        """Cancel a wait: nothing waits for this future any more."""
+    def cancel_wait(self, future: Future[None]) -> None:
+        """Cancel a wait for this future; it may be ended already."""
         if self.delivery.progress is not None:
             self.delivery.progress.forget(future)
 
@@ -510,7 +506,7 @@ class ReceivedStream:
         except FutureTimeout:
             pass  # `check` raises
         finally:
-            self.forget(future)
+            self.cancel_wait(future)
         self.check(future, what, seconds)
         spent = self.ledger.seconds.get("layers", 0.0)
         self.ledger.seconds["layers"] = spent + time.perf_counter() - started
@@ -564,6 +560,8 @@ def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorV
             raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
         if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:
             raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
+        if not memory.nbytes:
+            continue  # zero-sized tensors have no address of their own
         other = seen.setdefault((memory.device, memory.data_ptr()), spec.where())
         if other != spec.where():
             raise SchemaError(f"{spec.where()} has the same target as {other}")

@@ -291,13 +291,13 @@ class PutOperation:
         for tensor, digest in enumerate(digests, first):
             self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
 
-    def publish(self, lease: Lease, digests: Sequence[str], *, until: float = 0.0) -> Receipt:
+    def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
         """Write the header, whose digests are known now, and commit.
 
         Args:
             lease: of the payload's memory.
             digests: one for each tensor.
-            until: as for `Producer.publish`.
+            deadline: of a direct put, when to stop waiting for readers (`time.monotonic`).
         """
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
@@ -305,7 +305,7 @@ class PutOperation:
             fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=until
+                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=deadline
             )
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
@@ -341,7 +341,7 @@ class DirectPutOperation(PutOperation):
             SchemaError: the tensors cannot be sent as they lie; the text says what helps.
             TransferTimeout: not every reader received them within `timeout` seconds.
         """
-        until, plan = time.monotonic() + timeout, self.plan
+        deadline, plan = time.monotonic() + timeout, self.plan
         tensors = self._regions(views)
         with self.ledger.phase("reserve"):
             header = plan.header_nbytes
@@ -361,7 +361,7 @@ class DirectPutOperation(PutOperation):
                     new = [self._digest(plan.tensors[n], tensors[n]) for n in step]
                     self.announce(lease, step.start, new)
                     digests += new
-            return self.publish(lease, digests, until=until)
+            return self.publish(lease, digests, deadline=deadline)
 
     def _digest(self, spec: TensorSpec, tensor: Region) -> str:
         if not spec.digest:
@@ -638,10 +638,6 @@ def is_on_device(view: TensorView) -> bool:
 
 
 def _check_streamable(plan: Manifest) -> None:
-    if plan.tensors and not plan.layers():
-        raise SchemaError(
-            f"payload {plan.request_id!r} has no layers and cannot be streamed: put it"
-        )
     if not can_announce(plan):
         limit = MAX_DIGITS // 8
         raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")

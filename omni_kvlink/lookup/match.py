@@ -15,9 +15,9 @@ class Match:
     """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
 
     Attributes:
-        asked: number of tokens of the prompt.
+        requested: number of tokens of the prompt.
         tokens: how many of them, from the first, need not be computed. Without `hidden` it is less
-            than `asked`: at least one token must be computed, for its logits.
+            than `requested`: at least one token must be computed, for its logits.
         data: their K and V, for an adapter's `load`; None if `tokens` is 0. Readonly.
         hidden: `[1, dim]`, the last hidden state of the prompt's last token, if all were found: the
             forward pass can be left out.
@@ -25,12 +25,12 @@ class Match:
 
     def __init__(
         self,
-        asked: int,
+        requested: int,
         data: KVCacheTransferData | None = None,
         hidden: torch.Tensor | None = None,
         release: Callable[[], None] | None = None,
     ):
-        self.asked, self.data, self.hidden = asked, data, hidden
+        self.requested, self.data, self.hidden = requested, data, hidden
         self.tokens = 0 if data is None else data.metadata.seq_len
         self._release = release
 
@@ -41,8 +41,8 @@ class Match:
 
     @property
     def roi(self) -> torch.Tensor:
-        """Bool `[asked]`: the tokens that were found."""
-        return torch.arange(self.asked) < self.tokens
+        """Bool `[requested]`: the tokens that were found."""
+        return torch.arange(self.requested) < self.tokens
 
     @property
     def keys(self) -> list[TensorView | None]:
@@ -72,4 +72,4 @@ class Match:
             self.release()
 
     def __repr__(self) -> str:
-        return f"<Match: {self.tokens} of {self.asked} tokens{', hidden' * self.is_complete}>"
+        return f"<Match: {self.tokens} of {self.requested} tokens{', hidden' * self.is_complete}>"

@@ -189,10 +189,10 @@ class PrefixStore:
     def stats(self) -> dict[str, int]:
         """Bytes and prompts now; selects by their result, and evictions, since the start.
 
-        `tokens_asked` and `tokens_found` are sums over all selects.
+        `tokens_requested` and `tokens_found` are sums over all selects.
         """
         with self._changed:
-            names = ("complete", "partial", "missed", "evicted", "tokens_asked", "tokens_found")
+            names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
             counted = {name: self._counters[name] for name in names}
             now = {"budget": self.budget, "used": self._used, "pinned": self._pinned()}
             return {**now, "prompts": len(self._entries), **counted}
@@ -200,19 +200,19 @@ class PrefixStore:
     # The methods below are called with the lock held.
 
     def _lease(self, key: bytes) -> Match:
-        asked = count(key)
+        requested = count(key)
         found, entry, hidden = self._find(key)
-        self._counters["tokens_asked"] += asked
+        self._counters["tokens_requested"] += requested
         self._counters["tokens_found"] += found
         kind = "missed" if not found else "partial" if hidden is None else "complete"
         self._counters[kind] += 1
         if entry is None or not found:
-            return Match(asked)
+            return Match(requested)
         self._entries.move_to_end(entry.key)
         entry.pins += 1
         metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
         data = entry.data.first_tokens(found, metadata)
-        return Match(asked, data, hidden, partial(self._unpin, entry))
+        return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
         """How many tokens need not be computed, their entry, and the last hidden state."""

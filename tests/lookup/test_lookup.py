@@ -108,10 +108,10 @@ def test_complete_partial_and_missed(bed: Bed) -> None:
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert (match.tokens, match.data) == (0, None)
     insert(bed.stores[0], TOKENS, states=1)
-    for asked, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7, 7], 30), ([9], 0)):
-        with lookup.select(asked, timeout=10.0) as match:
+    for prompt, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7, 7], 30), ([9], 0)):
+        with lookup.select(prompt, timeout=10.0) as match:
             assert match.tokens == found
-            assert_right(match, asked)
+            assert_right(match, prompt)
     bed.settle()
 
 
@@ -211,10 +211,10 @@ def test_consumers_and_threads_at_once(bed: Bed) -> None:
     def work(lookup: LookupConsumer, seed: int) -> None:
         try:
             for step in range(10):
-                asked = [*range(step % 7), *range(step + seed, step + seed + 30)]
-                insert(bed.stores[step % 2], asked, states=1)
-                with lookup.select(asked, timeout=30.0) as match:
-                    assert_right(match, asked)
+                prompt = [*range(step % 7), *range(step + seed, step + seed + 30)]
+                insert(bed.stores[step % 2], prompt, states=1)
+                with lookup.select(prompt, timeout=30.0) as match:
+                    assert_right(match, prompt)
         except BaseException as error:
             errors.append(error)
 
@@ -321,14 +321,14 @@ def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
         with lookup.select(TOKENS, timeout=10.0) as match:
             assert match.is_complete
             assert_right(match, TOKENS)
-        asked = [*TOKENS, 1, 2]
+        prompt = [*TOKENS, 1, 2]
         timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
-        second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], asked))[1])
+        second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], prompt))[1])
         with (
             pytest.warns(RuntimeWarning, match="shm://killed is gone"),
-            lookup.select(asked, wait=True, timeout=20.0) as match,
+            lookup.select(prompt, wait=True, timeout=20.0) as match,
         ):
-            assert_right(match, asked)
+            assert_right(match, prompt)
         timer.join(), second.join()
     began = time.monotonic()
     with lookup.select(TOKENS, timeout=10.0) as match:  # no warning, no waiting for the dead
