@@ -28,9 +28,11 @@ def send(url: str) -> None:
 
 def receive(url: str) -> None:
     """The stage that uses it; it may start first."""
-    with KVLink.connect(url, timeout=30.0) as consumer:
-        with consumer.get("req-1", timeout=30.0) as data:  # zero-copy views
-            print(data, "sum of the last keys:", data.layer_blocks["key_cache"][-1].sum())
+    with (
+        KVLink.connect(url, timeout=30.0) as consumer,
+        consumer.get("req-1", timeout=30.0) as data,
+    ):
+        print(data, [tuple(view.shape) for view in data.tensors()])  # zero-copy views
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def main() -> None:
         receipt = producer.put(data)
         with KVLink.connect("inproc://nested", timeout=5.0) as consumer:
             with consumer.get("req-1", timeout=5.0) as received:
+                assert isinstance(received, TensorTransferData)
                 print(received["hidden"][1].shape, received["mask"]["text"], received.metadata)
             receipt.wait(timeout=5.0)
 

@@ -34,9 +34,12 @@ def send(keys: str) -> None:
 
 def receive(keys: str) -> None:
     """The reader accepts the producer with this public key, and no other."""
-    with KVLink.connect(
-        URL, timeout=30.0, keys=f"{keys}/reader.secret", peers=f"{keys}/producer.public"
-    ) as consumer, consumer.get("req-1", timeout=30.0, verify="full") as data:
+    with (
+        KVLink.connect(
+            URL, timeout=30.0, keys=f"{keys}/reader.secret", peers=f"{keys}/producer.public"
+        ) as consumer,
+        consumer.get("req-1", timeout=30.0, verify="full") as data,
+    ):
         print(data)
 
 

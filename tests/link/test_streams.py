@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,14 @@ def test_as_the_documents_say(ends: Ends) -> None:
 
 def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:
     producer, _ = ends
-    for ruin in (lambda: producer.abort("s"), producer.close):
-        out = producer.stream_put(cache())
-        ruin()
-        assert not out.__exit__(ValueError, ValueError("of the block"), None)
+    interrupts: tuple[Callable[[], None], ...] = (lambda: producer.abort("s"), producer.close)
+    for interrupt in interrupts:
+        with (  # noqa: PT012 - the block ends the stream
+            pytest.raises(ValueError, match="of the block"),
+            producer.stream_put(cache()),
+        ):
+            interrupt()
+            raise ValueError("of the block")
 
 
 def test_a_manifest_is_a_plan(ends: Ends) -> None:
@@ -88,7 +93,7 @@ def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
     found = [producer.stream_put(cache())]
 
     def collect() -> None:
-        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[union-attr]
+        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[attr-defined]
             found.clear()
 
     thread = threading.Thread(target=collect, daemon=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from killed_producer import TOKENS
@@ -37,7 +38,7 @@ _numbers = itertools.count()
 URLS = ["inproc://{name}", "shm://{name}", "zmq+ipc://{root}/{name}", "ucx://127.0.0.1:0"]
 
 
-class Bed:
+class LookupStages:
     """Producers with a store each, and consumers of them all, in this process."""
 
     def __init__(self, url: str, root: str):
@@ -80,19 +81,19 @@ class Bed:
 
 
 @pytest.fixture(params=URLS, ids=lambda url: split_url(url)[0])
-def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[Bed]:
+def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[LookupStages]:
     try:
         backend(split_url(request.param)[0])
     except UnavailableError as error:
         pytest.skip(str(error))
-    bed = Bed(request.param, sockets)
+    bed = LookupStages(request.param, sockets)
     with bed.ends:
         yield bed
 
 
 @pytest.fixture
-def shm(sockets: str) -> Iterator[Bed]:
-    bed = Bed("shm://{name}", sockets)
+def shm(sockets: str) -> Iterator[LookupStages]:
+    bed = LookupStages("shm://{name}", sockets)
     with bed.ends:
         yield bed
 
@@ -103,7 +104,7 @@ def in_a_while(call: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def test_complete_partial_and_missed(bed: Bed) -> None:
+def test_complete_partial_and_missed(bed: LookupStages) -> None:
     lookup = bed.start()
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert (match.tokens, match.data) == (0, None)
@@ -115,7 +116,7 @@ def test_complete_partial_and_missed(bed: Bed) -> None:
     bed.settle()
 
 
-def test_only_what_matches_is_moved(bed: Bed) -> None:
+def test_only_what_matches_is_moved(bed: LookupStages) -> None:
     lookup = bed.start()
     insert(bed.stores[0], range(5000))
     with lookup.select([*range(10), 0, 0], timeout=10.0) as match:
@@ -124,7 +125,7 @@ def test_only_what_matches_is_moved(bed: Bed) -> None:
     assert 10 * ROW <= bed.producers[0].stats()["nbytes"] < 40 * ROW
 
 
-def test_decode_first(bed: Bed) -> None:
+def test_decode_first(bed: LookupStages) -> None:
     """The question is there before the answer: it is woken by the insert."""
     lookup = bed.start(producers=2)
     insert(bed.stores[0], TOKENS[:5])
@@ -137,7 +138,7 @@ def test_decode_first(bed: Bed) -> None:
     timer.join()
 
 
-def test_a_failed_prefill_is_told_at_once(bed: Bed) -> None:
+def test_a_failed_prefill_is_told_at_once(bed: LookupStages) -> None:
     lookup = bed.start()
     timer = in_a_while(lambda: bed.stores[0].fail(TOKENS, "out of memory"))
     began = time.monotonic()
@@ -147,7 +148,7 @@ def test_a_failed_prefill_is_told_at_once(bed: Bed) -> None:
     timer.join()
 
 
-def test_waiting_in_vain_ends_in_time(bed: Bed) -> None:
+def test_waiting_in_vain_ends_in_time(bed: LookupStages) -> None:
     lookup = bed.start()
     began = time.monotonic()
     with pytest.raises(TransferTimeout):
@@ -158,7 +159,7 @@ def test_waiting_in_vain_ends_in_time(bed: Bed) -> None:
         assert_right(match, TOKENS)
 
 
-def test_the_longest_of_several_stores_is_taken(bed: Bed) -> None:
+def test_the_longest_of_several_stores_is_taken(bed: LookupStages) -> None:
     lookup = bed.start(producers=3)
     for store, tokens in zip(bed.stores, (10, 40, 20), strict=True):
         insert(store, TOKENS[:tokens])
@@ -169,7 +170,7 @@ def test_the_longest_of_several_stores_is_taken(bed: Bed) -> None:
     assert [producer.stats()["answered"] for producer in bed.producers] == [0, 1, 0]
 
 
-def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: Bed) -> None:
+def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: LookupStages) -> None:
     """Between the question how much there is, and the question for it."""
     lookup = shm.start(producers=2, budget=60 * ROW)
     insert(shm.stores[0], TOKENS)
@@ -187,7 +188,7 @@ def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: Bed) -> None:
         assert_right(match, TOKENS)
 
 
-def test_a_match_outlives_what_it_came_from(bed: Bed) -> None:
+def test_a_match_outlives_what_it_came_from(bed: LookupStages) -> None:
     lookup = bed.start(budget=110 * ROW)
     insert(bed.stores[0], TOKENS)
     with lookup.select(TOKENS, timeout=10.0) as match:
@@ -199,7 +200,7 @@ def test_a_match_outlives_what_it_came_from(bed: Bed) -> None:
     assert bed.stores[0].stats()["evicted"] == 9
 
 
-def test_consumers_and_threads_at_once(bed: Bed) -> None:
+def test_consumers_and_threads_at_once(bed: LookupStages) -> None:
     first = bed.start(producers=2, budget=200 * ROW)
     questions = bed.serve()
     for producer in bed.producers:
@@ -230,25 +231,30 @@ def test_consumers_and_threads_at_once(bed: Bed) -> None:
     bed.settle()
 
 
-def test_another_model_is_refused(shm: Bed) -> None:
+def test_another_model_is_refused(shm: LookupStages) -> None:
     lookup = shm.start(model="other")
     insert(shm.stores[0], TOKENS)
     with pytest.raises(SchemaError, match="K and V of 'other'; wanted 'm'"):
         lookup.select(TOKENS, timeout=10.0)
 
 
-def test_no_room_for_the_answer_is_told(shm: Bed) -> None:
+def test_no_room_for_the_answer_is_told(shm: LookupStages) -> None:
     lookup = shm.start(budget=64 << 20)
     insert(shm.stores[0], range(60000))
     with pytest.raises(TransferFailed, match=r"bytes"):
         lookup.select(range(60000), timeout=10.0)
 
 
-def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
+def test_an_answer_that_nobody_takes_expires(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     answer = shm.producers[0]._answer
-    shm.producers[0]._answer = lambda request: (time.sleep(0.2), answer(request))  # type: ignore[assignment]
+
+    def late(request: Any) -> None:
+        time.sleep(0.2)
+        answer(request)
+
+    shm.producers[0]._answer = late  # type: ignore[method-assign]
     with pytest.raises(TransferTimeout):
         lookup.select(TOKENS, timeout=0.1)
     deadline = time.monotonic() + 5
@@ -257,7 +263,7 @@ def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_no_question_is_ignored(shm: Bed) -> None:
+def test_what_is_no_question_is_ignored(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS)
     questions = lookup._link
@@ -268,7 +274,7 @@ def test_what_is_no_question_is_ignored(shm: Bed) -> None:
     assert shm.producers[0].stats()["ignored"] == 1
 
 
-def test_what_is_no_greeting_is_refused(shm: Bed) -> None:
+def test_what_is_no_greeting_is_refused(shm: LookupStages) -> None:
     link, questions = shm.serve(), shm.serve()
     with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
         link.put(message_payload(HELLO, LookupHello("x", "m")), readers=2)
@@ -278,7 +284,7 @@ def test_what_is_no_greeting_is_refused(shm: Bed) -> None:
             lookup.select(TOKENS, timeout=0.3)
 
 
-def test_close_wakes_who_waits(bed: Bed) -> None:
+def test_close_wakes_who_waits(bed: LookupStages) -> None:
     lookup = bed.start()
     timer = in_a_while(lookup.close)
     with pytest.raises(ClosedError):
@@ -288,7 +294,7 @@ def test_close_wakes_who_waits(bed: Bed) -> None:
         lookup.select(TOKENS, timeout=20.0)
     bed.producers[0].close()
     with pytest.raises(ClosedError):
-        bed.producers[0].listen(lookup._link)
+        bed.producers[0].listen(lookup._stores[0].link)
 
 
 # Other processes, which die
@@ -311,7 +317,7 @@ def lookup_process(
             Path(sockets, "killed.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
 
 
-def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
+def test_a_killed_producer_is_left_out(shm: LookupStages, sockets: str) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS[:10])
     with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
@@ -323,13 +329,15 @@ def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
             assert_right(match, TOKENS)
         prompt = [*TOKENS, 1, 2]
         timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
-        second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], prompt))[1])
+        second = threading.Timer(0.5, lambda: insert(shm.stores[0], prompt))
+        second.start()
         with (
             pytest.warns(RuntimeWarning, match="shm://killed is gone"),
             lookup.select(prompt, wait=True, timeout=20.0) as match,
         ):
             assert_right(match, prompt)
-        timer.join(), second.join()
+        timer.join()
+        second.join()
     began = time.monotonic()
     with lookup.select(TOKENS, timeout=10.0) as match:  # no warning, no waiting for the dead
         assert time.monotonic() - began < 1
@@ -342,7 +350,9 @@ def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
             assert match.is_complete
 
 
-def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: str) -> None:
+def test_the_only_producer_is_killed_while_a_consumer_waits(
+    shm: LookupStages, sockets: str
+) -> None:
     questions = shm.serve()
     with lookup_process("producer", "shm://killed", questions.url, sockets) as process:
         link = KVLink.connect("shm://killed", timeout=10.0, directory=sockets)
@@ -355,7 +365,9 @@ def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: s
             timer.join()
 
 
-def test_a_killed_consumer_gives_everything_back_and_may_return(shm: Bed, sockets: str) -> None:
+def test_a_killed_consumer_gives_everything_back_and_may_return(
+    shm: LookupStages, sockets: str
+) -> None:
     shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     producer, url = shm.producers[0], shm.links[0].url

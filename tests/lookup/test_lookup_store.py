@@ -186,19 +186,21 @@ def test_borrowed_tensors_are_the_callers_own() -> None:
     keys, values = kv(tokens)
     store.insert(tokens, None, keys, values, copy=False)
     with store.select(tokens) as match:
-        assert match.keys[0].data_ptr() == keys[0].data_ptr()
+        kept = match.keys[0]
+        assert isinstance(kept, torch.Tensor)
+        assert kept.data_ptr() == keys[0].data_ptr()
 
 
 def test_pages_of_a_pool_are_copied_out() -> None:
     store, tokens = PrefixStore(BIG), [1, 2, 3]
     keys, values = kv(tokens)
-    pages = BlockTable.of_blocks([4, 1], block_size=2, tokens=3)
+    table = BlockTable.of_blocks([4, 1], block_size=2, tokens=3)
     pools = [[torch.zeros(6, 2, *layer.shape[1:]) for layer in part] for part in (keys, values)]
-    paged = [[PagedTensor(pool, pages) for pool in part] for part in pools]
-    for places, part in zip(paged, (keys, values), strict=True):
-        for place, layer in zip(places, part, strict=True):
-            place.fill(layer)
-    store.insert(tokens, None, *paged, hidden(tokens))
+    paged = [[PagedTensor(pool, table) for pool in part] for part in pools]
+    for views, part in zip(paged, (keys, values), strict=True):
+        for view, layer in zip(views, part, strict=True):
+            view.fill(layer)
+    store.insert(tokens, None, paged[0], paged[1], hidden(tokens))
     for pool in pools[0]:
         pool.zero_()
     with store.select(tokens) as match:
