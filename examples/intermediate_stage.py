@@ -1,8 +1,8 @@
-"""Three stages: an AR stage reads, a first DiT stage sketches, a second one paints in full.
+"""Three stages: AR, a DiT stage with few denoising steps, and a DiT stage with all of them.
 
-The DiT stage in the middle paints few steps and hands the KV on that it received; the last stage
-gives the image that it would have given next to the AR stage, bit for bit. Each of the first two
-is a process of its own, with a link to the next: shared memory, then TCP.
+The DiT stage in the middle sends on the KV that it received. The last stage makes the same image,
+bit for bit, as directly after the AR stage. Each stage has a link to the next: shared memory, then
+TCP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEPLOYMENT = {
         "network": {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}},
     },
 }
-PROMPT, WISHES = "a red fox in the snow", {"height": 32, "width": 32, "seed": 7}
+PROMPT, PARAMS = "a red fox in the snow", {"height": 32, "width": 32, "seed": 7}
 
 
 def main() -> int:
@@ -46,13 +46,12 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = str(make_tiny_checkpoint(Path(scratch) / "tiny"))
-        how = {"dtype": "float32", "num_threads": 1}
-        with OmniDiffusion(checkpoint, DEPLOYMENT, **how) as omni:
-            (output,) = omni.generate(PROMPT, WISHES, timeout=60.0, on_error="return")
+        with OmniDiffusion(checkpoint, DEPLOYMENT, dtype="float32", num_threads=1) as omni:
+            (output,) = omni.generate(PROMPT, PARAMS, timeout=60.0, on_error="return")
             final = output.result()
-        read, sketch, _ = output.stages
-        print(f"AR    sent {read.kv_sent.nbytes:,} bytes, {read.kv_sent.tokens} tokens")
-        print(f"DiT 1 sketched, and sent {sketch.kv_sent.nbytes:,} bytes on")
+        first, sketch, _ = output.stages
+        print(f"AR    sent {first.kv_sent.nbytes:,} bytes, {first.kv_sent.tokens} tokens")
+        print(f"DiT 1 made a sketch, and sent {sketch.kv_sent.nbytes:,} bytes on")
         for name, image in (("sketch", sketch.result()), ("final", final)):
             from_tensor(image).save(out / f"{name}.png")
             print(f"      {out / name}.png")
@@ -62,7 +61,7 @@ def main() -> int:
 
 
 def same(checkpoint: str, image: torch.Tensor, steps: int) -> bool:
-    """Whether one process, without an engine, paints the same."""
+    """Whether a pipeline in this process makes the same image."""
     params = dataclasses.replace(DenoiseParams.for_text_to_image(), num_timesteps=steps)
     expected = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32).generate(
         PROMPT,

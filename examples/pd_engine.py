@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from omni_kvlink import KVLink, KVMetadata
+from omni_kvlink import KVConsumer, KVLink, KVMetadata, KVProducer
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, Match, PrefixStore
 
@@ -109,7 +109,8 @@ class Engine:
         """The last hidden states `[tokens, dim]`; their K and V go into the cache."""
         with torch.no_grad():
             out = self._model.model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
-        return out.last_hidden_state[0]
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
 
     def _cropped(self, cache: Any, tokens: int) -> Any:
         """Its first tokens; transformers' own `crop` is another one in each version."""
@@ -121,7 +122,8 @@ class Engine:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the last token."""
         with torch.no_grad():
-            return self._model.lm_head(hidden[None, -1:])[0, 0]
+            logits: torch.Tensor = self._model.lm_head(hidden[None, -1:])[0, 0]
+        return logits
 
 
 # The two stages. Each is a process of its own that does what it is told, line by line.
@@ -131,11 +133,11 @@ def run_producer(engine: Engine, url: str, prompts: list[list[int]], budget: int
     """Prefill prompts, and answer who asks for their beginnings."""
     store = PrefixStore(budget)
     with KVLink.serve(url) as link:
-        peers = meet(link)
+        peers = connect_peers(link)
         with LookupProducer(store, link, peers, model=engine.name) as producer:
             for job in jobs():
-                tell(prefill(engine, store, prompts[job["prompt"]], job["prompt"]))
-            tell(producer.stats())
+                report(prefill(engine, store, prompts[job["prompt"]], job["prompt"]))
+            report(producer.stats())
 
 
 def prefill(engine: Engine, store: PrefixStore, prompt: list[int], number: int) -> dict[str, Any]:
@@ -146,8 +148,8 @@ def prefill(engine: Engine, store: PrefixStore, prompt: list[int], number: int) 
             store.insert(
                 prompt,
                 None,
-                layers["key_cache"],
-                layers["value_cache"],
+                [key for key in layers["key_cache"] if key is not None],
+                [value for value in layers["value_cache"] if value is not None],
                 state.hidden,
                 extra={"pieces": [list(piece) for piece in state.pieces]},
                 copy=False,  # a DynamicCache never writes to tensors that it made
@@ -163,7 +165,7 @@ def run_consumer(
 ) -> None:
     """Look prompts up, compute what is missing, and decode."""
     with KVLink.serve(url) as link:
-        peers = meet(link)
+        peers = connect_peers(link)
         with LookupConsumer(link, peers, model=engine.name, verify="full") as lookup:
             for job in jobs():
                 number = job["prompt"]
@@ -175,11 +177,11 @@ def run_consumer(
                     ready = time.perf_counter()
                     chosen, logits = engine.write(state, steps)
                 save_file({"logits": logits}, scratch / f"{number}.safetensors")
-                tell(
+                report(
                     {
                         "tokens": chosen,
                         "pieces": state.pieces,
-                        "asked": match.asked,
+                        "asked": match.requested,
                         "found": match.tokens,
                         "complete": match.is_complete,
                         "select": found - began,
@@ -188,9 +190,9 @@ def run_consumer(
                 )
 
 
-def meet(link: KVLink) -> list[KVLink]:
-    """Say where this stage serves, hear where the others do, and connect to them."""
-    tell({"url": link.url})
+def connect_peers(link: KVProducer) -> list[KVConsumer]:
+    """Report this stage's URL, read those of its peers, and connect to them."""
+    report({"url": link.url})
     return [KVLink.connect(url, timeout=60.0) for url in json.loads(sys.stdin.readline())]
 
 
@@ -198,6 +200,6 @@ def jobs() -> Any:
     return map(json.loads, sys.stdin)
 
 
-def tell(facts: dict[str, Any]) -> None:
+def report(facts: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A stream in two processes: the reader uses the first layer while the last is being computed.
+"""A stream between two processes: layers are used while later ones are computed.
 
 python examples/streaming.py
 """
@@ -11,32 +11,32 @@ import time
 
 import torch
 
-from omni_kvlink import KVCacheTransferData, KVLink, ReceivedLayer
+from omni_kvlink import KVCacheTransferData, KVLink, KVProducer, ReceivedLayer
 
 LAYERS, TOKENS, HEADS, DIM = 8, 512, 4, 64
 COMPUTE = 0.03
-"""Seconds that a layer takes."""
+"""Seconds to compute a layer."""
 Times = list[tuple[float, float]]
 
 
-def read(url: str, told: multiprocessing.connection.Connection) -> None:
-    """Take each layer as it comes."""
+def read(url: str, pipe: multiprocessing.connection.Connection) -> None:
+    """Use each layer once it has arrived."""
     with KVLink.connect(url, timeout=20.0) as link:
-        told.send("ready")
-        told.send([use(layer) for layer in link.stream_get("req-1", timeout=20.0)])
+        pipe.send("ready")
+        pipe.send([use(layer) for layer in link.stream_get("req-1", timeout=20.0)])
 
 
 def use(layer: ReceivedLayer) -> tuple[float, float]:
-    """When it was there, and when done with; on return its memory may go back."""
-    there = time.monotonic()
+    """When the layer arrived, and when its use ended."""
+    arrived = time.monotonic()
     if not bool((layer.key == layer.index).all()):
         raise AssertionError(f"these are not the bytes of {layer}")
     time.sleep(COMPUTE / 2)
-    return there, time.monotonic()
+    return arrived, time.monotonic()
 
 
-def write(link: KVLink) -> Times:
-    """A dummy transformer: a layer is computed, and is on its way."""
+def write(link: KVProducer) -> Times:
+    """A dummy transformer: each layer is sent once it is computed."""
     plan = KVCacheTransferData.blank(
         "req-1",
         row=(HEADS, DIM),
@@ -51,21 +51,21 @@ def write(link: KVLink) -> Times:
             keys = torch.full((TOKENS, HEADS, DIM), layer, dtype=torch.bfloat16)
             out.write_layer(layer, keys, -keys)
             times.append((began, time.monotonic()))
-    out.receipt.wait(timeout=20.0)
+    out.commit().wait(timeout=20.0)  # committed by the block: this returns its receipt
     return times
 
 
 def show(written: Times, used: Times) -> None:
-    """█ is computed and written, ▒ is used by the other process; a character is 5 ms."""
+    """Draw █ where a layer is computed and written, ▒ where it is used; a character is 5 ms."""
     zero = written[0][0]
     for layer, spans in enumerate(zip(written, used, strict=True)):
         line = ""
         for (start, stop), mark in zip(spans, "█▒", strict=True):
             line = line.ljust(round((start - zero) / 0.005)) + mark * round((stop - start) / 0.005)
-        at, there = (1e3 * (moment - zero) for moment in (spans[0][1], spans[1][0]))
-        print(f"layer {layer}: written at {at:6.1f} ms, there at {there:6.1f} ms  {line}")
+        at, arrived = (1e3 * (moment - zero) for moment in (spans[0][1], spans[1][0]))
+        print(f"layer {layer}: written at {at:6.1f} ms, there at {arrived:6.1f} ms  {line}")
     early = 1e3 * (written[-1][1] - used[0][0])
-    print(f"layer 0 was there {early:.0f} ms before the last layer was written")
+    print(f"layer 0 arrived {early:.0f} ms before the last layer was written")
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
     reader = spawn.Process(target=read, args=(url, theirs))
     with KVLink.serve(url) as link:
         reader.start()
-        theirs.close()  # then a reader that dies is heard of
+        theirs.close()  # so that recv() raises EOFError if the reader dies
         assert mine.recv() == "ready"
         written = write(link)
         show(written, mine.recv())

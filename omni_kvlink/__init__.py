@@ -1,7 +1,9 @@
-"""omni_kvlink: KV caches from one engine stage to the next, bit-exact, with one copy.
+"""omni_kvlink: transfers KV caches from one engine stage to the next, bit-exact, with one copy.
 
 Importing this imports no connector and has no side effect.
 """
+
+from typing import TYPE_CHECKING, NoReturn
 
 from omni_kvlink._version import __version__ as __version__
 from omni_kvlink.connectors.base import Receipt as Receipt
@@ -22,12 +24,18 @@ from omni_kvlink.errors import UnavailableError as UnavailableError
 from omni_kvlink.errors import VersionError as VersionError
 from omni_kvlink.errors import WireError as WireError
 from omni_kvlink.link import Allocation as Allocation
+from omni_kvlink.link import KVConsumer as KVConsumer
 from omni_kvlink.link import KVLink as KVLink
+from omni_kvlink.link import KVProducer as KVProducer
+from omni_kvlink.link import LinkOptions as LinkOptions
+from omni_kvlink.link import Payload as Payload
 from omni_kvlink.link import PutStream as PutStream
 from omni_kvlink.link import Received as Received
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream
+from omni_kvlink.link import Verify as Verify
 from omni_kvlink.payload.branch import Shard as Shard
+from omni_kvlink.payload.bundle import BundleBranch as BundleBranch
 from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
@@ -37,3 +45,31 @@ from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed
 from omni_kvlink.payload.pools import split_stacked as split_stacked
 from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData
+from omni_kvlink.payload.views import TensorView as TensorView
+
+_REMOVED = {
+    "Paged": "PagedTensor",
+    "Pages": "BlockTable",
+    "arena": "lowlevel",
+    "branch": "Shard",
+    "bundle": "KVCacheBundle",
+    "files": "KVCacheTransferData.save",
+    "header": "lowlevel.Manifest",
+    "ledger": "Ledger",
+    "metadata": "KVMetadata",
+    "paged": "PagedTensor",
+    "places": "TensorView",
+    "pools": "split_packed",
+    "schema": "KVCacheTransferData",
+    "tensors": "lowlevel",
+    "wire": "lowlevel.Manifest",
+}
+"""Public names of 0.1 and their replacements; they raise for one release."""
+
+if not TYPE_CHECKING:  # a type checker reports names that do not exist by itself
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in _REMOVED:
+            # Not AttributeError, whose text `from omni_kvlink import name` would replace.
+            raise ImportError(f"omni_kvlink.{name} was removed: use omni_kvlink.{_REMOVED[name]}")
+        raise AttributeError(f"module 'omni_kvlink' has no attribute {name!r}")

@@ -1,26 +1,26 @@
-"""The whole error family: each error is named by what the caller can do about it.
+"""All errors of the library, named by what the caller can do.
 
-Every error is a `KVLinkError` and, where one fits, also the builtin an ordinary `except` expects.
-Extra facts are attributes, so that a caller never has to parse a message.
+Each is a `KVLinkError` and, where one fits, also the builtin error that an ordinary `except` names.
+Further facts are attributes, so that no caller has to parse a message.
 """
 
 from __future__ import annotations
 
 
 class KVLinkError(Exception):
-    """Base of every error that omni_kvlink raises on purpose."""
+    """Base of all errors that omni_kvlink raises on purpose."""
 
 
 class SchemaError(KVLinkError, ValueError):
-    """The caller's tensors or cache do not fit: the text names layer, K or V, got and wanted."""
+    """The caller's tensors or arguments are not valid; names layer, K or V, got and wanted."""
 
 
 class WireError(KVLinkError, ValueError):
-    """Bad bytes from a peer or a file; nothing of them was used."""
+    """A peer or a file sent invalid bytes; none of them was used."""
 
 
 class VersionError(WireError):
-    """The peer or file speaks another major version; both versions are named."""
+    """The peer or file is of another major version; names both versions."""
 
 
 class IntegrityError(WireError):
@@ -28,20 +28,20 @@ class IntegrityError(WireError):
 
 
 class ConnectorError(KVLinkError):
-    """A transfer could not be made."""
+    """A connection or a transfer failed."""
 
 
 class UnavailableError(ConnectorError, ImportError):
-    """This connector cannot run here: why, and the command or setting that cures it."""
+    """A connector cannot run here; names the reason, and the command or setting that cures it."""
 
 
 class TransferTimeout(ConnectorError, TimeoutError):
     """The deadline passed.
 
     Attributes:
-        key: the payload asked for.
+        key: request id of the payload.
         waited: seconds.
-        phase: how far the transfer had come, in words.
+        phase: how far the transfer had come, such as "never announced".
     """
 
     def __init__(self, message: str, *, key: str = "", waited: float = 0.0, phase: str = ""):
@@ -50,11 +50,11 @@ class TransferTimeout(ConnectorError, TimeoutError):
 
 
 class TransferFailed(ConnectorError):
-    """The other side said that this transfer failed, or its time to live ran out.
+    """The other side failed or aborted this transfer, or its time to live ran out.
 
     Attributes:
-        key: the payload concerned.
-        reason: the other side's words.
+        key: request id of the payload.
+        reason: as the other side gave it.
     """
 
     def __init__(self, message: str, *, key: str = "", reason: str = ""):
@@ -63,15 +63,15 @@ class TransferFailed(ConnectorError):
 
 
 class PeerLostError(ConnectorError, ConnectionError):
-    """The peer died or closed the connection; its payloads are gone."""
+    """The peer died or closed the connection; its payloads are lost."""
 
 
 class CapacityError(ConnectorError, MemoryError):
-    """No room for the payload.
+    """Not enough memory for the payload.
 
     Attributes:
-        asked: bytes wanted.
-        free: bytes that were free, the largest that could be had.
+        asked: bytes requested.
+        free: the largest number of bytes that could be allocated.
     """
 
     def __init__(self, message: str, *, asked: int = 0, free: int = 0):
@@ -80,16 +80,16 @@ class CapacityError(ConnectorError, MemoryError):
 
 
 class DuplicateKeyError(ConnectorError):
-    """A live payload has this key; another payload is never overwritten."""
+    """A live payload has this request id; it was not overwritten."""
 
 
 class ClosedError(KVLinkError):
-    """The link, lease or payload was closed, released or moved away before this use."""
+    """The link, lease or payload was closed or released before this call."""
 
 
 class BusyError(KVLinkError):
-    """Somebody else holds this name or resource."""
+    """Another process uses this name or resource."""
 
 
 class NativeError(KVLinkError, RuntimeError):
-    """The compiled library reported an error; its own text is quoted."""
+    """The compiled library reported an error; quotes its text."""

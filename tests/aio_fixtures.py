@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.aio import AsyncKVConsumer, AsyncKVLink, AsyncKVProducer
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.testing.caches import Recipe
 
 _numbers = itertools.count()
 THREE = Recipe("s", layers=3)
-Ends = tuple[AsyncKVLink, AsyncKVLink]
-Test = Callable[[AsyncKVLink, AsyncKVLink], Awaitable[None]]
+Ends = tuple[AsyncKVProducer, AsyncKVConsumer]
+Test = Callable[[AsyncKVProducer, AsyncKVConsumer], Awaitable[None]]
 
 
 @pytest.fixture(params=["inproc", "shm"])
@@ -46,7 +46,7 @@ def run(request: pytest.FixtureRequest, sockets: str) -> Callable[[Test], None]:
     return run
 
 
-async def waiting(producer: AsyncKVLink, number: int) -> None:
+async def waiting(producer: AsyncKVProducer, number: int) -> None:
     """Until so many gets wait at the producer."""
     deadline = time.monotonic() + 5
     while producer.stats()["transfers"]["waiting"] != number:
@@ -54,7 +54,7 @@ async def waiting(producer: AsyncKVLink, number: int) -> None:
         await asyncio.sleep(0.002)
 
 
-async def freed(producer: AsyncKVLink) -> None:
+async def freed(producer: AsyncKVProducer) -> None:
     """Until no byte of the producer's memory is taken."""
     deadline = time.monotonic() + 5
     while producer.stats()["memory"]["used"]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from aio_fixtures import run as run
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVConsumer, KVLink, KVProducer
 
 _numbers = itertools.count()
 _failed = pytest.StashKey[bool]()
@@ -57,7 +57,7 @@ def sockets(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=["inproc", "shm", "sealed"])
-def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
     """A producer and a consumer, over each connector and mode."""
     scheme = "inproc" if request.param == "inproc" else "shm"
     url = f"{scheme}://link-{next(_numbers)}"

@@ -41,16 +41,16 @@ def insert(store: PrefixStore, tokens: Sequence[int], *, states: int = 0) -> Non
     store.insert(list(tokens), None, keys, values, last)
 
 
-def assert_right(match: Match, asked: Sequence[int]) -> None:
+def assert_right(match: Match, prompt: Sequence[int]) -> None:
     """What was found is what these tokens make, bit for bit, and the hidden state is the last's."""
-    assert match.asked == len(asked)
+    assert match.requested == len(prompt)
     assert int(match.roi.sum()) == match.tokens
-    keys, values = kv(asked[: match.tokens]) if match.tokens else ([], [])
+    keys, values = kv(prompt[: match.tokens]) if match.tokens else ([], [])
     for found, made in ((match.keys, keys), (match.values, values)):
         assert len(found) == len(made)
         for mine, theirs in zip(found, made, strict=True):
             assert mine is not None
             assert torch.equal(dense(mine), theirs)
-    assert match.is_complete == (match.tokens == len(asked))
+    assert match.is_complete == (match.tokens == len(prompt))
     if match.hidden is not None:
-        assert torch.equal(match.hidden, hidden(asked)[-1:])
+        assert torch.equal(match.hidden, hidden(prompt)[-1:])

@@ -1,4 +1,4 @@
-"""Prefill and decode apart: K and V found again by the tokens that they begin with."""
+"""Prefill and decode in separate processes: K and V are found by the tokens of a prompt."""
 
 from omni_kvlink.lookup.consumer import LookupConsumer as LookupConsumer
 from omni_kvlink.lookup.match import Match as Match

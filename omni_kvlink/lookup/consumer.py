@@ -1,4 +1,4 @@
-"""`LookupConsumer`: asks producers for the longest prefix of a prompt, over any link."""
+"""`LookupConsumer`: requests the longest prefix of a prompt from producers, over any link."""
 
 from __future__ import annotations
 
@@ -14,109 +14,124 @@ import torch
 
 from omni_kvlink.connectors.base import PendingGet, Receipt
 from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
-from omni_kvlink.link import FOREVER, KVLink, Received, Verify, check_verify
-from omni_kvlink.lookup import messages as words
+from omni_kvlink.link import (
+    MAX_TIMEOUT,
+    KVConsumer,
+    KVProducer,
+    Received,
+    Verify,
+    begin_get,
+    check_verify,
+    open_delivery,
+)
+from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
 
-PATIENCE, PAUSE = 0.1, 5.0
-"""Seconds that a select waits for a producer that was lost, and how often at most."""
+RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
+"""Seconds that a select waits for a lost producer, and how often at most it tries again."""
 
 
-class _Asked(NamedTuple):
-    """A question on its way; wants count their timeouts from `since`."""
+class _PendingAnswer(NamedTuple):
+    """A question that was sent; the timeout of the get counts from `started`."""
 
-    want: PendingGet
-    since: float
+    get: PendingGet
+    started: float
 
 
-class _Source:
-    """One producer: the link that its answers come by, and how questions reach it."""
+class _RemoteStore:
+    """One producer: the link that its answers come by, and the link that questions go by."""
 
-    def __init__(self, link: KVLink, questions: KVLink, model: str):
+    def __init__(self, link: KVConsumer, questions: KVProducer, model: str):
         self.link = link
-        self._retry = 0.0
+        self._retry_at = 0.0
         self._questions, self._model = questions, model
         self._lock = threading.Lock()
-        self._life = -1
+        self._session = -1
         self._inbox = ""
-        self._last: Receipt | None = None
+        self._last_question: Receipt | None = None
 
-    def ask(self, question: words.Question, prompt: bytes, deadline: float) -> _Asked:
-        """Put a question where the producer listens.
+    def send(self, question: messages.Question, prompt: bytes, deadline: float) -> _PendingAnswer:
+        """Send a question to the producer.
 
         Raises:
-            PeerLostError: it is gone.
+            PeerLostError: the producer is gone.
         """
-        if time.monotonic() < self._retry:
+        if time.monotonic() < self._retry_at:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
-        patience = min(PATIENCE, deadline - time.monotonic())
-        want = self.link.begin_get(question.answer, timeout=patience)
-        since = time.monotonic()
+        timeout = min(RECONNECT_TIMEOUT, deadline - time.monotonic())
+        get = begin_get(self.link, question.answer, timeout=timeout)
+        started = time.monotonic()
         try:
             with self._lock:
-                self._greet(deadline)
-                if self._last is not None:  # the producer takes one question after the other
-                    self._last.wait(timeout=deadline - time.monotonic())
-                asked = words.ask(self._inbox, question, prompt)
-                self._last = self._questions.put(asked, ttl=FOREVER)
+                self._read_hello(deadline)
+                if self._last_question is not None:  # one at a time: they share the inbox's key
+                    self._last_question.wait(timeout=deadline - time.monotonic())
+                payload = messages.question_payload(self._inbox, question, prompt)
+                self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT)
         except BaseException:
-            want.cancel()
+            get.cancel()
             raise
-        self._retry = 0.0
-        return _Asked(want, since)
+        self._retry_at = 0.0
+        return _PendingAnswer(get, started)
 
-    def lose(self) -> bool:
-        """It is gone, and not asked for a while; whether that is news."""
-        is_news, self._retry = not self._retry, time.monotonic() + PAUSE
-        return is_news
+    def mark_lost(self) -> bool:
+        """Leave the producer out for some seconds; whether it was there before."""
+        is_new, self._retry_at = not self._retry_at, time.monotonic() + RETRY_INTERVAL
+        return is_new
 
-    def open(self, asked: _Asked, deadline: float, verify: Verify) -> Received:
-        """The answer, when it is there."""
+    def receive(self, answer: _PendingAnswer, deadline: float, verify: Verify) -> Received:
+        """Wait for an answer."""
         started = time.perf_counter()
-        delivery = asked.want.wait(timeout=deadline - asked.since)
-        return self.link.open_delivery(delivery, started=started, verify=verify)
+        delivery = answer.get.wait(timeout=deadline - answer.started)
+        return open_delivery(self.link, delivery, started=started, verify=verify)
 
-    def _greet(self, deadline: float) -> None:
-        """Once in each life of the producer: where it listens, and whether it is of our model."""
-        life = self.link.stats()["sessions"]
-        if life == self._life:
+    def _read_hello(self, deadline: float) -> None:
+        """Learn the producer's inbox, and check its model; once for each connection."""
+        session = self.link.stats()["sessions"]
+        if session == self._session:
             return
-        with self.link.get(words.HELLO, timeout=deadline - time.monotonic()) as data:
-            hello = words.hear(data, words.LookupHello)
+        with self.link.get(messages.HELLO, timeout=deadline - time.monotonic()) as data:
+            hello = messages.read_message(data, messages.LookupHello)
         if hello.model != self._model:
             raise SchemaError(
                 f"{self.link.url} has K and V of {hello.model!r}; wanted {self._model!r}"
             )
         if self._inbox not in ("", hello.inbox):
-            self._questions.fail(self._inbox, "whoever listened there is gone")
-            self._last = None
-        self._life, self._inbox = life, hello.inbox
+            self._questions.fail(self._inbox, "the producer that read this inbox is gone")
+            self._last_question = None
+        self._session, self._inbox = session, hello.inbox
 
 
 class LookupConsumer:
     """`select` from the stores of other processes; thread-safe; a context manager, closing links.
 
-    Several producers are asked at once how much they have, and the best one for the bytes. One that
-    is gone is left out, with a warning; if no other is left, its error is raised.
+    Of several producers, each is first asked for the number of tokens that it has, and the best one
+    for the bytes. A producer that is gone is left out, with a warning; if no other is left, its
+    error is raised.
 
     Args:
         link: served here; questions go by it.
         producers: connected to the links that the producers serve; answers come by them.
-        model: as the producers were told; another one is refused.
-        verify: "full" checks every byte of an answer against its digest; see `KVLink.get`.
+        model: as the producers were given; another one is refused.
+        verify: "full" checks every byte of an answer against its digest; see `KVConsumer.get`.
     """
 
     def __init__(
-        self, link: KVLink, producers: Iterable[KVLink], *, model: str, verify: Verify = "auto"
+        self,
+        link: KVProducer,
+        producers: Iterable[KVConsumer],
+        *,
+        model: str,
+        verify: Verify = "auto",
     ):
         check_verify(verify)
         self._link, self._model, self._verify = link, model, verify
-        self._sources = [_Source(producer, link, model) for producer in producers]
+        self._stores = [_RemoteStore(producer, link, model) for producer in producers]
 
-    def add(self, producer: KVLink) -> None:
-        """Ask one producer more: a link connected to the one that it serves."""
-        self._sources.append(_Source(producer, self._link, self._model))
+    def add(self, producer: KVConsumer) -> None:
+        """Add a producer: the consumer's end of the link that it serves."""
+        self._stores.append(_RemoteStore(producer, self._link, self._model))
 
     def select(
         self,
@@ -128,40 +143,42 @@ class LookupConsumer:
     ) -> Match:
         """The longest prefix that any producer has; an empty match if none has any.
 
-        The match's tensors are readonly views of the link's memory, as those of `KVLink.get`.
+        The match's tensors are readonly views of the link's memory, as those of `KVConsumer.get`.
 
         Args:
-            tokens, roi: as for `PrefixStore.select`.
-            wait: until a producer has all tokens asked for: decode before prefill.
+            tokens: as for `PrefixStore.select`.
+            roi: as for `PrefixStore.select`.
+            wait: block until a producer has all tokens: decode before prefill.
             timeout: seconds for all of it.
 
         Raises:
-            TransferTimeout: a producer did not answer, or with `wait` none has it.
-            TransferFailed: a producer said why it cannot, or that it will not come.
+            TransferTimeout: a producer did not answer, or with `wait` none has all tokens.
+            TransferFailed: a producer reported why it cannot answer, or that a prefill failed.
             PeerLostError: every producer is gone.
             SchemaError: a producer is of another model.
         """
-        prompt, deadline = encode(tokens, roi), time.monotonic() + min(timeout, FOREVER)
-        sources = list(self._sources)
-        if not sources:
+        prompt, deadline = encode(tokens, roi), time.monotonic() + min(timeout, MAX_TIMEOUT)
+        stores = list(self._stores)
+        if not stores:
             raise SchemaError("no producer to ask: add(link)")
         while True:
-            source = self._best(sources, prompt, wait, deadline) if len(sources) > 1 else sources[0]
-            if source is None:
+            store = self._best(stores, prompt, wait, deadline) if len(stores) > 1 else stores[0]
+            if store is None:
                 return Match(count(prompt))
             try:
-                return self._fetch(source, prompt, wait, deadline)
+                return self._fetch(store, prompt, wait, deadline)
             except PeerLostError as error:
-                self._leave_out(source, sources, error)
+                self._exclude(store, stores, error)
 
     def stats(self) -> dict[str, Any]:
         """Of each producer's link, by its URL."""
-        return {source.link.url: source.link.stats() for source in self._sources}
+        return {store.link.url: store.link.stats() for store in self._stores}
 
     def close(self) -> None:
-        """Close all links; who waits in `select` gets ClosedError."""
-        for link in (*(source.link for source in self._sources), self._link):
-            link.close()
+        """Close all links; a waiting `select` raises ClosedError."""
+        for store in self._stores:
+            store.link.close()
+        self._link.close()
 
     def __enter__(self) -> LookupConsumer:
         return self
@@ -169,12 +186,12 @@ class LookupConsumer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fetch(self, source: _Source, prompt: bytes, wait: bool, deadline: float) -> Match:
-        """K and V from one producer; what it had may be less by now, and is right all the same."""
-        asked = source.ask(_question(deadline, wait=wait), prompt, deadline)
-        received = source.open(asked, deadline, self._verify)
+    def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: float) -> Match:
+        """K and V from one producer; fewer tokens than it reported if some were evicted since."""
+        answer = store.send(_question(deadline, wait=wait), prompt, deadline)
+        received = store.receive(answer, deadline, self._verify)
         try:
-            data, hidden = words.match_of(received.data, count(prompt))
+            data, hidden = messages.read_answer(received.data, count(prompt))
         except BaseException:
             received.release()
             raise
@@ -184,66 +201,63 @@ class LookupConsumer:
         return Match(count(prompt), data, hidden, received.release)
 
     def _best(
-        self, sources: list[_Source], prompt: bytes, wait: bool, deadline: float
-    ) -> _Source | None:
-        """Who has most of a prompt, None if nobody has any; those that are gone are left out."""
-        asked: dict[concurrent.futures.Future[Any], tuple[_Source, _Asked]] = {}
-        best: tuple[int, _Source | None] = (0, None)
+        self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float
+    ) -> _RemoteStore | None:
+        """The store that has most of a prompt, or None; exclude those that are gone."""
+        pending: dict[concurrent.futures.Future[Any], tuple[_RemoteStore, _PendingAnswer]] = {}
+        best: tuple[int, _RemoteStore | None] = (0, None)
         try:
-            for source in list(sources):
+            for store in list(stores):
                 try:
                     question = _question(deadline, wait=wait, probe=True)
-                    one = source.ask(question, prompt, deadline)
-                    asked[one.want.future] = source, one
-                except PeerLostError as error:
-                    self._leave_out(source, sources, error)
-            while asked and best[0] < count(prompt) and not (wait and best[1]):
-                for future in _first(asked, deadline):
-                    source, one = asked.pop(future)
+                    answer = store.send(question, prompt, deadline)
+                    pending[answer.get.future] = store, answer
+                except PeerLostError as error:  # noqa: PERF203 - of each store
+                    self._exclude(store, stores, error)
+            while pending and best[0] < count(prompt) and not (wait and best[1]):
+                for future in _first_done(pending, deadline):
+                    store, answer = pending.pop(future)
                     try:
-                        with source.open(one, deadline, "auto") as data:
-                            found = words.hear(data, words.Found).tokens
+                        with store.receive(answer, deadline, "auto") as data:
+                            found = messages.read_message(data, messages.Found).tokens
                     except PeerLostError as error:
-                        self._leave_out(source, sources, error)
+                        self._exclude(store, stores, error)
                     else:
-                        best = max(best, (found, source), key=lambda pair: pair[0])
+                        best = max(best, (found, store), key=lambda pair: pair[0])
         finally:
-            for _, one in asked.values():
-                one.want.cancel()
+            for _, answer in pending.values():
+                answer.get.cancel()
         return best[1]
 
-    def _leave_out(self, source: _Source, sources: list[_Source], error: KVLinkError) -> None:
-        """Go on with the others.
-
-        Raises:
-            PeerLostError: there is no other.
-        """
-        if source.lose():
+    def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> None:
+        """Remove a store from those of this `select`; raise the error if it is the last one."""
+        if store.mark_lost():
             warnings.warn(
-                f"{source.link.url} is gone, its prefixes are computed again until it is back: "
+                f"{store.link.url} is gone, its prefixes are computed again until it is back: "
                 f"{error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        sources.remove(source)
-        if not sources:
+        stores.remove(store)
+        if not stores:
             raise error
 
 
-def _question(deadline: float, *, wait: bool, probe: bool = False) -> words.Question:
+def _question(deadline: float, *, wait: bool, probe: bool = False) -> messages.Question:
     left = max(0.0, deadline - time.monotonic())
-    return words.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe)
+    return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe)
 
 
-def _first(
-    asked: dict[concurrent.futures.Future[Any], tuple[_Source, _Asked]], deadline: float
+def _first_done(
+    pending: dict[concurrent.futures.Future[Any], tuple[_RemoteStore, _PendingAnswer]],
+    deadline: float,
 ) -> set[concurrent.futures.Future[Any]]:
-    """The questions that were answered first."""
+    """Wait for the next answers; TransferTimeout if there are none by the deadline."""
     left = max(0.0, deadline - time.monotonic())
     done, _ = concurrent.futures.wait(
-        asked, timeout=left, return_when=concurrent.futures.FIRST_COMPLETED
+        pending, timeout=left, return_when=concurrent.futures.FIRST_COMPLETED
     )
     if not done:
-        silent = ", ".join(source.link.url for source, _ in asked.values())
-        raise TransferTimeout(f"no answer from {silent}", phase="asked")
+        silent = ", ".join(store.link.url for store, _ in pending.values())
+        raise TransferTimeout(f"no answer from {silent}", phase="requested")
     return done

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: which of many token sequences begins most like another."""
+"""`PrefixIndex`: finds the token sequence with the longest common prefix."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from omni_kvlink.lookup.tokens import common
 
 
 class PrefixIndex:
-    """Encoded token sequences in their order.
+    """Encoded token sequences in sorted order.
 
-    What has most in common with a sequence is a neighbour of the place where it would stand.
+    The sequence with the longest common prefix is a neighbour of the insertion point.
     """
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
 
     def add(self, key: bytes) -> None:
-        """A sequence that is not there yet."""
+        """Add a sequence that is not in the index."""
         self._keys.insert(bisect_left(self._keys, key), key)
 
     def remove(self, key: bytes) -> None:
-        """A sequence that is there."""
+        """Remove a sequence that is in the index."""
         del self._keys[bisect_left(self._keys, key)]
 
     def longest(self, key: bytes) -> tuple[int, bytes]:
-        """How many first tokens are alike, and in which sequence; of several the exact one first.
+        """The length of the longest common prefix, and a sequence that has it.
 
-        Returns (0, b"") if none begins with the same token.
+        A sequence equal to `key` comes before a longer one. (0, b"") if none has the first token.
         """
         at = bisect_left(self._keys, key)
         best = (0, b"")
         for other in self._keys[at : at + 1] + self._keys[max(0, at - 1) : at]:
-            alike = common(key, other)
-            if alike > best[0]:
-                best = (alike, other)
+            shared = common(key, other)
+            if shared > best[0]:
+                best = (shared, other)
         return best
 
     def __len__(self) -> int:

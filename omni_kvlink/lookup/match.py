@@ -1,4 +1,4 @@
-"""`Match`: what a `select` found."""
+"""`Match`: the result of a `select`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class Match:
     """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
 
     Attributes:
-        asked: tokens that were asked for.
-        tokens: how many first ones need not be computed. At least one must be, for its logits,
-            unless `hidden` is there: without it `tokens` is less than `asked`.
+        requested: number of tokens of the prompt.
+        tokens: how many of them, from the first, need not be computed. Without `hidden` it is less
+            than `requested`: at least one token must be computed, for its logits.
         data: their K and V, for an adapter's `load`; None if `tokens` is 0. Readonly.
-        hidden: `[1, dim]`, the last hidden state of the last token asked for, if all were found:
-            the forward pass can be left out.
+        hidden: `[1, dim]`, the last hidden state of the prompt's last token, if all were found: the
+            forward pass can be left out.
     """
 
     def __init__(
         self,
-        asked: int,
+        requested: int,
         data: KVCacheTransferData | None = None,
         hidden: torch.Tensor | None = None,
         release: Callable[[], None] | None = None,
     ):
-        self.asked, self.data, self.hidden = asked, data, hidden
+        self.requested, self.data, self.hidden = requested, data, hidden
         self.tokens = 0 if data is None else data.metadata.seq_len
         self._release = release
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing need be computed."""
+        """Whether nothing has to be computed."""
         return self.hidden is not None
 
     @property
     def roi(self) -> torch.Tensor:
-        """Bool `[asked]`: the tokens that were found."""
-        return torch.arange(self.asked) < self.tokens
+        """Bool `[requested]`: the tokens that were found."""
+        return torch.arange(self.requested) < self.tokens
 
     @property
     def keys(self) -> list[TensorView | None]:
@@ -55,7 +55,7 @@ class Match:
         return [] if self.data is None else self.data.layer_blocks["value_cache"]
 
     def release(self) -> None:
-        """Let go; tensors kept elsewhere stay valid. A second call does nothing."""
+        """Release the lease; tensors kept elsewhere stay valid. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -72,4 +72,4 @@ class Match:
             self.release()
 
     def __repr__(self) -> str:
-        return f"<Match: {self.tokens} of {self.asked} tokens{', hidden' * self.is_complete}>"
+        return f"<Match: {self.tokens} of {self.requested} tokens{', hidden' * self.is_complete}>"

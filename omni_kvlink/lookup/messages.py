@@ -1,8 +1,8 @@
-"""What the two sides of a lookup say to each other; each word is a payload of a link.
+"""The messages of a lookup; each is a payload of a link.
 
-A producer's `LookupHello` lies in its own link for every consumer. A `Question` lies in the
-consumer's link under the name that the hello gave; its answer comes by the producer's link,
-under the name that the question gave.
+A producer puts its `LookupHello` into its own link, for every consumer. A consumer puts a
+`Question` into its own link, under the key that the hello names; the answer comes by the producer's
+link, under the key that the question names.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LookupHello(msgspec.Struct, frozen=True):
-    """Who produces: `inbox` is the key of questions to this one, `model` what made its K and V."""
+    """A producer's introduction.
+
+    Args:
+        inbox: the key of questions to it.
+        model: what made its K and V.
+    """
 
     inbox: str
     model: str
 
 
 class Question(msgspec.Struct, frozen=True):
-    """`select` from afar.
+    """A `select` of another process.
 
     Args:
-        answer: the key that the answer shall have.
-        timeout: seconds for which somebody waits for it.
-        wait: no answer before all tokens are there.
-        probe: how many tokens, without their K and V.
+        answer: the key of the answer.
+        timeout: seconds for which the consumer waits for it.
+        wait: answer only once all tokens are in the store.
+        probe: answer with the number of tokens, without their K and V.
     """
 
     answer: str
@@ -55,43 +60,23 @@ class Found(msgspec.Struct, frozen=True):
     tokens: int
 
 
-def say(key: str, word: msgspec.Struct) -> KVCacheTransferData:
-    """A word without bytes."""
-    return KVCacheTransferData(key, {"key_cache": [None], "value_cache": [None]}, (), _with(word))
+def message_payload(key: str, message: msgspec.Struct) -> KVCacheTransferData:
+    """A message without tensors."""
+    metadata = _metadata(message)
+    return KVCacheTransferData(key, {"key_cache": [None], "value_cache": [None]}, (), metadata)
 
 
-def ask(key: str, question: Question, prompt: bytes) -> KVCacheTransferData:
-    """A question, and the encoded tokens it is about."""
+def question_payload(key: str, question: Question, prompt: bytes) -> KVCacheTransferData:
+    """A question, and the encoded tokens that it is about."""
     tokens = torch.tensor(list(prompt), dtype=torch.uint8).view(-1, SIZE)
-    metadata = _with(question, tokens=count(prompt), layout="ND")
+    metadata = _metadata(question, tokens=count(prompt), layout="ND")
     return KVCacheTransferData(key, {"latent_cache": [tokens]}, (), metadata)
 
 
-def hear(data: Payload, kind: type[T]) -> T:
-    """The word that a payload is.
-
-    Raises:
-        SchemaError: it is another one.
-    """
-    try:
-        extra = data.metadata.extra if isinstance(data, KVCacheTransferData) else {}
-        return msgspec.convert(extra, kind)
-    except msgspec.ValidationError as error:
-        raise SchemaError(f"payload {data.request_id!r} is no {kind.__name__}: {error}") from None
-
-
-def prompt_of(data: Payload) -> bytes:
-    """The encoded tokens of a question."""
-    tokens = data.tensors()[0] if data.tensors() else None
-    if not isinstance(tokens, torch.Tensor) or tokens.shape[1:] != (SIZE,):
-        raise SchemaError(f"payload {data.request_id!r} has no tokens")
-    return bytes(tokens.view(torch.uint8).flatten().tolist())
-
-
-def answer(key: str, match: Match) -> KVCacheBundle:
-    """A match on its way; borrows its tensors."""
+def answer_payload(key: str, match: Match) -> KVCacheBundle:
+    """A match to be sent; it shares the match's tensors."""
     if match.data is None:
-        return KVCacheBundle(key, {KV: say(key, Found(0))})
+        return KVCacheBundle(key, {KV: message_payload(key, Found(0))})
     own = match.data
     branches = {KV: KVCacheTransferData(key, own.layer_blocks, (), own.metadata)}
     if match.hidden is not None:
@@ -101,11 +86,34 @@ def answer(key: str, match: Match) -> KVCacheBundle:
     return KVCacheBundle(key, branches)
 
 
-def match_of(data: Payload, asked: int) -> tuple[KVCacheTransferData | None, torch.Tensor | None]:
-    """K, V and hidden state of an answer.
+def read_message(data: Payload, kind: type[T]) -> T:
+    """The message in a payload.
 
     Raises:
-        SchemaError: it cannot be the answer to a question about `asked` tokens.
+        SchemaError: it is not of this kind.
+    """
+    try:
+        extra = data.metadata.extra if isinstance(data, KVCacheTransferData) else {}
+        return msgspec.convert(extra, kind)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"payload {data.request_id!r} is no {kind.__name__}: {error}") from None
+
+
+def read_prompt(data: Payload) -> bytes:
+    """The encoded tokens of a question; SchemaError if there are none."""
+    tokens = data.tensors()[0] if data.tensors() else None
+    if not isinstance(tokens, torch.Tensor) or tokens.shape[1:] != (SIZE,):
+        raise SchemaError(f"payload {data.request_id!r} has no tokens")
+    return bytes(tokens.view(torch.uint8).flatten().tolist())
+
+
+def read_answer(
+    data: Payload, requested: int
+) -> tuple[KVCacheTransferData | None, torch.Tensor | None]:
+    """K and V, and the hidden state, of an answer.
+
+    Raises:
+        SchemaError: it cannot be the answer to a question about `requested` tokens.
     """
     branches = data.branches if isinstance(data, KVCacheBundle) else {}
     kv, hidden = branches.get(KV), branches.get(HIDDEN)
@@ -113,11 +121,11 @@ def match_of(data: Payload, asked: int) -> tuple[KVCacheTransferData | None, tor
         raise SchemaError(f"payload {data.request_id!r} is no answer")
     state = hidden.tensors()[0] if isinstance(hidden, KVCacheTransferData) else None
     found = kv.metadata.seq_len
-    if found > asked or (found == asked) != isinstance(state, torch.Tensor):
-        raise SchemaError(f"{found} tokens for a question about {asked}, hidden: {hidden!r}")
+    if found > requested or (found == requested) != isinstance(state, torch.Tensor):
+        raise SchemaError(f"{found} tokens for a question about {requested}, hidden: {hidden!r}")
     return None if kv.is_empty else kv, state if isinstance(state, torch.Tensor) else None
 
 
-def _with(word: msgspec.Struct, tokens: int = 0, layout: str = "NHD") -> KVMetadata:
-    extra: dict[str, Any] = msgspec.to_builtins(word)
+def _metadata(message: msgspec.Struct, tokens: int = 0, layout: str = "NHD") -> KVMetadata:
+    extra: dict[str, Any] = msgspec.to_builtins(message)
     return KVMetadata((tokens,), (tokens,), 1, layout=layout, extra=extra)

@@ -18,21 +18,21 @@ from omni_kvlink.errors import (
     PeerLostError,
     SchemaError,
 )
-from omni_kvlink.link import FOREVER, KVLink, Received
-from omni_kvlink.lookup import messages as words
+from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer
+from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.store import PrefixStore
 
-EVERYBODY = 2**31 - 1
-"""Readers of a payload that stays."""
+UNLIMITED_READERS = 2**31 - 1
+"""Readers of the hello, which stays for as long as the link."""
 
 TTL = 5.0
-"""Seconds of an answer: who asked waits for it already, or will never take it."""
+"""Seconds that an answer is kept: its consumer waits for it already, or has given the call up."""
 
 
-class _Asked(NamedTuple):
-    """A question that came, until `expires` on the monotonic clock."""
+class _Request(NamedTuple):
+    """A question that arrived, until `expires` on the monotonic clock."""
 
-    question: words.Question
+    question: messages.Question
     prompt: bytes
     expires: float
 
@@ -40,36 +40,42 @@ class _Asked(NamedTuple):
 class LookupProducer:
     """Lets other processes select from a store; a context manager that closes its links.
 
-    One thread listens to each consumer, one answers; all of them sleep until something comes. An
+    One thread listens to each consumer, one answers; all of them sleep until something arrives. An
     answer is copied once, from the store into the link's memory, and only the tokens that match.
 
     Args:
-        store: filled by whoever prefills; K and V stay in it until they are evicted.
+        store: filled by the prefill; K and V stay in it until they are evicted.
         link: served here; answers go by it.
         consumers: connected to the links that the consumers serve; their questions come by them.
         model: names what made the K and V: weights, dtype, and all else that decides their bytes.
     """
 
     def __init__(
-        self, store: PrefixStore, link: KVLink, consumers: Iterable[KVLink] = (), *, model: str
+        self,
+        store: PrefixStore,
+        link: KVProducer,
+        consumers: Iterable[KVConsumer] = (),
+        *,
+        model: str,
     ):
         self._store, self._link = store, link
         self._inbox = f"lookup/{uuid.uuid4().hex}"
-        self._todo: SimpleQueue[_Asked | None] = SimpleQueue()
-        self._pending: list[_Asked] = []
-        self._consumers: list[KVLink] = []
+        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
+        self._waiting: list[_Request] = []
+        self._consumers: list[KVConsumer] = []
         self._closed = False
         self.answered, self.nbytes, self.ignored = 0, 0, 0
-        hello = words.LookupHello(self._inbox, model)
-        link.put(words.say(words.HELLO, hello), readers=EVERYBODY, ttl=FOREVER)
+        hello = messages.LookupHello(self._inbox, model)
+        payload = messages.message_payload(messages.HELLO, hello)
+        link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         self._threads[0].start()
-        store.watch(self._look_again)
+        store.watch(self._on_change)
         for consumer in consumers:
             self.listen(consumer)
 
-    def listen(self, consumer: KVLink) -> None:
-        """Answer one consumer more: a link connected to the one that it serves."""
+    def listen(self, consumer: KVConsumer) -> None:
+        """Answer the questions that come by this link, which a consumer serves."""
         if self._closed:
             raise ClosedError("this LookupProducer is closed")
         self._consumers.append(consumer)
@@ -77,19 +83,20 @@ class LookupProducer:
         self._threads[-1].start()
 
     def stats(self) -> dict[str, int]:
-        """The store's numbers; `answered` questions, the bytes sent, `ignored` words."""
+        """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
         own = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
         return {**self._store.stats(), **own}
 
     def close(self) -> None:
-        """Close all links; who waits for an answer gets PeerLostError."""
+        """Close all links; a consumer that waits for an answer raises PeerLostError."""
         if self._closed:
             return
         self._closed = True
-        self._store.unwatch(self._look_again)
-        for link in (*self._consumers, self._link):
-            link.close()
-        self._todo.put(None)
+        self._store.unwatch(self._on_change)
+        for consumer in self._consumers:
+            consumer.close()
+        self._link.close()
+        self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -99,22 +106,26 @@ class LookupProducer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _look_again(self) -> None:
-        """Something was inserted: it may be what a question waits for."""
-        self._todo.put(_AGAIN)
+    def _on_change(self) -> None:
+        """Look at the waiting questions again: the store has changed."""
+        self._queue.put(_RECHECK)
 
-    def _listen(self, consumer: KVLink) -> None:
-        """Take every question of one consumer, over all its lives."""
+    def _listen(self, consumer: KVConsumer) -> None:
+        """Receive every question of one consumer, also after it was restarted."""
         while not self._closed:
             try:
-                self._hear(consumer.get(self._inbox, timeout=FOREVER, verify="full"))
-            except ClosedError:
+                with consumer.get(self._inbox, timeout=MAX_TIMEOUT, verify="full") as data:
+                    question = messages.read_message(data, messages.Question)
+                    prompt = messages.read_prompt(data)
+                expires = time.monotonic() + min(question.timeout, MAX_TIMEOUT)
+                self._queue.put(_Request(question, prompt, expires))
+            except ClosedError:  # noqa: PERF203 - a `get` waits in between
                 return
             except PeerLostError:
                 continue  # the next `get` waits until it is back
             except SchemaError:
                 self.ignored += 1
-            except KVLinkError as error:  # asked again at once, it would be the same
+            except KVLinkError as error:  # a retry would end alike at once
                 warnings.warn(
                     f"questions by {consumer.url} are not answered any more: {error}",
                     RuntimeWarning,
@@ -122,44 +133,39 @@ class LookupProducer:
                 )
                 return
 
-    def _hear(self, received: Received) -> None:
-        with received as data:
-            question, prompt = words.hear(data, words.Question), words.prompt_of(data)
-        expires = time.monotonic() + min(question.timeout, FOREVER)
-        self._todo.put(_Asked(question, prompt, expires))
-
     def _answer_all(self) -> None:
-        while (asked := self._todo.get()) is not None:
-            again, self._pending = self._pending, []
-            for one in again if asked is _AGAIN else (*again, asked):
-                if one.expires > time.monotonic():
-                    self._try(one)
+        while (request := self._queue.get()) is not None:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting if request is _RECHECK else (*waiting, request):
+                if each.expires > time.monotonic():
+                    self._try_answer(each)
 
-    def _try(self, asked: _Asked) -> None:
-        """Answer a question, or keep it; a failure is told to who asked."""
-        key = asked.question.answer
+    def _try_answer(self, request: _Request) -> None:
+        """Answer a question, or keep it waiting; a failure is reported to the consumer."""
+        key = request.question.answer
         try:
-            if asked.question.wait and not self._store.covers(asked.prompt):
-                self._pending.append(asked)
+            if request.question.wait and not self._store.covers(request.prompt):
+                self._waiting.append(request)
                 return
-            self._answer(asked)
+            self._answer(request)
         except (DuplicateKeyError, ClosedError):
             self.ignored += 1
         except KVLinkError as error:
             with contextlib.suppress(ClosedError):
                 self._link.fail(key, str(error))
 
-    def _answer(self, asked: _Asked) -> None:
-        key = asked.question.answer
-        if asked.question.probe:
-            found = words.say(key, words.Found(self._store.longest(asked.prompt)))
-            self._link.put(found, ttl=TTL, timeout=0.0)
+    def _answer(self, request: _Request) -> None:
+        key = request.question.answer
+        if request.question.probe:
+            found = messages.Found(self._store.longest(request.prompt))
+            self._link.put(messages.message_payload(key, found), ttl=TTL, timeout=0.0)
             return
-        with self._store.lease(asked.prompt) as match:
-            receipt = self._link.put(words.answer(key, match), ttl=TTL, timeout=0.0)
+        with self._store.lease(request.prompt) as match:
+            payload = messages.answer_payload(key, match)
+            receipt = self._link.put(payload, ttl=TTL, timeout=0.0)
         self.answered += 1
         self.nbytes += receipt.ledger.nbytes
 
 
-_AGAIN = _Asked(words.Question("", 0.0), b"", 0.0)
-"""Not a question: those that were kept shall be looked at again."""
+_RECHECK = _Request(messages.Question("", 0.0), b"", 0.0)
+"""Not a question: look at the waiting ones again."""

@@ -43,8 +43,8 @@ class _Entry:
 class PrefixStore:
     """A buffer of K and V by token prefix; thread-safe.
 
-    The least recently used prompts make room for new ones; what somebody has on lease stays. It is
-    for text alone: the position of a token is its number.
+    The least recently used prompts are evicted for new ones, except those on lease. For text alone:
+    the position of a token is its index.
 
     Args:
         budget: bytes that K, V and hidden states may take together.
@@ -71,33 +71,33 @@ class PrefixStore:
         extra: Mapping[str, Any] | None = None,
         copy: bool = True,
     ) -> None:
-        """Keep the K and V of a prompt, and wake who waits for it.
+        """Store the K and V of a prompt, and wake the calls that wait for it.
 
-        If a prompt that begins with it is here already, that one is kept, and counts as used.
+        If the store holds a prompt that begins with it, that one is kept, and counts as used.
 
         Args:
             tokens: ids of the prompt.
-            roi: bool `[tokens]`, which of them are meant: the first ones; None for all.
+            roi: bool `[tokens]`, which of them are stored: the first ones; None for all.
             keys: `[tokens, kv_heads, head_dim]` of each layer, for the tokens that roi marks.
             values: the same of V.
             hidden: `[n, dim]`, the last hidden states of the last n tokens; with it, the forward
                 pass of the same prompt can be left out.
             extra: travels with the match's metadata, as JSON values.
-            copy: False if nobody will write to these tensors any more; they are then borrowed.
+            copy: False if these tensors are not written to any more; the store then keeps them.
 
         Raises:
             SchemaError: the tensors do not fit the tokens, or what the store holds already.
-            CapacityError: no room, with what is on lease.
+            CapacityError: not enough memory beside the prompts on lease.
         """
         key = encode(tokens, roi)
         data = _data(count(key), keys, values, extra)
         _check_hidden(hidden, count(key))
-        nbytes = sum(place.nbytes for place in data.tensors())
+        nbytes = sum(view.nbytes for view in data.tensors())
         nbytes += 0 if hidden is None else hidden.nbytes
         with self._changed:
             self._check_alike(data)
             if not self._has(key, hidden):
-                self._make_room(nbytes)
+                self._evict_for(nbytes)
                 if copy:
                     data, hidden = _copied(data), None if hidden is None else hidden.clone()
                 self._add(_Entry(key, data, hidden, nbytes))
@@ -115,15 +115,17 @@ class PrefixStore:
         wait: bool = False,
         timeout: float = 0.0,
     ) -> Match:
-        """The longest prefix that is here; an empty match if there is none.
+        """The longest prefix in the store; an empty match if there is none.
 
         Args:
-            wait: until the K and V of all tokens asked for are here: decode before prefill.
+            tokens: ids of the prompt.
+            roi: bool `[tokens]`, which of them are wanted: the first ones; None for all.
+            wait: block until the K and V of all tokens are here: decode before prefill.
             timeout: seconds to wait.
 
         Raises:
-            TransferFailed: `fail` said that they will not come.
-            TransferTimeout: they did not come.
+            TransferFailed: `fail` was called for this prompt.
+            TransferTimeout: not all tokens were inserted in time.
         """
         key = encode(tokens, roi)
         deadline = time.monotonic() + timeout
@@ -139,7 +141,7 @@ class PrefixStore:
             return self._lease(key)
 
     def fail(self, tokens: TokenIds, reason: str) -> None:
-        """The K and V of this prompt will not come: who waits for them is told, now or later."""
+        """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
         key = encode(tokens, None)
         with self._changed:
             self._failures[key] = reason
@@ -156,10 +158,10 @@ class PrefixStore:
             return self._find(key)[0]
 
     def covers(self, key: bytes) -> bool:
-        """Whether all of an encoded prompt is here.
+        """Whether all of an encoded prompt is in the store.
 
         Raises:
-            TransferFailed: it will not come.
+            TransferFailed: `fail` was called for it.
         """
         with self._changed:
             if self._index.longest(key)[0] == count(key):
@@ -180,39 +182,40 @@ class PrefixStore:
             self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Stop calling this."""
         with self._changed:
             self._watchers.remove(watcher)
 
     def stats(self) -> dict[str, int]:
-        """Bytes and prompts now; complete, partial and missed selects, evictions since the start.
+        """Bytes and prompts now; selects by their result, and evictions, since the start.
 
-        `tokens_asked` and `tokens_found` are those of all selects.
+        `tokens_requested` and `tokens_found` are sums over all selects.
         """
         with self._changed:
-            names = ("complete", "partial", "missed", "evicted", "tokens_asked", "tokens_found")
+            names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
             counted = {name: self._counters[name] for name in names}
             now = {"budget": self.budget, "used": self._used, "pinned": self._pinned()}
             return {**now, "prompts": len(self._entries), **counted}
 
-    # The rest is called under the lock
+    # The methods below are called with the lock held.
 
     def _lease(self, key: bytes) -> Match:
-        asked = count(key)
+        requested = count(key)
         found, entry, hidden = self._find(key)
-        self._counters["tokens_asked"] += asked
+        self._counters["tokens_requested"] += requested
         self._counters["tokens_found"] += found
         kind = "missed" if not found else "partial" if hidden is None else "complete"
         self._counters[kind] += 1
         if entry is None or not found:
-            return Match(asked)
+            return Match(requested)
         self._entries.move_to_end(entry.key)
         entry.pins += 1
         metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
         data = entry.data.first_tokens(found, metadata)
-        return Match(asked, data, hidden, partial(self._unpin, entry))
+        return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
-        """Tokens that need not be computed, where they are, and the hidden state of the last."""
+        """How many tokens need not be computed, their entry, and the last hidden state."""
         found, other = self._index.longest(key)
         if not found:
             return 0, None, None
@@ -227,7 +230,7 @@ class PrefixStore:
             entry.pins -= 1
 
     def _has(self, key: bytes, hidden: torch.Tensor | None) -> bool:
-        """Whether an entry says all that a new one would; it counts as used."""
+        """Whether an entry holds all that a new one would; it then counts as used."""
         found, other = self._index.longest(key)
         if found < count(key) or (
             hidden is not None and self._entries[other].hidden_of(found) is None
@@ -237,24 +240,24 @@ class PrefixStore:
         return True
 
     def _check_alike(self, data: KVCacheTransferData) -> None:
-        """All entries are of one model, as far as shapes say."""
+        """Raise SchemaError if layers, shapes or dtype differ from those of the other entries."""
         entry = next(iter(self._entries.values()), None)
         if entry is None:
             return
-        mine, theirs = (
+        new, stored = (
             (cache.metadata.num_layers, tuple(cache.tensors()[0].shape[1:]), cache.metadata.dtype)
             for cache in (data, entry.data)
         )
-        if mine != theirs:
+        if new != stored:
             raise SchemaError(
-                f"{mine[0]} layers of {mine[2]} [tokens, *{mine[1]}]; "
-                f"the store holds {theirs[0]} layers of {theirs[2]} [tokens, *{theirs[1]}]"
+                f"{new[0]} layers of {new[2]} [tokens, *{new[1]}]; "
+                f"the store holds {stored[0]} layers of {stored[2]} [tokens, *{stored[1]}]"
             )
 
     def _pinned(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values() if entry.pins)
 
-    def _make_room(self, nbytes: int) -> None:
+    def _evict_for(self, nbytes: int) -> None:
         free = self.budget - self._pinned()
         if nbytes > free:
             raise CapacityError(
@@ -263,19 +266,19 @@ class PrefixStore:
                 free=free,
             )
         while self._used + nbytes > self.budget:
-            self._drop(next(entry for entry in self._entries.values() if not entry.pins))
+            self._remove(next(entry for entry in self._entries.values() if not entry.pins))
             self._counters["evicted"] += 1
 
     def _add(self, entry: _Entry) -> None:
-        twin = self._entries.get(entry.key)  # it had fewer hidden states
-        if twin is not None:
-            entry.pins += twin.pins
-            self._drop(twin)
+        replaced = self._entries.get(entry.key)  # it has fewer hidden states
+        if replaced is not None:
+            entry.pins += replaced.pins
+            self._remove(replaced)
         self._entries[entry.key] = entry
         self._index.add(entry.key)
         self._used += entry.nbytes
 
-    def _drop(self, entry: _Entry) -> None:
+    def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.key]
         self._index.remove(entry.key)
         self._used -= entry.nbytes
@@ -302,7 +305,7 @@ def _check_hidden(hidden: torch.Tensor | None, tokens: int) -> None:
 
 
 def _copied(data: KVCacheTransferData) -> KVCacheTransferData:
-    """The same in memory of its own."""
+    """The same cache in new memory."""
     blocks = {
         name: [
             layer.dense()

@@ -1,4 +1,4 @@
-"""Token sequences as bytes: four a token, big-endian, so that their order is the tokens' order."""
+"""Token sequences as bytes: four for each token, big-endian, which sort as the tokens do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 4
 
 
 def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
-    """The tokens that `roi` marks.
+    """Encode the tokens that `roi` marks.
 
     Args:
         tokens: ids, one dimension, each from 0 to 2**32 - 1.
@@ -24,7 +24,7 @@ def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
             a token depend on every token before it.
 
     Raises:
-        SchemaError: no such tokens, or none is marked.
+        SchemaError: the tokens or the roi are not valid, or none is marked.
     """
     plain = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
     array = np.asarray(plain)
@@ -37,15 +37,15 @@ def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
 
 
 def count(key: bytes) -> int:
-    """Tokens of an encoded sequence."""
+    """The number of tokens in an encoded sequence."""
     return len(key) // SIZE
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Tokens that two encoded sequences begin with alike."""
+    """The number of tokens in the longest common prefix of two encoded sequences."""
     size = min(len(a), len(b)) // SIZE
-    mine, theirs = (np.frombuffer(key, np.uint32, size) for key in (a, b))
-    differ = np.flatnonzero(mine != theirs)
+    first, second = (np.frombuffer(key, np.uint32, size) for key in (a, b))
+    differ = np.flatnonzero(first != second)
     return int(differ[0]) if differ.size else size
 
 

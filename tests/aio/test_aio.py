@@ -11,14 +11,14 @@ import pytest
 from aio_fixtures import Test, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 from omni_kvlink.testing.caches import Recipe, fingerprint
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_round_trip(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         data = Recipe("k", bundle=True).make()
         receipt = await producer.put(data)
         with await consumer.get("k", timeout=5, verify="full") as found:
@@ -31,7 +31,7 @@ def test_round_trip(run: Callable[[Test], None]) -> None:
 
 
 def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         gets = [asyncio.ensure_future(consumer.get(f"k{n}", timeout=20)) for n in range(100)]
         await waiting(producer, 100)
         assert threading.active_count() < 20
@@ -46,7 +46,7 @@ def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
 
 
 def test_the_event_loop_goes_on(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         get = asyncio.ensure_future(consumer.get("k", timeout=1))
         longest, last = 0.0, time.monotonic()
         while not get.done():
@@ -60,7 +60,7 @@ def test_the_event_loop_goes_on(run: Callable[[Test], None]) -> None:
 
 
 def test_timeout(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match="never announced"):
             await consumer.get("k", timeout=0.2)
@@ -71,7 +71,7 @@ def test_timeout(run: Callable[[Test], None]) -> None:
 
 
 def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         get = asyncio.ensure_future(consumer.get("k", timeout=20))
         await waiting(producer, 1)
         get.cancel()
@@ -89,7 +89,7 @@ def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
 def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> None:
     """Whatever the cancellation meets (the asking, the waiting, the answer), nothing is kept."""
 
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         for turn in range(60):
             key = f"k{turn}"
             get = asyncio.ensure_future(consumer.get(key, timeout=20))
@@ -114,7 +114,7 @@ def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> N
 
 
 def test_wait_for_gives_up_cleanly(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(consumer.get("k", timeout=20), 0.1)
         await waiting(producer, 0)
@@ -123,7 +123,7 @@ def test_wait_for_gives_up_cleanly(run: Callable[[Test], None]) -> None:
 
 
 def test_failures_arrive(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         first = asyncio.ensure_future(consumer.get("a", timeout=20))
         second = asyncio.ensure_future(consumer.get("b", timeout=20))
         third = asyncio.ensure_future(consumer.get("c", timeout=20))
@@ -142,7 +142,7 @@ def test_failures_arrive(run: Callable[[Test], None]) -> None:
 
 
 def test_close_wakes_a_get(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         get = asyncio.ensure_future(consumer.get("k", timeout=20))
         await waiting(producer, 1)
         await consumer.close()
@@ -155,9 +155,9 @@ def test_close_wakes_a_get(run: Callable[[Test], None]) -> None:
 def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> None:
     """More gets than the pool has threads: each one's deadline holds all the same."""
 
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         await producer.close()
-        while consumer.stats()["connected"]:
+        while consumer.stats()["connected"]:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
         started = time.monotonic()
         gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(60)]
@@ -169,7 +169,7 @@ def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> No
 
 
 def test_many_readers_of_one_key(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         gets = [asyncio.ensure_future(consumer.get("k", timeout=20)) for _ in range(30)]
         await waiting(producer, 30)
         receipt = await producer.put(Recipe("k").make(), readers=30)

@@ -11,8 +11,8 @@ import pytest
 from aio_fixtures import THREE, Gate, Test, entered, freed
 
 from omni_kvlink import IntegrityError, TransferFailed
-from omni_kvlink.aio import AsyncKVLink
-from omni_kvlink.aio.link import _Verifying
+from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
+from omni_kvlink.aio.consumer import _Verification
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.scatter_checks import FlippingCopier
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         gate = consumer.link._copier = Gate()
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
@@ -37,7 +37,7 @@ def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> No
 def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
     """The payload goes to another reader, when the hashing is over."""
 
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         gate = consumer.link._copier = Gate()
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
@@ -55,7 +55,7 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
 
 
 def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         spoiler = producer.link._copier = FlippingCopier()
         spoiler.flip = "kv.2.value"
         receipt = await producer.put(THREE.make())
@@ -71,19 +71,19 @@ def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
 def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None:
     """All threads are busy: the payload goes back at once, and is not hashed afterwards."""
 
-    async def test(producer: AsyncKVLink, consumer: AsyncKVLink) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         receipt = await producer.put(THREE.make())
         received = await consumer.get("s", timeout=5)
         busy = threading.Event()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait, 10))
-        verifying = asyncio.ensure_future(_Verifying(received).done())
+        verifying = asyncio.ensure_future(_Verification(received).run())
         for _ in range(3):
             await asyncio.sleep(0)
         verifying.cancel()
         with pytest.raises(asyncio.CancelledError):
             await verifying
-        while producer.stats()["transfers"]["redelivered"] != 1:
+        while producer.stats()["transfers"]["redelivered"] != 1:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
         busy.set()
         assert await blocked

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from omni_kvlink import KVLink, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import GatherHandle, TorchCopier
-from omni_kvlink.link import PutStream, put_stream
-from omni_kvlink.link import put_operation as sending
+from omni_kvlink.link import PutStream
+from omni_kvlink.link import producer as producer_module
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import TensorView
@@ -45,9 +45,9 @@ class Late(TorchCopier):
 
 
 @pytest.fixture
-def late(ends: tuple[KVLink, KVLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def late(ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     copier = Late()
-    monkeypatch.setattr(put_stream, "is_on_device", lambda place: True)
+    monkeypatch.setattr(producer_module, "is_on_device", lambda place: True)
     monkeypatch.setattr(ends[0], "_copier", copier)
     yield copier
     copier.go.set()
@@ -58,7 +58,9 @@ def write(out: PutStream) -> None:
         out.write_layer(layer, *places)
 
 
-def test_the_writer_goes_on_and_readers_wait(ends: tuple[KVLink, KVLink], late: Late) -> None:
+def test_the_writer_goes_on_and_readers_wait(
+    ends: tuple[KVProducer, KVConsumer], late: Late
+) -> None:
     producer, consumer = ends
     with producer.stream_put(RECIPE.make()) as out:
         write(out)  # returns, though nothing has landed
@@ -72,7 +74,9 @@ def test_the_writer_goes_on_and_readers_wait(ends: tuple[KVLink, KVLink], late: 
     assert out.ledger.copies == 1
 
 
-def test_a_landing_that_fails_ends_the_stream(ends: tuple[KVLink, KVLink], late: Late) -> None:
+def test_a_landing_that_fails_ends_the_stream(
+    ends: tuple[KVProducer, KVConsumer], late: Late
+) -> None:
     producer, consumer = ends
     late.error = OSError("the device is gone")
     out = producer.stream_put(RECIPE.make())
@@ -85,7 +89,9 @@ def test_a_landing_that_fails_ends_the_stream(ends: tuple[KVLink, KVLink], late:
     until_freed(producer)
 
 
-def test_memory_waits_for_what_is_under_way(ends: tuple[KVLink, KVLink], late: Late) -> None:
+def test_memory_waits_for_what_is_under_way(
+    ends: tuple[KVProducer, KVConsumer], late: Late
+) -> None:
     """A stream that fails gives its memory back only when nothing is written to it any more."""
     producer, _ = ends
     out = producer.stream_put(RECIPE.make())
@@ -100,23 +106,23 @@ def test_memory_waits_for_what_is_under_way(ends: tuple[KVLink, KVLink], late: L
 
 
 def test_an_error_of_an_earlier_layer_stops_the_writer(
-    ends: tuple[KVLink, KVLink], late: Late
+    ends: tuple[KVProducer, KVConsumer], late: Late
 ) -> None:
     producer, _ = ends
     late.go.set()
     out = producer.stream_put(RECIPE.make())
     places = layers_of(RECIPE.make())
     out.write_layer(0, *places["kv", 0])
-    out._landings._under_way[0].result(20)
+    out._queue._pending[0].result(20)
     producer.abort("s")
     out.write_layer(1, *places["kv", 1])
-    assert out._landings._under_way[-1].exception(20) is not None
+    assert out._queue._pending[-1].exception(20) is not None
     expect(TransferFailed, lambda: out.write_layer(2, *places["kv", 2]))
     out.fail("ended")
 
 
 def test_a_forgotten_stream_waits_for_what_is_under_way(
-    ends: tuple[KVLink, KVLink], late: Late
+    ends: tuple[KVProducer, KVConsumer], late: Late
 ) -> None:
     producer, _ = ends
     forgetting = threading.Thread(target=_forget, args=(producer,))
@@ -128,25 +134,25 @@ def test_a_forgotten_stream_waits_for_what_is_under_way(
     until_freed(producer)
 
 
-def _forget(producer: KVLink) -> None:
+def _forget(producer: KVProducer) -> None:
     out = producer.stream_put(RECIPE.make())
     write(out)
-    with pytest.warns(ResourceWarning, match="not ended"):
+    with pytest.warns(ResourceWarning, match="not committed"):
         del out
 
 
 def test_announcements_fit_into_messages(
-    ends: tuple[KVLink, KVLink], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large layer K and V are announced one by one; a larger tensor is refused at once."""
     producer, consumer = ends
-    monkeypatch.setattr(sending, "MAX_DIGITS", 8)
+    monkeypatch.setattr(producer_module, "MAX_DIGITS", 8)
     with producer.stream_put(RECIPE.make()) as out:
         write(out)
         stream = consumer.stream_get("s", timeout=5)
         assert [layer.index for layer in stream] == [0, 1, 2]
     stream.release()
-    monkeypatch.setattr(sending, "MAX_DIGITS", 7)
+    monkeypatch.setattr(producer_module, "MAX_DIGITS", 7)
     with pytest.raises(SchemaError, match="cannot be streamed"):
         producer.stream_put(Recipe("other", layers=3, tokens=10, dim=24).make())
     until_freed(producer)

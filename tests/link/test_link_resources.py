@@ -16,7 +16,15 @@ import psutil
 import pytest
 import torch
 
-from omni_kvlink import CapacityError, KVCacheTransferData, KVLink, KVMetadata, TransferFailed
+from omni_kvlink import (
+    CapacityError,
+    KVCacheTransferData,
+    KVConsumer,
+    KVLink,
+    KVMetadata,
+    KVProducer,
+    TransferFailed,
+)
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_freed
 
@@ -38,7 +46,7 @@ def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
         assert producer.stats()["memory"]["used"] == 0
 
 
-def _put_without_digests(producer: KVLink, data: KVCacheTransferData) -> None:
+def _put_without_digests(producer: KVProducer, data: KVCacheTransferData) -> None:
     producer._digests = False  # else the header of 32,000 GiB alone is too long
     producer.put(data, timeout=0)
 
@@ -53,7 +61,7 @@ def test_out_of_descriptors_is_a_capacity_error(sockets: str) -> None:
             while True:
                 try:
                     plugs.append(os.dup(0))
-                except OSError:
+                except OSError:  # noqa: PERF203 - it ends the loop
                     break
             data = Recipe("k").make()
             expect(CapacityError, lambda: producer.put(data, timeout=0))
@@ -90,7 +98,7 @@ def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["inproc", "shm"], indirect=True)
-def test_idle_link_costs_nothing(ends: tuple[KVLink, KVLink]) -> None:
+def test_idle_link_costs_nothing(ends: tuple[KVProducer, KVConsumer]) -> None:
     """Two connected ends and a waiting get: under 1 % of one core."""
     producer, consumer = ends
     waiting = threading.Thread(
@@ -107,7 +115,7 @@ def test_idle_link_costs_nothing(ends: tuple[KVLink, KVLink]) -> None:
     assert used < 0.01, f"{100 * used:.2f} % of a core"
 
 
-def test_thousand_transfers_leave_nothing(ends: tuple[KVLink, KVLink]) -> None:
+def test_thousand_transfers_leave_nothing(ends: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = ends
     data = Recipe("k").make()
     process = psutil.Process()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
+from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
 from omni_kvlink.link import PutStream, ReceivedStream
 from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
@@ -20,7 +21,7 @@ from omni_kvlink.testing.rig import SLACK, expect, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 RECIPE = Recipe("s", layers=3, tokens=10, dim=24)
-Ends = tuple[KVLink, KVLink]
+Ends = tuple[KVProducer, KVConsumer]
 
 
 def write(out: PutStream, *layers: int) -> None:
@@ -51,10 +52,14 @@ def test_as_the_documents_say(ends: Ends) -> None:
 
 def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:
     producer, _ = ends
-    for ruin in (lambda: producer.abort("s"), producer.close):
-        out = producer.stream_put(cache())
-        ruin()
-        assert not out.__exit__(ValueError, ValueError("of the block"), None)
+    interrupts: tuple[Callable[[], None], ...] = (lambda: producer.abort("s"), producer.close)
+    for interrupt in interrupts:
+        with (  # noqa: PT012 - the block ends the stream
+            pytest.raises(ValueError, match="of the block"),
+            producer.stream_put(cache()),
+        ):
+            interrupt()
+            raise ValueError("of the block")
 
 
 def test_a_manifest_is_a_plan(ends: Ends) -> None:
@@ -73,9 +78,11 @@ def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None
     producer, consumer = ends
     out = producer.stream_put(cache())
     stream = consumer.stream_get("s", timeout=5)
-    with pytest.warns(ResourceWarning, match="'s' was not ended"):
+    with pytest.warns(ResourceWarning, match="'s' was not committed"):
         del out
-    expect(TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("forgot",))
+    expect(
+        TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("never committed",)
+    )
     stream.release()
     until_freed(producer)
 
@@ -86,7 +93,7 @@ def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
     found = [producer.stream_put(cache())]
 
     def collect() -> None:
-        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[union-attr]
+        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[attr-defined]
             found.clear()
 
     thread = threading.Thread(target=collect, daemon=True)

@@ -1,4 +1,4 @@
-"""A process with one side of a lookup, to kill: `lookup_victim.py SIDE MINE THEIRS SOCKETS`."""
+"""A process with one side of a lookup, to kill: `killed_producer.py SIDE MINE THEIRS SOCKETS`."""
 
 from __future__ import annotations
 

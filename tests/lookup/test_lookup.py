@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from killed_producer import TOKENS
@@ -19,7 +20,9 @@ from prompts import ROW, assert_right, insert
 
 from omni_kvlink import (
     ClosedError,
+    KVConsumer,
     KVLink,
+    KVProducer,
     PeerLostError,
     SchemaError,
     TransferFailed,
@@ -28,14 +31,14 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
-from omni_kvlink.lookup.messages import HELLO, LookupHello, say
+from omni_kvlink.lookup.messages import HELLO, LookupHello, message_payload
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
 URLS = ["inproc://{name}", "shm://{name}", "zmq+ipc://{root}/{name}", "ucx://127.0.0.1:0"]
 
 
-class Bed:
+class LookupStages:
     """Producers with a store each, and consumers of them all, in this process."""
 
     def __init__(self, url: str, root: str):
@@ -43,14 +46,14 @@ class Bed:
         self.ends = contextlib.ExitStack()
         self.stores: list[PrefixStore] = []
         self.producers: list[LookupProducer] = []
-        self.links: list[KVLink] = []
+        self.links: list[KVProducer] = []
 
-    def serve(self) -> KVLink:
+    def serve(self) -> KVProducer:
         name = f"l{next(_numbers)}"
         url = self._url.format(name=name, root=self._root)
         return KVLink.serve(url, directory=self._root, quota=8 << 20)
 
-    def connect(self, link: KVLink) -> KVLink:
+    def connect(self, link: KVProducer) -> KVConsumer:
         return KVLink.connect(link.url, timeout=10.0, directory=self._root)
 
     def start(self, producers: int = 1, budget: int = 1 << 20, model: str = "m") -> LookupConsumer:
@@ -78,19 +81,19 @@ class Bed:
 
 
 @pytest.fixture(params=URLS, ids=lambda url: split_url(url)[0])
-def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[Bed]:
+def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[LookupStages]:
     try:
         backend(split_url(request.param)[0])
     except UnavailableError as error:
         pytest.skip(str(error))
-    bed = Bed(request.param, sockets)
+    bed = LookupStages(request.param, sockets)
     with bed.ends:
         yield bed
 
 
 @pytest.fixture
-def shm(sockets: str) -> Iterator[Bed]:
-    bed = Bed("shm://{name}", sockets)
+def shm(sockets: str) -> Iterator[LookupStages]:
+    bed = LookupStages("shm://{name}", sockets)
     with bed.ends:
         yield bed
 
@@ -101,19 +104,19 @@ def in_a_while(call: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def test_complete_partial_and_missed(bed: Bed) -> None:
+def test_complete_partial_and_missed(bed: LookupStages) -> None:
     lookup = bed.start()
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert (match.tokens, match.data) == (0, None)
     insert(bed.stores[0], TOKENS, states=1)
-    for asked, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7, 7], 30), ([9], 0)):
-        with lookup.select(asked, timeout=10.0) as match:
+    for prompt, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7, 7], 30), ([9], 0)):
+        with lookup.select(prompt, timeout=10.0) as match:
             assert match.tokens == found
-            assert_right(match, asked)
+            assert_right(match, prompt)
     bed.settle()
 
 
-def test_only_what_matches_is_moved(bed: Bed) -> None:
+def test_only_what_matches_is_moved(bed: LookupStages) -> None:
     lookup = bed.start()
     insert(bed.stores[0], range(5000))
     with lookup.select([*range(10), 0, 0], timeout=10.0) as match:
@@ -122,7 +125,7 @@ def test_only_what_matches_is_moved(bed: Bed) -> None:
     assert 10 * ROW <= bed.producers[0].stats()["nbytes"] < 40 * ROW
 
 
-def test_decode_first(bed: Bed) -> None:
+def test_decode_first(bed: LookupStages) -> None:
     """The question is there before the answer: it is woken by the insert."""
     lookup = bed.start(producers=2)
     insert(bed.stores[0], TOKENS[:5])
@@ -135,7 +138,7 @@ def test_decode_first(bed: Bed) -> None:
     timer.join()
 
 
-def test_a_failed_prefill_is_told_at_once(bed: Bed) -> None:
+def test_a_failed_prefill_is_told_at_once(bed: LookupStages) -> None:
     lookup = bed.start()
     timer = in_a_while(lambda: bed.stores[0].fail(TOKENS, "out of memory"))
     began = time.monotonic()
@@ -145,7 +148,7 @@ def test_a_failed_prefill_is_told_at_once(bed: Bed) -> None:
     timer.join()
 
 
-def test_waiting_in_vain_ends_in_time(bed: Bed) -> None:
+def test_waiting_in_vain_ends_in_time(bed: LookupStages) -> None:
     lookup = bed.start()
     began = time.monotonic()
     with pytest.raises(TransferTimeout):
@@ -156,7 +159,7 @@ def test_waiting_in_vain_ends_in_time(bed: Bed) -> None:
         assert_right(match, TOKENS)
 
 
-def test_the_longest_of_several_stores_is_taken(bed: Bed) -> None:
+def test_the_longest_of_several_stores_is_taken(bed: LookupStages) -> None:
     lookup = bed.start(producers=3)
     for store, tokens in zip(bed.stores, (10, 40, 20), strict=True):
         insert(store, TOKENS[:tokens])
@@ -167,7 +170,7 @@ def test_the_longest_of_several_stores_is_taken(bed: Bed) -> None:
     assert [producer.stats()["answered"] for producer in bed.producers] == [0, 1, 0]
 
 
-def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: Bed) -> None:
+def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: LookupStages) -> None:
     """Between the question how much there is, and the question for it."""
     lookup = shm.start(producers=2, budget=60 * ROW)
     insert(shm.stores[0], TOKENS)
@@ -185,7 +188,7 @@ def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: Bed) -> None:
         assert_right(match, TOKENS)
 
 
-def test_a_match_outlives_what_it_came_from(bed: Bed) -> None:
+def test_a_match_outlives_what_it_came_from(bed: LookupStages) -> None:
     lookup = bed.start(budget=110 * ROW)
     insert(bed.stores[0], TOKENS)
     with lookup.select(TOKENS, timeout=10.0) as match:
@@ -197,7 +200,7 @@ def test_a_match_outlives_what_it_came_from(bed: Bed) -> None:
     assert bed.stores[0].stats()["evicted"] == 9
 
 
-def test_consumers_and_threads_at_once(bed: Bed) -> None:
+def test_consumers_and_threads_at_once(bed: LookupStages) -> None:
     first = bed.start(producers=2, budget=200 * ROW)
     questions = bed.serve()
     for producer in bed.producers:
@@ -209,10 +212,10 @@ def test_consumers_and_threads_at_once(bed: Bed) -> None:
     def work(lookup: LookupConsumer, seed: int) -> None:
         try:
             for step in range(10):
-                asked = [*range(step % 7), *range(step + seed, step + seed + 30)]
-                insert(bed.stores[step % 2], asked, states=1)
-                with lookup.select(asked, timeout=30.0) as match:
-                    assert_right(match, asked)
+                prompt = [*range(step % 7), *range(step + seed, step + seed + 30)]
+                insert(bed.stores[step % 2], prompt, states=1)
+                with lookup.select(prompt, timeout=30.0) as match:
+                    assert_right(match, prompt)
         except BaseException as error:
             errors.append(error)
 
@@ -228,25 +231,30 @@ def test_consumers_and_threads_at_once(bed: Bed) -> None:
     bed.settle()
 
 
-def test_another_model_is_refused(shm: Bed) -> None:
+def test_another_model_is_refused(shm: LookupStages) -> None:
     lookup = shm.start(model="other")
     insert(shm.stores[0], TOKENS)
     with pytest.raises(SchemaError, match="K and V of 'other'; wanted 'm'"):
         lookup.select(TOKENS, timeout=10.0)
 
 
-def test_no_room_for_the_answer_is_told(shm: Bed) -> None:
+def test_no_room_for_the_answer_is_told(shm: LookupStages) -> None:
     lookup = shm.start(budget=64 << 20)
     insert(shm.stores[0], range(60000))
     with pytest.raises(TransferFailed, match=r"bytes"):
         lookup.select(range(60000), timeout=10.0)
 
 
-def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
+def test_an_answer_that_nobody_takes_expires(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     answer = shm.producers[0]._answer
-    shm.producers[0]._answer = lambda asked: (time.sleep(0.2), answer(asked))  # type: ignore
+
+    def late(request: Any) -> None:
+        time.sleep(0.2)
+        answer(request)
+
+    shm.producers[0]._answer = late  # type: ignore[method-assign]
     with pytest.raises(TransferTimeout):
         lookup.select(TOKENS, timeout=0.1)
     deadline = time.monotonic() + 5
@@ -255,28 +263,28 @@ def test_an_answer_that_nobody_takes_expires(shm: Bed) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_no_question_is_ignored(shm: Bed) -> None:
+def test_what_is_no_question_is_ignored(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS)
     questions = lookup._link
     inbox = shm.producers[0]._inbox
-    questions.put(say(inbox, LookupHello("x", "y"))).wait(timeout=10.0)
+    questions.put(message_payload(inbox, LookupHello("x", "y"))).wait(timeout=10.0)
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert_right(match, TOKENS)
     assert shm.producers[0].stats()["ignored"] == 1
 
 
-def test_what_is_no_greeting_is_refused(shm: Bed) -> None:
+def test_what_is_no_greeting_is_refused(shm: LookupStages) -> None:
     link, questions = shm.serve(), shm.serve()
     with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
-        link.put(say(HELLO, LookupHello("x", "m")), readers=2)
+        link.put(message_payload(HELLO, LookupHello("x", "m")), readers=2)
         with pytest.raises(TransferTimeout):  # nobody listens there
             lookup.select(TOKENS, timeout=0.3)
         with pytest.raises(TransferTimeout, match="still committed"):
             lookup.select(TOKENS, timeout=0.3)
 
 
-def test_close_wakes_who_waits(bed: Bed) -> None:
+def test_close_wakes_who_waits(bed: LookupStages) -> None:
     lookup = bed.start()
     timer = in_a_while(lookup.close)
     with pytest.raises(ClosedError):
@@ -286,62 +294,68 @@ def test_close_wakes_who_waits(bed: Bed) -> None:
         lookup.select(TOKENS, timeout=20.0)
     bed.producers[0].close()
     with pytest.raises(ClosedError):
-        bed.producers[0].listen(lookup._link)
+        bed.producers[0].listen(lookup._stores[0].link)
 
 
 # Other processes, which die
 
 
 @contextlib.contextmanager
-def victim(side: str, mine: str, theirs: str, sockets: str) -> Iterator[subprocess.Popen[str]]:
+def lookup_process(
+    side: str, mine: str, theirs: str, sockets: str
+) -> Iterator[subprocess.Popen[str]]:
     script = str(Path(__file__).with_name("killed_producer.py"))
     command = [sys.executable, script, side, mine, theirs, sockets]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdout
         assert process.stdout.readline() == "serving\n"
         try:
             yield process
         finally:
             process.kill()
-            Path(sockets, "victim.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
+            Path(sockets, "killed.sock").unlink(missing_ok=True)  # a SIGKILL leaves the name
 
 
-def test_a_killed_producer_is_left_out(shm: Bed, sockets: str) -> None:
+def test_a_killed_producer_is_left_out(shm: LookupStages, sockets: str) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS[:10])
-    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
-        lookup.add(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+        lookup.add(KVLink.connect("shm://killed", timeout=10.0, directory=sockets))
         with lookup.select(TOKENS, timeout=10.0) as match:
             assert match.is_complete
             assert_right(match, TOKENS)
-        asked = [*TOKENS, 1, 2]
+        prompt = [*TOKENS, 1, 2]
         timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
-        second = in_a_while(lambda: (time.sleep(0.3), insert(shm.stores[0], asked))[1])
+        second = threading.Timer(0.5, lambda: insert(shm.stores[0], prompt))
+        second.start()
         with (
-            pytest.warns(RuntimeWarning, match="shm://victim is gone"),
-            lookup.select(asked, wait=True, timeout=20.0) as match,
+            pytest.warns(RuntimeWarning, match="shm://killed is gone"),
+            lookup.select(prompt, wait=True, timeout=20.0) as match,
         ):
-            assert_right(match, asked)
-        timer.join(), second.join()
+            assert_right(match, prompt)
+        timer.join()
+        second.join()
     began = time.monotonic()
     with lookup.select(TOKENS, timeout=10.0) as match:  # no warning, no waiting for the dead
         assert time.monotonic() - began < 1
         assert_right(match, TOKENS)
-    with victim("producer", "shm://victim", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
-        lookup._sources[1]._retry = 1e-9  # as if its pause were over
+        lookup._stores[1]._retry_at = 1e-9  # as if its pause were over
         with lookup.select(TOKENS, timeout=10.0) as match:  # another life, another inbox
             assert match.is_complete
 
 
-def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: str) -> None:
+def test_the_only_producer_is_killed_while_a_consumer_waits(
+    shm: LookupStages, sockets: str
+) -> None:
     questions = shm.serve()
-    with victim("producer", "shm://victim", questions.url, sockets) as process:
-        link = KVLink.connect("shm://victim", timeout=10.0, directory=sockets)
+    with lookup_process("producer", "shm://killed", questions.url, sockets) as process:
+        link = KVLink.connect("shm://killed", timeout=10.0, directory=sockets)
         with LookupConsumer(questions, [link], model="m") as lookup:
             timer = in_a_while(lambda: os.kill(process.pid, signal.SIGKILL))
             began = time.monotonic()
@@ -351,14 +365,16 @@ def test_the_only_producer_is_killed_while_a_consumer_waits(shm: Bed, sockets: s
             timer.join()
 
 
-def test_a_killed_consumer_gives_everything_back_and_may_return(shm: Bed, sockets: str) -> None:
+def test_a_killed_consumer_gives_everything_back_and_may_return(
+    shm: LookupStages, sockets: str
+) -> None:
     shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     producer, url = shm.producers[0], shm.links[0].url
     for life in range(2):
-        with victim("consumer", "shm://victim", url, sockets) as process:
+        with lookup_process("consumer", "shm://killed", url, sockets) as process:
             if not life:
-                producer.listen(KVLink.connect("shm://victim", timeout=10.0, directory=sockets))
+                producer.listen(KVLink.connect("shm://killed", timeout=10.0, directory=sockets))
             assert process.stdout
             assert process.stdout.readline() == "50\n"
             assert shm.links[0].stats()["transfers"]["leased"] == 1

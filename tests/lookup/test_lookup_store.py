@@ -29,7 +29,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 @given(st.lists(prompts, max_size=12), st.lists(prompts, max_size=4), prompts)
 def test_the_longest_prefix_is_found(
-    added: list[list[int]], gone: list[list[int]], asked: list[int]
+    added: list[list[int]], gone: list[list[int]], prompt: list[int]
 ) -> None:
     """Against looking at every one of them."""
     index, keys = PrefixIndex(), {encode(prompt, None) for prompt in added}
@@ -38,7 +38,7 @@ def test_the_longest_prefix_is_found(
     for key in keys & {encode(prompt, None) for prompt in gone}:
         index.remove(key)
         keys.discard(key)
-    key = encode(asked, None)
+    key = encode(prompt, None)
     found, other = index.longest(key)
     assert found == max((common(key, one) for one in keys), default=0)
     assert not found or (other in keys and common(key, other) == found)
@@ -95,13 +95,13 @@ def test_without_its_hidden_state_the_last_token_must_be_computed() -> None:
         assert match.data is None
 
 
-@pytest.mark.parametrize(("asked", "is_complete"), [(10, True), (8, True), (7, False)])
-def test_hidden_states_of_the_last_tokens(asked: int, is_complete: bool) -> None:
+@pytest.mark.parametrize(("length", "is_complete"), [(10, True), (8, True), (7, False)])
+def test_hidden_states_of_the_last_tokens(length: int, is_complete: bool) -> None:
     store, tokens = PrefixStore(BIG), list(range(10))
     insert(store, tokens, states=3)  # of tokens 7, 8 and 9
-    with store.select(tokens[:asked]) as match:
+    with store.select(tokens[:length]) as match:
         assert match.is_complete == is_complete
-        assert_right(match, tokens[:asked])
+        assert_right(match, tokens[:length])
 
 
 def test_hidden_states_may_come_later() -> None:
@@ -186,19 +186,21 @@ def test_borrowed_tensors_are_the_callers_own() -> None:
     keys, values = kv(tokens)
     store.insert(tokens, None, keys, values, copy=False)
     with store.select(tokens) as match:
-        assert match.keys[0].data_ptr() == keys[0].data_ptr()
+        kept = match.keys[0]
+        assert isinstance(kept, torch.Tensor)
+        assert kept.data_ptr() == keys[0].data_ptr()
 
 
 def test_pages_of_a_pool_are_copied_out() -> None:
     store, tokens = PrefixStore(BIG), [1, 2, 3]
     keys, values = kv(tokens)
-    pages = BlockTable.of_blocks([4, 1], block_size=2, tokens=3)
+    table = BlockTable.of_blocks([4, 1], block_size=2, tokens=3)
     pools = [[torch.zeros(6, 2, *layer.shape[1:]) for layer in part] for part in (keys, values)]
-    paged = [[PagedTensor(pool, pages) for pool in part] for part in pools]
-    for places, part in zip(paged, (keys, values), strict=True):
-        for place, layer in zip(places, part, strict=True):
-            place.fill(layer)
-    store.insert(tokens, None, *paged, hidden(tokens))
+    paged = [[PagedTensor(pool, table) for pool in part] for part in pools]
+    for views, part in zip(paged, (keys, values), strict=True):
+        for view, layer in zip(views, part, strict=True):
+            view.fill(layer)
+    store.insert(tokens, None, paged[0], paged[1], hidden(tokens))
     for pool in pools[0]:
         pool.zero_()
     with store.select(tokens) as match:
@@ -261,9 +263,9 @@ def test_many_threads() -> None:
             for _ in range(150):
                 tokens = [seed % 2, *torch.randint(0, 3, (7,), generator=dice).tolist()]
                 insert(store, tokens, states=2)
-                asked = [*tokens[:5], 1, 2]
-                with store.select(asked) as match:
-                    assert_right(match, asked)
+                prompt = [*tokens[:5], 1, 2]
+                with store.select(prompt) as match:
+                    assert_right(match, prompt)
         except BaseException as error:
             errors.append(error)
 
