@@ -20,7 +20,7 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     EngineError,
 )
-from omni_kvlink.engine.ipc.process_handle import ProcessHandle
+from omni_kvlink.engine.ipc.rpc import RpcClient
 
 
 class Bed:
@@ -47,7 +47,7 @@ class Bed:
         return self.engine.executor
 
     @property
-    def workers(self) -> list[ProcessHandle]:
+    def workers(self) -> list[RpcClient]:
         return list(self.executor.workers)
 
     def send(self, name: str, **how: Any) -> Any:
@@ -78,7 +78,7 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def freeze(worker: ProcessHandle) -> None:
+def freeze(worker: RpcClient) -> None:
     """Stop a process; when this returns, each of its threads has stopped."""
     os.kill(worker.pid, signal.SIGSTOP)
     threads = Path(f"/proc/{worker.pid}/task")

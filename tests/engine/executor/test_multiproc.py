@@ -26,7 +26,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import ARExecutor
-from omni_kvlink.engine.ipc.shm_tensors import SMALL
+from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 
 LONG = {"num_inference_steps": 50_000}
@@ -57,7 +57,7 @@ def test_images_too_large_for_a_message(sockets: str) -> None:
         future = stage.submit("r", seed=3, num_outputs_per_prompt=6, **size)
         stage.send("r", seed=3, shape=(64, 64))
         images = future.result(WAIT).result()
-        assert images.nbytes > SMALL
+        assert images.nbytes > INLINE_NBYTES
         assert int((images[0].int() - alone(seed=3, **size).int()).abs().max()) <= 1  # a batch
         assert not torch.equal(images[0], images[1])
 
@@ -134,7 +134,7 @@ def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: s
         freeze(stage.workers[0])
         started = time.monotonic()
         future = stage.submit("late", kv_timeout=0.5)
-        with pytest.raises(TransferTimeout, match="no worker said so"):
+        with pytest.raises(TransferTimeout, match="no worker reported it"):
             future.result(WAIT).result()
         assert time.monotonic() - started < 0.5 + 0.25 + 0.25
         os.kill(stage.workers[0].pid, signal.SIGCONT)

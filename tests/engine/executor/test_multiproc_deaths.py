@@ -143,7 +143,7 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
 def test_a_worker_that_is_frozen_while_it_should_end(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
     with bed(sockets, 2) as stage:
         workers = stage.workers
         freeze(workers[1])
@@ -235,7 +235,7 @@ def test_an_ar_stage_whose_rank_is_frozen(
     sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
     monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER", 0.3)
     monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER", 0.3)
-    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)
     with AREngine(config) as engine:

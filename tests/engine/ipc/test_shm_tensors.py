@@ -16,11 +16,11 @@ from omni_kvlink import CapacityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.engine import EngineDeadError, KVState
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack
-from omni_kvlink.engine.ipc.shm_tensors import SMALL, ShmTensorReader
+from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES, ShmTensorReader
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-BIG = 4 * SMALL
+BIG = 4 * INLINE_NBYTES
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def ends() -> Iterator[tuple[RpcChannel, RpcChannel]]:
     yield here, there
     here.close()
     there.close()
-    here.release()
-    there.release()
+    here.join()
+    there.join()
 
 
 def reads(channel: RpcChannel, seconds: float = 5.0) -> None:
@@ -106,8 +106,8 @@ def test_the_memory_is_used_again(ends: tuple[RpcChannel, RpcChannel]) -> None:
 
 def test_small_ones_take_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
-    here.send({"one": filled(1, numel=SMALL - 1)})
-    assert torch.equal(there.receive()["one"], filled(1, numel=SMALL - 1))
+    here.send({"one": filled(1, numel=INLINE_NBYTES - 1)})
+    assert torch.equal(there.receive()["one"], filled(1, numel=INLINE_NBYTES - 1))
     assert here.stats()["mapped"] == 0
 
 
@@ -124,7 +124,7 @@ def test_arenas_that_make_way_for_larger_ones(ends: tuple[RpcChannel, RpcChannel
 def test_more_than_the_quota_is_an_error(
     ends: tuple[RpcChannel, RpcChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.ipc.shm_tensors._PATIENCE", 0.1)
+    monkeypatch.setattr("omni_kvlink.engine.ipc.shm_tensors._RESERVE_TIMEOUT", 0.1)
     here, there = ends
     with pytest.raises(CapacityError, match="send less at once") as caught:
         here.send({"small": filled(1), "large": torch.zeros(5 << 20, dtype=torch.uint8)})
@@ -231,6 +231,6 @@ def test_what_nobody_packs_is_not_unpacked() -> None:
 def test_an_arena_that_may_shrink_is_refused() -> None:
     inbox = ShmTensorReader()
     with pytest.raises(WireError, match="sealed"):
-        inbox.learn([0], [os.memfd_create("not sealed")], [])
+        inbox.add_arenas([0], [os.memfd_create("not sealed")], [])
     with pytest.raises(WireError, match="announced"):
-        inbox.take([], {"shape": [1], "dtype": "uint8", "block": [0, 0, 4096]})
+        inbox.read([], {"shape": [1], "dtype": "uint8", "block": [0, 0, 4096]})

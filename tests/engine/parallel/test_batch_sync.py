@@ -14,7 +14,7 @@ import pytest
 from parallel_fixtures import Stage, digests, execute, painted, receive, requests, stages, value
 
 from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
-from omni_kvlink.engine.parallel import batch_sync as agreement
+from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
 
 GUIDANCE, TENSOR = {"cfg_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -257,7 +257,7 @@ def test_an_abort_on_the_way_to_one_rank_reaches_all(bed: Stage, rank: int) -> N
 
 
 def have_patience(_: Any, seconds: float) -> None:
-    agreement._PATIENCE = seconds
+    batch_sync._FAILED_RANK_TIMEOUT = seconds
 
 
 def decode_slowly(worker: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -15,96 +13,103 @@ import torch
 from engine_fixtures import config
 
 from omni_kvlink import SchemaError, WireError
-from omni_kvlink.engine import EngineError, RayConfig
+from omni_kvlink.engine import RayConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
-from omni_kvlink.engine.parallel.rendezvous import join_meeting, open_meeting
-from omni_kvlink.engine.ray.actor_host import ActorHost, read, write
+from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous
+from omni_kvlink.engine.ray.actor import ActorHost, Message, Service, decode, encode
 
 
 class Echo(ActorHost):
-    """Notes what is called, and answers with it."""
+    """Notes the first argument of each call, and answers with it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[Any] = []
-        self._service = self._do_call
+        self.methods = {"echo": self._echo, "strange": self._strange}
+        self._service = self
+        self._methods.maps.append(self.methods)
 
-    def make(self, config: Any) -> Any:
-        return self._do_call
+    def make_service(self, config: StageConfig) -> Service:
+        return self
 
-    def end(self) -> None:
-        self.called.append("end")
+    def close(self) -> None:
+        self.called.append("close")
 
-    def _do_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        self.called.append(args[0])
-        answer: Future[Any] = Future()
-        answer.set_result(object() if method == "strange" else args[0])
-        return answer
+    def _echo(self, value: Any) -> Any:
+        self.called.append(value)
+        return value
 
-
-def called(method: str, *args: Any) -> Any:
-    return write({"method": method, "args": list(args), "kwargs": {}})
+    def _strange(self, value: Any) -> object:
+        return object()
 
 
-def test_calls_are_done_in_their_order_however_they_come() -> None:
+def message(method: str, *args: Any) -> Message:
+    return encode({"number": 7, "method": method, "args": list(args), "kwargs": {}})
+
+
+def test_calls_run_in_their_order_however_they_arrive() -> None:
     host = Echo()
 
-    async def come(numbers: list[int]) -> list[Any]:
-        answers = [host.call(number, called("x", number)) for number in numbers]
-        return [read(answer)["value"] for answer in await asyncio.gather(*answers)]
+    async def call(numbers: list[int]) -> list[Any]:
+        answers = [host.call(number, message("echo", number)) for number in numbers]
+        return [decode(answer)["value"] for answer in await asyncio.gather(*answers)]
 
     numbers = [3, 1, 4, 2, 0, 6, 5]
-    assert asyncio.run(come(numbers)) == numbers
+    assert asyncio.run(call(numbers)) == numbers
     assert host.called == sorted(numbers)
 
 
-def test_what_is_no_call_is_answered_with_an_error() -> None:
+def test_an_invalid_call_is_answered_with_an_error() -> None:
     host = Echo()
 
-    async def come(*messages: Any) -> list[Any]:
-        return [read(await host.call(number, one)) for number, one in enumerate(messages)]
+    async def call(*messages: Any) -> list[Any]:
+        return [decode(await host.call(number, one)) for number, one in enumerate(messages)]
 
-    end, *wrong = asyncio.run(
-        come(
-            called("end"),
+    shutdown, *wrong = asyncio.run(
+        call(
+            message("shutdown"),
             (b"\xc1", []),
             (msgspec.msgpack.encode([1]), []),
             (msgspec.msgpack.encode({"~": "Popen"}), []),
             (msgspec.msgpack.encode({"~": "tensor", "large": 0, "shape": [1]}), []),
-            called("strange", 1),
+            message("strange", 1),
+            (msgspec.msgpack.encode({"number": 1}), []),
+            message("_echo", 1),
         )
     )
-    assert end == {"value": None}
-    assert [type(one["error"]) for one in wrong[1:]] == [WireError] * 3 + [SchemaError]
+    assert shutdown == {"number": 7, "value": None}
+    assert host.called == ["close"]
+    kinds = [type(one["error"]) for one in wrong[1:]]
+    assert kinds == [WireError] * 3 + [SchemaError, KeyError, AttributeError]
     assert isinstance(wrong[0]["error"], Exception)
-    host._service = None
-    early = asyncio.run(host.call(6, called("x", 1)))
-    assert isinstance(read(early)["error"], EngineError)
+    host._methods.maps.pop()  # as before `open`
+    early = asyncio.run(host.call(8, message("echo", 1)))
+    assert isinstance(decode(early)["error"], AttributeError)
 
 
 def test_large_tensors_cross_beside_the_words() -> None:
     large = torch.arange(1 << 17, dtype=torch.int32).reshape(2, -1)
-    words, beside = message = write({"a": large, "b": torch.ones(3)})
-    assert len(words) < 1000
-    assert [one.nbytes for one in beside] == [1 << 19]
-    beside[0].flags.writeable = False  # as the object store gives it
-    found = read(message)
-    assert torch.equal(found["a"], large)
-    assert torch.equal(found["b"], torch.ones(3))
-    found["a"].zero_()
+    packed, large_arrays = encoded = encode({"a": large, "b": torch.ones(3)})
+    assert len(packed) < 1000
+    assert [one.nbytes for one in large_arrays] == [1 << 19]
+    large_arrays[0].flags.writeable = False  # as the object store gives it
+    decoded = decode(encoded)
+    assert torch.equal(decoded["a"], large)
+    assert torch.equal(decoded["b"], torch.ones(3))
+    decoded["a"].zero_()
     assert large[1, -1] == (1 << 17) - 1
     with pytest.raises(SchemaError, match="object"):
-        write({"a": object()})
-    with pytest.raises(SchemaError, match="written"):
-        write({"a": 1 << 70})
+        encode({"a": object()})
+    with pytest.raises(SchemaError, match="encoded"):
+        encode({"a": 1 << 70})
 
 
 def test_ranks_meet_at_one_address_alone() -> None:
-    where = open_meeting("127.0.0.2")
+    where = open_rendezvous("127.0.0.2")
     stores: list[Any] = [None, None]
 
     def join(rank: int) -> None:
-        stores[rank] = join_meeting(where, rank, 2)
+        stores[rank] = join_rendezvous(where, rank, 2)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -41,12 +41,12 @@ IN_AND_OUT = """
 import ray, sys
 from omni_kvlink.engine.ray.cluster import Cluster
 one, two = Cluster(sys.argv[1]), Cluster("auto")
-one.leave(), one.leave()
+one.close(), one.close()
 assert ray.is_initialized()
-two.leave()
+two.close()
 assert not ray.is_initialized()
 ray.init(sys.argv[1])
-Cluster("auto").leave()
+Cluster("auto").close()
 assert ray.is_initialized()
 """
 SHUT = """
@@ -134,7 +134,7 @@ def paints(stage: Bed, name: str, **fields: Any) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_same_images_as_in_one_process(sockets: str, count: int) -> None:
     with ranks(sockets, count) as stage:
-        assert len({place["address"] for place in stage.executor.places}) == count
+        assert len({place["address"] for place in stage.executor.locations}) == count
         futures = [stage.submit(f"r{seed}", seed=seed) for seed in range(5)]
         receipts = [stage.send(f"r{seed}", seed=seed) for seed in range(5)]
         for seed, future in enumerate(futures):
@@ -187,7 +187,7 @@ def test_a_rank_that_is_killed_while_it_paints(sockets: str) -> None:
         for name in ("a", "b"):
             stage.send(name)
         until(lambda: stage.engine.stats()["running"])
-        pids = [place["pid"] for place in stage.executor.places]
+        pids = [place["pid"] for place in stage.executor.locations]
         started = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         for future in futures:
@@ -207,7 +207,7 @@ def test_a_rank_that_is_killed_while_it_paints(sockets: str) -> None:
 
 def test_a_rank_that_is_frozen(sockets: str) -> None:
     with ranks(sockets, 2) as stage:
-        pid = stage.executor.places[1]["pid"]
+        pid = stage.executor.locations[1]["pid"]
         stage.executor.check_health(timeout=SOON)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="frozen"):

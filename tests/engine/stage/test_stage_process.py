@@ -186,5 +186,5 @@ def test_outputs_and_errors_cross_unchanged() -> None:
     assert isinstance(other, RequestFailed)
     assert "BrokenBarrierError" in str(other)
     assert isinstance(
-        unpack_error({"kind": "forget_frames", "text": "", "facts": {}}), RequestFailed
+        unpack_error({"kind": "forget_frames", "text": "", "attributes": {}}), RequestFailed
     )

@@ -1,0 +1,96 @@
+"""`ProcessHandle`: a process that this one starts, with an `RpcChannel` to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from omni_kvlink.engine.errors import EngineDeadError
+from omni_kvlink.engine.ipc.channel import RpcChannel
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, Methods, RpcServer
+from omni_kvlink.errors import PeerLostError
+
+
+class ProcessHandle:
+    """A module of `omni_kvlink.engine` that runs in a process of its own; an `RpcTransport`.
+
+    The process exits when this one closes the channel, or ends.
+
+    Args:
+        module: such as "stage.stage_main"; its one argument is the descriptor of its channel.
+        first: the first message that it receives.
+        name: of the process, for errors.
+        environment: variables of the process in addition to this one's.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        first: dict[str, Any],
+        *,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.name = name
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", f"omni_kvlink.engine.{module}", str(there.fileno())]
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], env={**os.environ, **(environment or {})}
+            )
+        self.pid = self._process.pid
+        self._channel = RpcChannel(here)
+        self._channel.send(first)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended; a frozen one is alive."""
+        return self._process.poll() is None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; see `RpcTransport.send`."""
+        with contextlib.suppress(EngineDeadError):  # `receive` reports it, with the exit status
+            self._channel.send(message)
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message; see `RpcTransport.receive`."""
+        return self._channel.receive()
+
+    def describe_exit(self, error: Exception) -> str:
+        """Wait until the process has ended; kill it if that takes long."""
+        self._channel.close()
+        self.join(SHUTDOWN_TIMEOUT)
+        return f"{self.name}, process {self.pid}, ended with status {self._process.returncode}"
+
+    def shutdown(self) -> None:
+        """Close the channel, upon which the process exits; returns at once."""
+        self._channel.close()
+
+    def kill(self) -> None:
+        """Kill the process; returns at once."""
+        self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the process has ended; kill it after `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Release the channel and its shared memory."""
+        self._channel.join()
+
+
+def serve_calls(channel: RpcChannel, methods: Methods) -> None:
+    """In the process of a `ProcessHandle`: run calls until the channel is closed."""
+    server = RpcServer(methods)
+    with contextlib.suppress(PeerLostError):
+        while True:
+            server.handle(channel.receive(), channel.send)
