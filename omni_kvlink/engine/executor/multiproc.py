@@ -9,7 +9,6 @@ import tempfile
 
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.executor.distributed import DistributedExecutor
-from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.process import ProcessHandle
 
 
@@ -32,9 +31,14 @@ class MultiprocExecutor(DistributedExecutor):
             self.config, distributed_init_method=url, num_threads=_num_threads(self.config)
         )
         for rank in range(ranks):
-            first = {"config": pack_config(config), "rank": rank, "rendezvous": self._rendezvous}
-            name = f"rank {rank} of the {config.stage} stage"
-            self._add_worker(ProcessHandle("executor.worker_main", first, name=name))
+            process = ProcessHandle(
+                "worker.service:WorkerService",
+                config,
+                [rank, rank],
+                name=f"rank {rank} of the {config.stage} stage",
+                directory=self._rendezvous,
+            )
+            self._add_worker(process)
 
     def shutdown(self) -> None:
         """Shut down the processes, and release their memory; a second call does nothing."""

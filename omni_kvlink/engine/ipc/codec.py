@@ -64,12 +64,8 @@ _NOT_SENT = {"past_key_values", "is_cancelled", "generator"}
 def pack(value: Any, write: WriteTensor | None = None) -> Any:
     """Encode numbers, texts, lists, maps, tensors, errors, requests and outputs as plain values.
 
-    Args:
-        value: what to encode.
-        write: writes tensors; by default their bytes are among the values.
-
-    Raises:
-        SchemaError: the value contains an object of another type.
+    `write` writes the tensors; by default their bytes are among the values. Raises SchemaError if
+    the value contains an object of another type.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
@@ -97,14 +93,10 @@ def _key(key: Any) -> str | int:
 
 
 def unpack(value: Any, read: ReadTensor | None = None) -> Any:
-    """Decode what `pack` has encoded.
+    """Decode what `pack` has encoded; consumes the maps in it.
 
-    Args:
-        value: the plain values; maps in it are consumed.
-        read: reads the tensors that `pack`'s `write` wrote.
-
-    Raises:
-        WireError: the values contain something that `pack` does not write.
+    `read` reads the tensors that `pack`'s `write` wrote. Raises WireError if the values contain
+    something that `pack` does not write.
     """
     if isinstance(value, list):
         return [unpack(item, read) for item in value]
@@ -137,7 +129,7 @@ def unpack_config(values: Mapping[str, Any]) -> StageConfig:
 
 
 def pack_error(error: BaseException) -> dict[str, Any]:
-    """Encode an error: the name of its class, its text, and its attributes that are plain values."""
+    """Encode an error: its class's name, its text, and its attributes that are plain values."""
     plain = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
     return {"kind": type(error).__name__, "text": str(error), "attributes": plain}
 

@@ -7,45 +7,55 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.channel import RpcChannel
+from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, Methods, RpcServer
 from omni_kvlink.errors import PeerLostError
 
+_MAIN = "omni_kvlink.engine.ipc.process_main"
+
 
 class ProcessHandle:
-    """A module of `omni_kvlink.engine` that runs in a process of its own; an `RpcTransport`.
+    """A process that serves the calls of one service; an `RpcTransport`.
 
     The process exits when this one closes the channel, or ends.
 
     Args:
-        module: such as "stage.stage_main"; its one argument is the descriptor of its channel.
-        first: the first message that it receives.
+        service: class of the service below `omni_kvlink.engine`: "stage.service:StageService".
+        config: first argument of the class.
+        args: its other arguments.
         name: of the process, for errors.
+        directory: a temporary directory that the process removes when it exits; none if empty.
         environment: variables of the process in addition to this one's.
     """
 
     def __init__(
         self,
-        module: str,
-        first: dict[str, Any],
+        service: str,
+        config: StageConfig,
+        args: Sequence[int] = (),
         *,
         name: str,
+        directory: str = "",
         environment: Mapping[str, str] | None = None,
     ):
         self.name = name
         here, there = socket.socketpair()
         with there:
-            command = [sys.executable, "-m", f"omni_kvlink.engine.{module}", str(there.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], env={**os.environ, **(environment or {})}
+                [sys.executable, "-m", _MAIN, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                env={**os.environ, **(environment or {})},
             )
         self.pid = self._process.pid
         self._channel = RpcChannel(here)
-        self._channel.send(first)
+        first = {"service": service, "config": pack_config(config), "args": list(args)}
+        self._channel.send({**first, "directory": directory})
 
     @property
     def is_alive(self) -> bool:

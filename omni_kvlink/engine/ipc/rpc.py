@@ -58,25 +58,15 @@ class RpcTransport(Protocol):
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; does not wait for the other process.
 
-        Raises:
-            SchemaError: the message cannot be encoded.
-            CapacityError: there is no shared memory for its tensors.
-            EngineDeadError: the process is unreachable, and `receive` will not report it.
+        Raises SchemaError or CapacityError if the message cannot be sent, and EngineDeadError if
+        the process is unreachable and `receive` will not report it.
         """
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message.
-
-        Raises:
-            PeerLostError: the process is gone, or this transport was closed.
-        """
+        """Wait for the next message; PeerLostError if the process is gone, or after `close`."""
 
     def describe_exit(self, error: Exception) -> str:
-        """Make sure that the process ends, and say how it ended.
-
-        Args:
-            error: what `receive` raised.
-        """
+        """Make sure that the process ends; say how. `error` is what `receive` raised."""
 
     def shutdown(self) -> None:
         """Ask the process to release everything and exit; returns at once."""
@@ -158,17 +148,10 @@ class RpcClient:
     def request(
         self, method: str, args: Sequence[Any] = (), *, timeout: float, phase: str = "running"
     ) -> Any:
-        """Call a method, and wait for its result.
-
-        Args:
-            method: name of the method.
-            args: its positional arguments.
-            timeout: seconds to wait.
-            phase: of a TransferTimeout.
+        """Call a method, and wait for its result; raises what the future of `call` fails with.
 
         Raises:
-            TransferTimeout: there was no answer in time; the call goes on.
-            Exception: as the future of `call`.
+            TransferTimeout: there was no answer within `timeout` seconds; the call goes on.
         """
         answer = self.call(method, args)
         if not wait([answer], timeout).done:
@@ -180,16 +163,13 @@ class RpcClient:
         return answer.result()
 
     def shutdown(self) -> None:
-        """Ask the process to release everything and exit; returns at once.
-
-        Its end is not reported to `on_death`.
-        """
+        """Ask the process to release everything and exit, without `on_death`; returns at once."""
         if not self._ended_by:
             self._ended_by = "shutdown"
             self._transport.shutdown()
 
     def kill(self) -> None:
-        """Kill the process; returns at once. Its end is not reported to `on_death`."""
+        """Kill the process, without `on_death`; returns at once."""
         self._ended_by = self._ended_by or "kill"
         self._transport.kill()
 
@@ -247,12 +227,7 @@ class RpcServer:
         self._methods = methods
 
     def handle(self, message: Mapping[str, Any], send: Send) -> None:
-        """Run one call in this thread.
-
-        Args:
-            message: the call.
-            send: sends the answer, from this thread or from the one that sets the future.
-        """
+        """Run one call in this thread; `send` is called with its answer, here or in another one."""
         answer: Future[Any] = Future()
         set_result_of(answer, partial(self._run, message))
         answer.add_done_callback(partial(_send_answer, send, message.get("number")))

@@ -36,13 +36,9 @@ class ShmTensorWriter:
         self._pool = ArenaPool(make, quota, self._retired.append, least=min(quota, _MIN_ARENA))
 
     def write(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
-        """Copy a tensor into shared memory, or inline it if it is small; a `WriteTensor`.
+        """Copy a tensor into shared memory, for which it waits up to 10 s; a `WriteTensor`.
 
-        Waits for up to 10 s until there is free memory.
-
-        Args:
-            blocks: the block that was reserved is appended.
-            tensor: on any device.
+        The block that it uses is appended to `blocks`. Small tensors are inlined.
 
         Raises:
             CapacityError: the receiver has not freed enough of what was sent before.
@@ -65,12 +61,10 @@ class ShmTensorWriter:
         return {**tensor_spec(tensor), "block": list(block)}
 
     def announce(self, blocks: list[Block]) -> tuple[list[Mapping], list[int], list[int]]:
-        """List the arenas that the receiver must map, or may unmap, before it reads these blocks.
+        """Arenas that the receiver must map before it reads these blocks, and those it may unmap.
 
-        To be called in the order in which messages are sent.
-
-        Returns:
-            Mappings of the new arenas, their numbers, and the numbers of the retired ones.
+        Must be called in the order in which messages are sent. Returns mappings of the new arenas,
+        their numbers, and the numbers of the retired ones.
         """
         new = sorted({block.arena for block in blocks} - self._announced)
         self._announced.update(new)
@@ -98,12 +92,7 @@ class ShmTensorReader:
         self._arenas: dict[int, Mapping] = {}
 
     def add_arenas(self, numbers: list[int], descriptors: list[int], retired: list[int]) -> None:
-        """Map arenas of the sender.
-
-        Args:
-            numbers: of the new arenas.
-            descriptors: of the new arenas; owned.
-            retired: numbers of arenas that are unmapped.
+        """Map new arenas of the sender, whose descriptors are owned; unmap the retired ones.
 
         Raises:
             WireError: the numbers do not fit the descriptors, or one is not a sealed memfd.
@@ -120,9 +109,7 @@ class ShmTensorReader:
     def read(self, blocks: list[Block], values: Values[str, Any]) -> torch.Tensor:
         """Copy a tensor out of shared memory; a `ReadTensor`.
 
-        Args:
-            blocks: the block that the sender may reuse is appended.
-            values: what `ShmTensorWriter.write` returned.
+        The block that the sender may reuse is appended to `blocks`.
 
         Raises:
             WireError: the tensor is in an arena that was not announced.

@@ -30,19 +30,15 @@ class SharedBranches:
     def __call__(
         self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
     ) -> dict[str, Tensor]:
-        """Compute the flows of some branches.
+        """Flows of some branches by name; the same bits on ranks of the same tensor index.
 
         Args:
             branches: names of the branches.
             compute: computes one branch's flow.
             like: a tensor of a flow's shape and dtype.
 
-        Returns:
-            A flow for each branch; ranks of the same tensor index have the same bits.
-
         Raises:
-            Exception: what `compute` raised on this rank.
-            RankFailed: `compute` raised an error on another rank.
+            RankFailed: `compute` raised an error on another rank; one on this rank is raised as is.
         """
         group, own = self._process_group, dict[str, Tensor]()
         if group.parallel.tensor_parallel_size > 1:  # a rank that has failed would miss the sums

@@ -63,11 +63,6 @@ class ProcessGroup:
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
         """Connect to all ranks of the stage: NCCL on GPUs, gloo on CPUs. Blocks until all joined.
 
-        Args:
-            rank: this rank's number in the stage.
-            config: of the stage.
-            device: this rank's.
-
         Raises:
             ValueError: there are several ranks, and no rendezvous URL.
         """
@@ -94,9 +89,7 @@ class ProcessGroup:
     ) -> list[list[int]]:
         """Collect as many numbers from each rank of the group, in the order of the ranks.
 
-        Args:
-            numbers: this rank's.
-            timeout: seconds to wait for the others; `distributed_timeout` if None.
+        Waits `timeout` seconds for the others; `distributed_timeout` if None.
         """
         if self.is_alone:
             return [list(numbers)]
@@ -112,14 +105,11 @@ class ProcessGroup:
         return [row.tolist() for row in rows]
 
     def broadcast_bytes(self, message: bytes, sender: int) -> bytes:
-        """Send one rank's message to all ranks of the group.
+        """Send one rank's message to all ranks of the group; returns it on each of them.
 
         Args:
             message: at most `MAX_BROADCAST` bytes; ignored on the other ranks.
             sender: index of the sending rank within the group.
-
-        Returns:
-            The sender's message.
         """
         if self.is_alone:
             return message
@@ -134,7 +124,7 @@ class ProcessGroup:
         """Send a tensor from one guidance rank to the others, bit for bit.
 
         Args:
-            flow: what to send; on the other ranks, a tensor of the same shape, which is overwritten.
+            flow: what to send; on the other ranks, a tensor of its shape that is overwritten.
             guidance: the sending guidance rank.
         """
         if self.parallel.cfg_parallel_size == 1:
@@ -204,10 +194,7 @@ class ProcessGroup:
 
 
 def open_rendezvous(address: str) -> str:
-    """Open a port where ranks meet, for rank 0, which must be this process, to join later.
-
-    Returns:
-        Its URL.
+    """Open a port for `join_rendezvous` of rank 0, which must be in this process; returns its URL.
 
     Raises:
         OSError: the address is not this machine's.
@@ -219,10 +206,7 @@ def open_rendezvous(address: str) -> str:
 
 
 def join_rendezvous(url: str, rank: int, size: int) -> Any:
-    """Connect to the store of a stage's ranks; rank 0 serves it, at this address only.
-
-    Returns:
-        A `TCPStore`.
+    """Connect to the `TCPStore` of a stage's ranks; rank 0 serves it, at this address only.
 
     Raises:
         ValueError: the URL is not tcp://address:port.

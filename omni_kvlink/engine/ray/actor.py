@@ -1,4 +1,4 @@
-"""Ray actors that serve calls: `ActorHost` runs in the actor, `ActorHandle` is the transport to it."""
+"""`ActorHost`: serves calls in a Ray actor. `ActorHandle`: the transport to it."""
 
 from __future__ import annotations
 
@@ -188,11 +188,7 @@ class ActorHost(ABC):
     def open(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Make the service, whose methods can be called from now on.
 
-        Args:
-            config: a `StageConfig`, encoded by `pack_config`.
-
-        Returns:
-            This process's "pid", and its node's "address".
+        Returns this process's "pid", and its node's "address".
         """
         self._service = self.make_service(unpack_config(config))
         self._methods.maps.append(self._service.methods)

@@ -17,11 +17,7 @@ NODE = "{node}"
 
 
 def library() -> Any:
-    """The module `ray`, imported when it is first needed, because it is optional and slow to import.
-
-    Raises:
-        UnavailableError: Ray is not installed.
-    """
+    """The module `ray`, which is optional; raises UnavailableError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:

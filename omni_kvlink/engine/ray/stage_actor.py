@@ -11,7 +11,7 @@ from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, at_node
 from omni_kvlink.engine.ray.cluster import Cluster, Placement, library, rank_resources
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
-from omni_kvlink.engine.stage.stage_main import StageService
+from omni_kvlink.engine.stage.service import StageService
 from omni_kvlink.errors import TransferTimeout
 
 _ENGINE_ONLY = {"memory": float(1 << 20)}

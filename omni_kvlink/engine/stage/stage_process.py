@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
-from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.process import ProcessHandle
 from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
@@ -34,8 +33,8 @@ class StageProcess(RemoteStage):
     def _start_process(self) -> RpcClient:
         config = self.config.served_at(self.sink_urls)
         handle = ProcessHandle(
-            "stage.stage_main",
-            pack_config(config),
+            "stage.service:StageService",
+            config,
             name=f"the {config.stage} stage",
             environment=self._environment,
         )

@@ -1,4 +1,4 @@
-"""One rank's worker in a process of its own: `WorkerService` there, `WorkerClient` at its executor."""
+"""`WorkerService`: a rank's worker that is called from another process, by a `WorkerClient`."""
 
 from __future__ import annotations
 
@@ -97,14 +97,7 @@ class WorkerService:
         self._thread.start()
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
-        """Abort what runs, and release everything.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether all is released; if not, the model thread is still busy.
-        """
+        """Abort what runs, and release everything; returns whether that is done in time."""
         with self._lock:
             queued = list(self._queued)
         for request_id in queued:
@@ -125,8 +118,7 @@ class WorkerService:
     def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
         """Run requests in the model thread; from now on they can be aborted.
 
-        Returns:
-            A future of one result for each request; images only on the leader of a group.
+        The future's value has one result for each request; only a group's leader has images.
         """
         with self._lock:
             self._queued.update(work.request_ids)

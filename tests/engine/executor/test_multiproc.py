@@ -62,7 +62,7 @@ def test_images_too_large_for_a_message(sockets: str) -> None:
         assert not torch.equal(images[0], images[1])
 
 
-def test_one_ranks_group_answers_with_images_the_others_without(sockets: str) -> None:
+def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
     """Two ranks paint one request together: both are asked, and one has the images."""
     how = {"stage": "all", "parallel_config": DiffusionParallelConfig(cfg_parallel_size=2)}
     stage = {"dtype": "float32", "num_threads": 1, **how}
@@ -111,7 +111,7 @@ def test_a_call_that_one_rank_does_not_answer_in_time(sockets: str) -> None:
         assert stage.deaths == []
 
 
-def test_kv_that_does_not_come(sockets: str) -> None:
+def test_kv_that_does_not_arrive(sockets: str) -> None:
     with bed(sockets, 2) as stage:
         late, failed = stage.submit("late", kv_timeout=0.5), stage.submit("failed")
         frozen = stage.submit("frozen", kv_timeout=0.5)  # of the first group again
@@ -143,7 +143,7 @@ def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: s
         assert torch.equal(one.result(WAIT).result()[0], alone(seed=1))
 
 
-def test_kv_of_the_next_comes_while_one_is_painted(sockets: str) -> None:
+def test_kv_of_the_next_request_arrives_while_one_runs(sockets: str) -> None:
     with bed(sockets, 1) as stage:
         busy = stage.submit("busy", **LONG)
         stage.send("busy")
@@ -158,7 +158,7 @@ def test_kv_of_the_next_comes_while_one_is_painted(sockets: str) -> None:
         assert torch.equal(following.result(WAIT).result()[0], alone(seed=1))
 
 
-def test_aborts_wherever_a_request_is(sockets: str) -> None:
+def test_aborts_in_every_state_of_a_request(sockets: str) -> None:
     with bed(sockets, 2, request_batch_max_wait_ms=WAIT * 1e3) as stage:  # until there are two
         running = [stage.submit(name, **LONG) for name in ("one", "two")]
         stage.send("one")
@@ -200,7 +200,7 @@ def test_an_abort_before_the_worker_has_begun(sockets: str) -> None:
                 future.result(WAIT).result()
 
 
-def test_what_starts_up_wrong_comes_back_as_itself(
+def test_errors_during_startup_are_raised_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -218,7 +218,7 @@ def test_what_starts_up_wrong_comes_back_as_itself(
     assert list(tmp_path.glob("kvl-ranks-*")) == []
 
 
-def test_who_runs_a_stage_that_names_nobody() -> None:
+def test_default_executors() -> None:
     two = DiffusionParallelConfig(tensor_parallel_size=2)
     one_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(),)))
     two_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(), url())), parallel_config=two)

@@ -140,7 +140,7 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
             future.result(WAIT).result()
 
 
-def test_a_worker_that_is_frozen_while_it_should_end(
+def test_a_worker_that_is_frozen_during_shutdown(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)

@@ -70,7 +70,7 @@ def stage() -> Iterator[Stage]:
     made.manager.close()
 
 
-def test_it_is_there_when_all_of_the_group_have_it(stage: Stage) -> None:
+def test_kv_is_ready_when_all_ranks_of_the_group_have_it(stage: Stage) -> None:
     one, (first, second) = stage.begin("r", kv_nbytes=300)
     first.receives["r"].set_result(120)
     assert stage.manager.state("r") is KVState.RECEIVING
@@ -87,7 +87,7 @@ def test_it_is_there_when_all_of_the_group_have_it(stage: Stage) -> None:
     assert stage.router.find("r") is None
 
 
-def test_it_fails_with_the_first_that_fails(stage: Stage) -> None:
+def test_kv_fails_with_the_first_rank_that_fails(stage: Stage) -> None:
     one, (first, second) = stage.begin("r")
     first.receives["r"].set_result(10)
     second.receives["r"].set_exception(TransferFailed("out of blocks"))
@@ -99,7 +99,7 @@ def test_it_fails_with_the_first_that_fails(stage: Stage) -> None:
     assert sum(worker.count("free_kv", "r") for worker in stage.workers) == 2
 
 
-def test_ranks_that_say_nothing_are_not_waited_for(stage: Stage) -> None:
+def test_kv_fails_at_its_deadline_if_ranks_do_not_answer(stage: Stage) -> None:
     started = time.monotonic()
     stage.begin("r", kv_timeout=0.3)
     assert stage.ended.acquire(timeout=5)
@@ -110,7 +110,7 @@ def test_ranks_that_say_nothing_are_not_waited_for(stage: Stage) -> None:
     assert stage.manager.state("r") is KVState.FAILED
 
 
-def test_room_is_corrected_when_the_size_is_known(stage: Stage) -> None:
+def test_the_budget_is_corrected_when_the_size_is_known(stage: Stage) -> None:
     _, workers = stage.begin("a")  # of unknown size: a reserve
     assert stage.manager.stats()["charged"] == 100
     for worker in workers:
@@ -129,7 +129,7 @@ def test_room_is_corrected_when_the_size_is_known(stage: Stage) -> None:
     assert [worker.count("free_kv", "c") for worker in others] == [1, 1]
 
 
-def test_who_is_freed_before_the_ranks_were_told_is_not_received(stage: Stage) -> None:
+def test_a_request_that_is_freed_early_is_not_received(stage: Stage) -> None:
     for number in range(200):
         one = request(f"r{number}")
         stage.manager.allocate(one)
@@ -142,7 +142,7 @@ def test_who_is_freed_before_the_ranks_were_told_is_not_received(stage: Stage) -
                 assert worker.calls.index(("free_kv", name)) > worker.calls.index((method, name))
 
 
-def test_what_is_asked_in_the_wrong_order(stage: Stage) -> None:
+def test_calls_in_the_wrong_order_raise(stage: Stage) -> None:
     with pytest.raises(EngineError, match="absent"):
         stage.manager.prefetch(request("r"))
     stage.begin("r")

@@ -62,7 +62,7 @@ def filled(seed: int, dtype: torch.dtype = torch.uint8, numel: int = BIG) -> tor
     "dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
 )
 @pytest.mark.parametrize("numel", [0, 1, 100, BIG])
-def test_tensors_of_any_kind_cross(
+def test_tensors_of_any_dtype_and_size_arrive(
     ends: tuple[RpcChannel, RpcChannel], dtype: torch.dtype, numel: int
 ) -> None:
     here, there = ends
@@ -75,7 +75,7 @@ def test_tensors_of_any_kind_cross(
     assert got["one"].is_contiguous()
 
 
-def test_large_ones_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_large_tensors_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     image = filled(1).reshape(64, -1, 4)
     output = DiffusionOutput("r", output=image, stages=[DiffusionOutput("r", output=image[:, 1])])
@@ -91,7 +91,7 @@ def test_large_ones_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -
     result.output.fill_(1)  # its memory is the receiver's own
 
 
-def test_the_memory_is_used_again(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_the_memory_is_reused(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     for seed in range(20):
@@ -104,14 +104,14 @@ def test_the_memory_is_used_again(ends: tuple[RpcChannel, RpcChannel]) -> None:
     assert there.stats()["mapped"] == 0  # nothing large went the other way
 
 
-def test_small_ones_take_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_small_tensors_use_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     here.send({"one": filled(1, numel=INLINE_NBYTES - 1)})
     assert torch.equal(there.receive()["one"], filled(1, numel=INLINE_NBYTES - 1))
     assert here.stats()["mapped"] == 0
 
 
-def test_arenas_that_make_way_for_larger_ones(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_arenas_are_replaced_by_larger_ones(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     for size in (1 << 20, 3 << 20, 4 << 20, 1 << 20):
@@ -140,7 +140,7 @@ def test_more_than_the_quota_is_an_error(
     assert torch.equal(there.receive()["large"], filled(3, numel=3 << 20))
 
 
-def test_who_waits_for_room_is_woken(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_a_send_that_waits_for_memory_continues(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     got: list[Any] = []
@@ -159,7 +159,9 @@ def test_who_waits_for_room_is_woken(ends: tuple[RpcChannel, RpcChannel]) -> Non
     )
 
 
-def test_who_waits_for_room_hears_that_nobody_is_there(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_a_send_that_waits_for_memory_fails_when_the_peer_closes(
+    ends: tuple[RpcChannel, RpcChannel],
+) -> None:
     here, there = ends
     here.send({"one": filled(0, numel=3 << 20)})
     reads(here)
@@ -170,7 +172,9 @@ def test_who_waits_for_room_hears_that_nobody_is_there(ends: tuple[RpcChannel, R
     assert time.monotonic() - started < 5
 
 
-def test_sending_does_not_wait_for_who_does_not_read(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_send_does_not_block_on_a_peer_that_does_not_read(
+    ends: tuple[RpcChannel, RpcChannel],
+) -> None:
     here, there = ends
     started = time.monotonic()
     for number in range(20):
@@ -208,7 +212,7 @@ def test_all_that_was_sent_is_read_before_the_end(ends: tuple[RpcChannel, RpcCha
 @pytest.mark.parametrize(
     "what", [KVState.READY, {1.5: 2}, {"~": "tuple"}, object(), {1, 2}, 1 << 70, "\ud800"]
 )
-def test_what_cannot_cross_is_named_by_the_sender(
+def test_a_value_that_cannot_be_encoded_fails_the_send(
     ends: tuple[RpcChannel, RpcChannel], what: Any
 ) -> None:
     here, there = ends
@@ -219,7 +223,7 @@ def test_what_cannot_cross_is_named_by_the_sender(
     assert torch.equal(there.receive()["next"], filled(2))
 
 
-def test_what_nobody_packs_is_not_unpacked() -> None:
+def test_values_that_pack_does_not_write_are_refused() -> None:
     with pytest.raises(WireError, match="Popen"):
         unpack({"~": "Popen", "args": "ls"})
     with pytest.raises(WireError, match="load"):

@@ -180,7 +180,7 @@ def test_a_stage_in_an_actor_with_ranks_in_actors(way: str) -> None:
         assert "rank" in deaths[0][1]
 
 
-def test_a_rank_that_is_killed_while_it_paints(sockets: str) -> None:
+def test_a_rank_that_is_killed_while_it_generates(sockets: str) -> None:
     with ranks(sockets, 2) as stage:
         paints(stage, "warm")
         futures = [stage.submit(name, num_inference_steps=1_000_000) for name in ("a", "b")]
@@ -218,7 +218,7 @@ def test_a_rank_that_is_frozen(sockets: str) -> None:
         assert torch.equal(paints(stage, "again", seed=3), alone(seed=3))
 
 
-def test_an_abort_while_a_rank_paints(sockets: str) -> None:
+def test_an_abort_while_a_rank_generates(sockets: str) -> None:
     with ranks(sockets, 1) as stage:
         busy = stage.submit("busy", num_inference_steps=1_000_000)
         receipt = stage.send("busy")
@@ -236,7 +236,7 @@ def test_an_abort_while_a_rank_paints(sockets: str) -> None:
         assert torch.equal(paints(stage, "next", seed=3), alone(seed=3))
 
 
-def test_stages_that_are_killed_come_again_at_the_same_url() -> None:
+def test_killed_stages_restart_at_the_same_url() -> None:
     deaths: list[int] = []
     with omni(stages(ZMQ), on_death=lambda stage, _: deaths.append(stage)) as made:
         check_images(made)
@@ -282,7 +282,9 @@ def test_a_node_is_lost_and_its_stage_goes_elsewhere(nodes: Nodes) -> None:
         nodes.add_other()
 
 
-def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_during_startup_name_the_cause(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(model: str = "", **fields: Any) -> None:
         how = config(None, distributed_executor_backend="ray", **fields)
         if model:
@@ -300,11 +302,11 @@ def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatc
         start(ray=RayConfig(num_cpus=64))
 
 
-def test_who_is_in_a_cluster_stays_there(nodes: Nodes) -> None:
+def test_a_process_that_was_in_a_cluster_stays_there(nodes: Nodes) -> None:
     run(sys.executable, "-c", IN_AND_OUT, nodes.address)
 
 
-def test_a_cluster_that_somebody_leaves_under_a_stage(nodes: Nodes) -> None:
+def test_a_stage_whose_cluster_is_shut_down(nodes: Nodes) -> None:
     said = run(sys.executable, "-c", SHUT, nodes.address, checkpoint())
     assert said.splitlines()[0].startswith("the ar stage")
     ends = "EngineDeadError", "ClosedError"  # the latter, at `close`, if Ray said nothing

@@ -75,7 +75,7 @@ def test_an_ar_process_that_is_killed_is_reported_and_restarted(connector: str) 
         assert torch.equal(after[0], alone(seed=1))
 
 
-def test_a_dit_process_that_is_killed_while_it_paints() -> None:
+def test_a_dit_process_that_is_killed_while_it_generates() -> None:
     deaths: list[int] = []
     with OmniDiffusion(
         checkpoint(), two(True), on_death=lambda stage, _: deaths.append(stage), dtype="float32"
@@ -101,7 +101,7 @@ def until(true: Any) -> None:
 
 
 @pytest.mark.parametrize("own_process", [False, True])
-def test_an_abort_while_it_is_painted(own_process: bool) -> None:
+def test_an_abort_while_it_generates(own_process: bool) -> None:
     with OmniDiffusion(checkpoint(), two(own_process), dtype="float32") as omni:
         busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="r")
         until(lambda: omni.stages[1].stats()["running"] == 1)
@@ -113,7 +113,7 @@ def test_an_abort_while_it_is_painted(own_process: bool) -> None:
         assert torch.equal(image[0], alone(seed=3))
 
 
-def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
+def test_an_error_of_the_ar_stage_reaches_the_consumer(sockets: str) -> None:
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     how = OmniARConfig(checkpoint(), dtype="float32", num_blocks=2, block_size=4, kv=kv)
     with (
@@ -133,7 +133,7 @@ def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
             stage.submit(OmniDiffusionRequest(prompt, wishes(), "t"))
 
 
-def test_a_stage_that_cannot_start_says_why() -> None:
+def test_a_stage_that_cannot_start_raises_the_cause() -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         StageProcess(OmniARConfig("/nowhere", kv=KVConfig(sinks=(url(),))))
     with pytest.raises(TransferTimeout, match=r"engine-test|producer|within"):
@@ -151,7 +151,7 @@ def test_a_stage_that_sleeps_in_its_process(sockets: str) -> None:
         assert stage.submit(request).result(WAIT).error is None
 
 
-def test_requests_cross_unchanged() -> None:
+def test_requests_are_decoded_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)
     one = OmniDiffusionRequest(
         ["a fox", image],
@@ -168,7 +168,7 @@ def test_requests_cross_unchanged() -> None:
     assert (two.request_id, two.need_kv_receive, two.kv_nbytes) == ("r", True, 12)
 
 
-def test_outputs_and_errors_cross_unchanged() -> None:
+def test_outputs_and_errors_are_decoded_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(1, 2, 4, 3)
     one = DiffusionOutput("r", image, None, "words", KVSent(5, (8, 8), 3), {"execute": 0.5})
     two = unpack(pack(one))

@@ -1,10 +1,7 @@
-"""A stage's process: `python -m omni_kvlink.engine.stage.stage_main DESCRIPTOR`."""
+"""`StageService`: a stage's engine that is called from another process."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,9 +10,6 @@ from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.ipc.channel import RpcChannel
-from omni_kvlink.engine.ipc.codec import unpack_config
-from omni_kvlink.engine.ipc.process import serve_calls
 from omni_kvlink.engine.ipc.rpc import public_methods
 
 
@@ -40,7 +34,7 @@ class StageService:
         """Load the model, open the links, and return the URLs that the next stage connects to."""
         kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
         self._engine = engine = kind(self._config, on_death=self._death.set_result)
-        self.methods |= public_methods(engine)
+        self.methods |= public_methods(engine) | self.methods  # own methods hide the engine's
         urls: tuple[str, ...] = engine.sink_urls
         return urls
 
@@ -48,21 +42,8 @@ class StageService:
         """A future whose result is why a worker of the stage is gone."""
         return self._death
 
-    def close(self) -> None:
-        """Close the engine."""
+    def close(self) -> bool:
+        """Close the engine; returns True."""
         if self._engine is not None:
             self._engine.close()
-
-
-def main() -> None:
-    """Serve calls until the process that started this one closes the channel or is gone."""
-    channel = RpcChannel(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        with contextlib.closing(StageService(unpack_config(channel.receive()))) as service:
-            serve_calls(channel, service.methods)
-    finally:
-        channel.join()
-
-
-if __name__ == "__main__":
-    main()
+        return True

@@ -87,7 +87,7 @@ def test_an_invalid_call_is_answered_with_an_error() -> None:
     assert isinstance(decode(early)["error"], AttributeError)
 
 
-def test_large_tensors_cross_beside_the_words() -> None:
+def test_large_tensors_are_sent_beside_the_message() -> None:
     large = torch.arange(1 << 17, dtype=torch.int32).reshape(2, -1)
     packed, large_arrays = encoded = encode({"a": large, "b": torch.ones(3)})
     assert len(packed) < 1000
@@ -104,7 +104,7 @@ def test_large_tensors_cross_beside_the_words() -> None:
         encode({"a": 1 << 70})
 
 
-def test_ranks_meet_at_one_address_alone() -> None:
+def test_the_rendezvous_listens_at_one_address_only() -> None:
     where = open_rendezvous("127.0.0.2")
     stores: list[Any] = [None, None]
 
@@ -133,11 +133,11 @@ def test_ranks_meet_at_one_address_alone() -> None:
         ({"resources": {"x": -1}}, "below 0"),
     ],
 )
-def test_a_place_that_cannot_be(fields: dict[str, Any], word: str) -> None:
+def test_an_invalid_ray_config_is_refused(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         RayConfig(**fields)
 
 
-def test_where_a_stage_goes_travels_with_its_configuration() -> None:
+def test_the_ray_config_is_part_of_the_encoded_config() -> None:
     one = config(None, ray=RayConfig(resources={"near": 0.5}, num_gpus=0.25))
     assert unpack_config(pack_config(one)) == one
