@@ -137,7 +137,7 @@ class Stage:
 
     def bundle_of(self, one: OmniDiffusionRequest) -> KVCacheBundle:
         """The KV of a request in the stage before."""
-        return bundle(one.request_id, one.prompt, one.sampling_params.seed, dtype=self.dtype)
+        return bundle(one.request_id, one.prompt, one.sampling_params.seed or 0, dtype=self.dtype)
 
     def close(self) -> None:
         self.ranks.close()
@@ -163,6 +163,7 @@ def _run_rank(rank: int, config: StageConfig, end: Connection) -> None:
     if isinstance(config, OmniARConfig):
         worker: Any = GPUARWorker(rank, rank, config)
     else:
+        assert isinstance(config, OmniDiffusionConfig)
         worker = GPUDiffusionWorker(rank, rank, config)
     try:
         worker.init_device()

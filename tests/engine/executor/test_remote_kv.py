@@ -1,4 +1,4 @@
-"""KV that lies with several workers: when it is there, when it is not, and what each is told."""
+"""`RemoteKVManager`: when KV is ready or failed, and what each worker is called with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FakeWorker(WorkerClient):
 
 
 class Stage:
-    """Two groups of two workers."""
+    """A manager of two groups of two workers."""
 
     def __init__(self) -> None:
         self.workers = [FakeWorker() for _ in range(4)]
@@ -55,7 +55,7 @@ class Stage:
         self.manager.listen(self.ended.release)
 
     def begin(self, name: str, **fields: Any) -> tuple[Any, list[FakeWorker]]:
-        """A request, and the ranks that were told to receive its KV."""
+        """Prefetch a request; returns it and the workers that were called to receive its KV."""
         one = request(name, **fields)
         self.manager.allocate(one)
         self.manager.prefetch(one)
@@ -79,7 +79,7 @@ def test_kv_is_ready_when_all_ranks_of_the_group_have_it(stage: Stage) -> None:
     assert stage.manager.state("r") is KVState.READY
     stats = stage.manager.stats()
     assert (stats["charged"], stats["nbytes"], stats["received"]) == (150, 150, 1)
-    assert stats["workers"]["answered"] == 0  # and it did not wait for them for long
+    assert stats["workers"]["answered"] == 0  # they do not answer
     stage.manager.free(one)
     stage.manager.free(one)
     assert [worker.count("free_kv", "r") for worker in (first, second)] == [1, 1]
@@ -94,7 +94,7 @@ def test_kv_fails_with_the_first_rank_that_fails(stage: Stage) -> None:
     assert stage.manager.state("r") is KVState.FAILED
     assert "out of blocks" in str(stage.manager.error("r"))
     assert [worker.count("free_kv", "r") for worker in (first, second)] == [1, 1]
-    stage.manager.free(one)  # they were told already
+    stage.manager.free(one)  # they were called already
     assert [worker.count("free_kv", "r") for worker in (first, second)] == [1, 1]
     assert sum(worker.count("free_kv", "r") for worker in stage.workers) == 2
 
@@ -106,12 +106,12 @@ def test_kv_fails_at_its_deadline_if_ranks_do_not_answer(stage: Stage) -> None:
     assert 0.3 <= time.monotonic() - started < 0.3 + 0.25
     assert isinstance(stage.manager.error("r"), TransferTimeout)
     late = next(worker for worker in stage.workers if worker.calls)
-    late.receives["r"].set_result(10)  # nobody listens any more
+    late.receives["r"].set_result(10)  # ignored
     assert stage.manager.state("r") is KVState.FAILED
 
 
 def test_the_budget_is_corrected_when_the_size_is_known(stage: Stage) -> None:
-    _, workers = stage.begin("a")  # of unknown size: a reserve
+    _, workers = stage.begin("a")  # of unknown size: kv.reserve
     assert stage.manager.stats()["charged"] == 100
     for worker in workers:
         worker.receives["a"].set_result(700)
@@ -124,7 +124,7 @@ def test_the_budget_is_corrected_when_the_size_is_known(stage: Stage) -> None:
     _, others = stage.begin("c", kv_nbytes=300)
     assert set(others).isdisjoint(workers)  # the less loaded group
     for worker in others:
-        worker.receives["c"].set_result(301)  # more than was said, and than is left
+        worker.receives["c"].set_result(301)  # more than announced, and than is free
     assert isinstance(stage.manager.error("c"), CapacityError)
     assert [worker.count("free_kv", "c") for worker in others] == [1, 1]
 
@@ -138,7 +138,7 @@ def test_a_request_that_is_freed_early_is_not_received(stage: Stage) -> None:
     _, workers = stage.begin("last")
     for worker in workers:
         for method, name in worker.calls:
-            if method == "receive_kv" and name != "last":  # then it was told to free it, after
+            if method == "receive_kv" and name != "last":  # then it was freed afterwards
                 assert worker.calls.index(("free_kv", name)) > worker.calls.index((method, name))
 
 

@@ -1,7 +1,8 @@
-"""Messages between processes of an engine: plain values, and large tensors in shared memory."""
+"""`RpcChannel`: plain values, and large tensors in shared memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -33,15 +34,13 @@ def ends() -> Iterator[tuple[RpcChannel, RpcChannel]]:
     there.join()
 
 
-def reads(channel: RpcChannel, seconds: float = 5.0) -> None:
-    """Let a thread read what comes until the channel ends."""
+def reads(channel: RpcChannel) -> None:
+    """Let a thread receive and ignore messages until the channel closes."""
 
     def read() -> None:
-        while True:
-            try:
+        with contextlib.suppress(PeerLostError):
+            while True:
                 channel.receive()
-            except PeerLostError:
-                return
 
     threading.Thread(target=read, daemon=True).start()
 
@@ -88,7 +87,7 @@ def test_large_tensors_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]
     assert torch.equal(result.stages[0].output, image[:, 1])
     assert torch.equal(got["also"][0]["x"], sideways)
     assert used(here) == 0
-    result.output.fill_(1)  # its memory is the receiver's own
+    result.output.fill_(1)  # it does not share memory with the message
 
 
 def test_the_memory_is_reused(ends: tuple[RpcChannel, RpcChannel]) -> None:
@@ -101,7 +100,7 @@ def test_the_memory_is_reused(ends: tuple[RpcChannel, RpcChannel]) -> None:
         assert torch.equal(got["two"], filled(-seed))
         assert used(here) == 0
     assert here.stats()["arenas"] == 1
-    assert there.stats()["mapped"] == 0  # nothing large went the other way
+    assert there.stats()["mapped"] == 0  # no tensor was sent from there
 
 
 def test_small_tensors_use_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
@@ -131,7 +130,7 @@ def test_more_than_the_quota_is_an_error(
     assert caught.value.asked == 5 << 20
     assert here.stats()["used"] == 0
     here.send({"large": filled(2, numel=3 << 20)})
-    with pytest.raises(CapacityError, match="send less at once"):  # nobody has taken the first
+    with pytest.raises(CapacityError, match="send less at once"):  # the first is not received yet
         here.send({"large": filled(3, numel=3 << 20)})
     reads(here)
     assert torch.equal(there.receive()["large"], filled(2, numel=3 << 20))
@@ -145,15 +144,15 @@ def test_a_send_that_waits_for_memory_continues(ends: tuple[RpcChannel, RpcChann
     reads(here)
     got: list[Any] = []
 
-    def take() -> None:
+    def receive() -> None:
         got.extend(there.receive()["one"] for _ in range(6))
 
-    taker = threading.Thread(target=take)
+    receiver = threading.Thread(target=receive)
     here.send({"one": filled(0, numel=3 << 20)})
-    taker.start()
+    receiver.start()
     for seed in range(1, 6):
         here.send({"one": filled(seed, numel=3 << 20)})
-    taker.join(10)
+    receiver.join(10)
     assert [torch.equal(one, filled(seed, numel=3 << 20)) for seed, one in enumerate(got)] == (
         [True] * 6
     )

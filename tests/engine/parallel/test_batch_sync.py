@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, Req
 from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
 
-GUIDANCE, TENSOR = {"cfg_parallel_size": 2}, {"tensor_parallel_size": 2}
+GUIDANCE: dict[str, Any] = {"cfg_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 SOON = 8.0
 """Seconds in which all ranks must answer, whatever happens to one of them."""
 
@@ -43,13 +44,13 @@ def stage(stages: dict[str, Stage], request: pytest.FixtureRequest) -> Stage:
     return stages[request.param]
 
 
-def run_batch(stage: Stage, names: str, **fields: Any) -> list[tuple[Any, Any]]:
+def run_batch(stage: Stage, names: Sequence[str], **fields: Any) -> list[list[tuple[Any, Any]]]:
     """Each rank's image and error of every request, received and executed."""
     batch = requests(*names, **fields)
     stage.send(*batch)
     assert stage.ranks.call_all(receive, *batch) == [["ready"] * len(names)] * 2
     start = time.monotonic()
-    found = stage.ranks.call_all(execute, *batch)
+    found: list[list[tuple[Any, Any]]] = stage.ranks.call_all(execute, *batch)
     assert time.monotonic() - start < SOON
     return found
 
@@ -306,7 +307,7 @@ def results_of(stage: Stage, act: Callable[[], None]) -> list[Any]:
 
 @pytest.mark.parametrize("degrees", [GUIDANCE, TENSOR], ids=["guidance", "tensor"])
 def test_a_killed_rank_fails_the_batch_on_the_others(
-    directory: str, degrees: dict[str, int]
+    directory: str, degrees: dict[str, Any]
 ) -> None:
     with started(Stage(directory, **degrees)) as (stage,):
 

@@ -261,7 +261,7 @@ def send_corrupted(setup: Stages, data: KVCacheBundle) -> None:
     wrong[1, 0, 1] ^= 1
 
 
-@pytest.mark.parametrize("sin", ["failed", "failed first", "corrupt", "late", "closed"])
+@pytest.mark.parametrize("fault", ["failed", "failed first", "corrupt", "late", "closed"])
 def test_a_part_that_does_not_arrive_fails_the_request(stages: Any, fault: str) -> None:
     setup, data = stages(2, 1, 1), edit("r")
     (manager,) = setup.managers.values()

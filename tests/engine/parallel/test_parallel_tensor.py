@@ -55,7 +55,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
 def dit_config(
     directory: str, pair: str, urls: tuple[str, ...], **fields: Any
 ) -> OmniDiffusionConfig:
-    how = {"source_options": {"directory": directory}, "timeout": WAIT}
+    how: dict[str, Any] = {"source_options": {"directory": directory}, "timeout": WAIT}
     return OmniDiffusionConfig(
         checkpoint(),
         dtype="float32",
@@ -358,7 +358,7 @@ def abort_during_prefill(worker: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sin", "kind"), [(fail_send, RequestFailed), (abort_during_prefill, RequestAborted)]
+    ("fault", "kind"), [(fail_send, RequestFailed), (abort_during_prefill, RequestAborted)]
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kv_that_one_rank_cannot_send_is_sent_by_no_rank(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, request
-from mp_fixtures import Bed, bed, until
+from mp_fixtures import EngineUnderTest, engine_with_ranks, until
 from ray_fixtures import NODES, Nodes, pids_alive, two_nodes
 
 from omni_kvlink import TransferTimeout
@@ -86,7 +86,7 @@ def ranks(sockets: str, count: int, **fields: Any) -> Any:
     """An engine with so many ranks, each on a node of its own."""
     where = RayConfig(strategy="STRICT_SPREAD")
     how = {"distributed_executor_backend": "ray", "ray": where, **fields}
-    return bed(sockets, count, "zmq", **how)
+    return engine_with_ranks(sockets, count, "zmq", **how)
 
 
 def stages(connector: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def in_process(sockets: str, name: str, **fields: Any) -> torch.Tensor:
         return engine.generate([request(name, **fields)], timeout=WAIT)[0].result()
 
 
-def paints(stage: Bed, name: str, **fields: Any) -> torch.Tensor:
+def paints(stage: EngineUnderTest, name: str, **fields: Any) -> torch.Tensor:
     future = stage.submit(name, **fields)
     stage.send(name, seed=fields.get("seed", 0))
     image: torch.Tensor = future.result(WAIT).result()[0]

@@ -39,7 +39,7 @@ TWO = {
 
 
 def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
-    wire = {"name": "SharedMemoryConnector"}
+    wire: dict[str, Any] = {"name": "SharedMemoryConnector"}
     if connector == "zmq":
         wire = {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}}
     stages = [{**TWO["stages"][0]}, {**TWO["stages"][1], "own_process": own_process}]
