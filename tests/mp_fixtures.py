@@ -52,7 +52,7 @@ class EngineUnderTest:
     def workers(self) -> list[RpcClient]:
         return list(self.executor.workers)
 
-    def send(self, name: str, **how: Any) -> Any:
+    def send(self, name: str, **options: Any) -> Any:
         return self.producer.put(bundle(name, **options))
 
     def submit(self, name: str, **fields: Any) -> Future[DiffusionOutput]:

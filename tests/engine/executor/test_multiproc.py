@@ -64,8 +64,9 @@ def test_images_too_large_for_a_message(sockets: str) -> None:
 
 def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
     """Two ranks run one request: both are called, the leader has the images."""
-    how = {"stage": "all", "parallel_config": DiffusionParallelConfig(cfg_parallel_size=2)}
-    stage = {"dtype": "float32", "num_threads": 1, **how}
+    parallel = DiffusionParallelConfig(cfg_parallel_size=2)
+    stage: dict[str, Any] = {"stage": "all", "parallel_config": parallel}
+    stage |= {"dtype": "float32", "num_threads": 1}
     with DiffusionEngine(OmniDiffusionConfig(checkpoint(), **stage)) as engine:
         assert isinstance(engine.executor, MultiprocExecutor)  # the default for two ranks
         one = request("r", seed=4, need_kv_receive=False)

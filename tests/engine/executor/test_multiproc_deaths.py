@@ -213,8 +213,9 @@ def test_a_deployment_of_which_both_stages_have_workers() -> None:
                 assert torch.equal(image[0], alone(prompt, **wish)), prompt
 
         check()
-        (ar_worker,) = children(omni.stages[0].pid)
-        for stage, pid in [(0, ar_worker), (1, omni.stages[1].executor.workers[1].pid)]:
+        stages: list[Any] = list(omni.stages)
+        (ar_worker,) = children(stages[0].pid)
+        for stage, pid in [(0, ar_worker), (1, stages[1].executor.workers[1].pid)]:
             os.kill(pid, signal.SIGKILL)
             until(lambda: deaths)
             with pytest.raises(EngineDeadError, match="restart"):

@@ -267,7 +267,8 @@ def test_a_part_that_does_not_arrive_fails_the_request(stages: Any, fault: str) 
     (manager,) = setup.managers.values()
     if fault == "corrupt":
         send_corrupted(setup, data)
-        kv_request, kind = begin(manager, "r"), IntegrityError
+        kv_request = begin(manager, "r")
+        kind: type[Exception] = IntegrityError
     else:
         kv_request = begin(manager, "r", kv_timeout=0.5 if fault == "late" else None)
         if fault != "failed first":

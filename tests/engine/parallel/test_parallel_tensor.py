@@ -175,7 +175,7 @@ def contents(worker: Any, batch: OmniDiffusionRequest) -> Any:
 def test_a_rank_receives_its_heads_alone(stages: dict[str, Any]) -> None:
     stage, (batch,) = stages["float32"], requests("kv", edit=True)
     stage.send(batch)
-    whole = bundle("kv", batch.prompt)
+    whole: Any = bundle("kv", batch.prompt)
     for rank, found in enumerate(stage.ranks.call_all(contents, batch)):
         assert list(found) == list(whole)
         for name, (metadata, bits) in found.items():
@@ -187,11 +187,13 @@ def test_each_rank_sends_its_heads(stages: dict[str, Any]) -> None:
     stage, (batch,) = stages["float32"], requests("on", edit=True, need_kv_transfer=True)
     stage.send(batch)
     stage.ranks.call_all(generate, batch)
-    whole, where = bundle("on", batch.prompt), stage.config.kv.source_options
+    whole: Any = bundle("on", batch.prompt)
+    where = stage.config.kv.source_options
     for rank, url in enumerate(ONWARD):
         with KVLink.connect(url, timeout=WAIT, **where) as link:
             key = f"on/rank{rank}of2:{rank}-{rank + 1}"
-            with link.get(key, timeout=WAIT) as found:
+            with link.get(key, timeout=WAIT) as data:
+                found: Any = data
                 for name in whole:
                     mine = [one[:, rank : rank + 1] for one in whole[name].tensors()]
                     assert digests(found[name].tensors()) == digests(mine)
@@ -321,7 +323,7 @@ def test_keys_and_values_are_those_of_one_process_but_for_rounding(stages: dict[
     assert receive(single, batch) == ["ready"]
     got = single.runner.kv_manager.get_kv_cache("k")
     model = pipeline()
-    right = model.prefill(batch.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
+    right: Any = model.prefill(batch.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
     assert text == right.text
     for layer, (key, value_) in enumerate(zip(*got["gen"].layer_blocks.values(), strict=True)):
         for ours, theirs in (
@@ -391,7 +393,8 @@ def test_blocks_have_a_ranks_own_heads(stages: dict[str, Any]) -> None:
 
 def test_a_prompt_that_all_ranks_refuse_is_its_own_error(stages: dict[str, Any]) -> None:
     pair = stages["2 to 2"]
-    bad = OmniDiffusionRequest([EDIT[0][:, :, :2]], wishes(), "no image", need_kv_transfer=True)
+    photo: Any = EDIT[0]
+    bad = OmniDiffusionRequest([photo[:, :, :2]], wishes(), "no image", need_kv_transfer=True)
     for ((_, error, _, _),) in pair.ar.call_all(fail, bad):
         assert error is not None
     for ((text, error, _, _),) in pair.ar.call_all(run_prompts, *thinking_requests("after")):

@@ -1,4 +1,4 @@
-"""What runs in Ray's actors and needs no Ray: calls and their order, messages, where ranks meet."""
+"""What runs in Ray's actors and needs no Ray: calls, their order, messages, the rendezvous."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_large_tensors_are_sent_beside_the_message() -> None:
     packed, large_arrays = encoded = encode({"a": large, "b": torch.ones(3)})
     assert len(packed) < 1000
     assert [one.nbytes for one in large_arrays] == [1 << 19]
-    large_arrays[0].flags.writeable = False  # as the object store gives it
+    large_arrays[0].flags.writeable = False  # as arrays from the object store are
     decoded = decode(encoded)
     assert torch.equal(decoded["a"], large)
     assert torch.equal(decoded["b"], torch.ones(3))

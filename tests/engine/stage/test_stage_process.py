@@ -1,4 +1,4 @@
-"""Stages in processes of their own: killed, restarted, and what crosses between them and here."""
+"""Stages in processes of their own: deaths, restarts, aborts, and the codec of their messages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
 from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
-TWO = {
+TWO: dict[str, Any] = {
     "stages": [
         {"stage_id": 0},
         {"stage_id": 1, "own_process": True, "input_connectors": {"from_stage_0": "wire"}},
     ],
     "connectors": {"wire": {"name": "SharedMemoryConnector"}},
 }
+
+
+def pid_of(stage: Any) -> int:
+    assert isinstance(stage, StageProcess)
+    return stage.pid
 
 
 def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
@@ -48,23 +53,23 @@ def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
 
 @pytest.mark.parametrize("connector", ["shm", "zmq"])
 def test_an_ar_process_that_is_killed_is_reported_and_restarted(connector: str) -> None:
-    deaths, heard = [], threading.Event()
+    deaths, reported = [], threading.Event()
 
     def on_death(stage: int, error: Exception) -> None:
         deaths.append((stage, error))
-        heard.set()
+        reported.set()
 
     how = two(False, connector)
     with OmniDiffusion(checkpoint(), how, on_death=on_death, dtype="float32") as omni:
         (before,) = omni.generate("a fox", {**HOW, "seed": 1}, timeout=WAIT, output_type="pt")
-        # a prompt of which the plan alone would take minutes
+        # counting its tokens alone takes minutes
         busy = omni.submit("a fox " * 40_000, HOW, request_id="busy")
-        os.kill(omni.stages[0].pid, signal.SIGKILL)
+        os.kill(pid_of(omni.stages[0]), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(EngineDeadError, match="status -9"):
             busy.result(WAIT).result()
         assert time.monotonic() - started < 2
-        assert heard.wait(WAIT)
+        assert reported.wait(WAIT)
         assert [stage for stage, _ in deaths] == [0]
         with pytest.raises(EngineDeadError, match="restart"):
             omni.submit("a fox", HOW, request_id="too early")
@@ -83,10 +88,10 @@ def test_a_dit_process_that_is_killed_while_it_generates() -> None:
         omni.generate("a fox", HOW, timeout=WAIT)
         busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="busy")
         until(lambda: omni.stages[1].stats()["running"] == 1)
-        os.kill(omni.stages[1].pid, signal.SIGKILL)
+        os.kill(pid_of(omni.stages[1]), signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="status -9"):
             busy.result(WAIT).result()
-        until(lambda: omni.stages[0].stats()["link"]["memory"]["used"] == 0)  # its KV is back
+        until(lambda: omni.stages[0].stats()["link"]["memory"]["used"] == 0)  # its KV is released
         until(lambda: deaths == [1])
         omni.restart(1)
         (image,) = omni.generate("a fox", {**HOW, "seed": 3}, timeout=WAIT, output_type="pt")
@@ -179,8 +184,8 @@ def test_outputs_and_errors_are_decoded_unchanged() -> None:
     assert (str(late), late.key, late.waited, late.phase) == ("late", "r", 1.5, "asked")
     assert isinstance(unpack(pack(PeerLostError("gone"))), PeerLostError)
     assert isinstance(unpack(pack(RequestAborted("no"))), RequestAborted)
-    asked = unpack(pack(CapacityError("full", asked=3, free=1)))
-    assert (asked.asked, asked.free) == (3, 1)
+    full = unpack(pack(CapacityError("full", asked=3, free=1)))
+    assert (full.asked, full.free) == (3, 1)
     assert isinstance(unpack(pack(KeyError("layer"))), KeyError)
     other = unpack(pack(threading.BrokenBarrierError("strange")))
     assert isinstance(other, RequestFailed)
