@@ -1,4 +1,4 @@
-"""A diffusion engine whose ranks are processes, fed over a link from here."""
+"""A diffusion engine whose ranks are processes, and the link that sends it KV."""
 
 from __future__ import annotations
 
@@ -20,48 +20,52 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     EngineError,
 )
-from omni_kvlink.engine.ipc.process_handle import ProcessHandle
+from omni_kvlink.engine.ipc.rpc import RpcClient
 
 
-class Bed:
-    """An engine, and the AR stage's end of its link.
+class EngineUnderTest:
+    """An engine, and the producer of its KV.
 
     Attributes:
-        deaths: what the engine's `on_death` was told.
+        deaths: the arguments of the engine's `on_death` calls.
     """
 
     def __init__(self, producer: KVLink, sockets: str, ranks: int, **fields: Any):
         self.producer = producer
         self.deaths: list[EngineError] = []
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "distributed_executor_backend": "mp",
             "max_num_seqs": ranks,
             "num_threads": 1,
             "parallel_config": DiffusionParallelConfig(data_parallel_size=ranks),
             **fields,
         }
-        self.engine = DiffusionEngine(config(producer, sockets, **how), on_death=self.deaths.append)
+        self.engine = DiffusionEngine(
+            config(producer, sockets, **options), on_death=self.deaths.append
+        )
 
     @property
     def executor(self) -> Any:
         return self.engine.executor
 
     @property
-    def workers(self) -> list[ProcessHandle]:
+    def workers(self) -> list[RpcClient]:
         return list(self.executor.workers)
 
-    def send(self, name: str, **how: Any) -> Any:
-        return self.producer.put(bundle(name, **how))
+    def send(self, name: str, **options: Any) -> Any:
+        return self.producer.put(bundle(name, **options))
 
     def submit(self, name: str, **fields: Any) -> Future[DiffusionOutput]:
         return self.engine.submit(request(name, **fields))
 
 
 @contextmanager
-def bed(sockets: str, ranks: int = 1, scheme: str = "shm", **fields: Any) -> Iterator[Bed]:
-    """At the end, no process of it is left, and all memory of the link is back."""
+def engine_with_ranks(
+    sockets: str, ranks: int = 1, scheme: str = "shm", **fields: Any
+) -> Iterator[EngineUnderTest]:
+    """An engine; checks at the end that its processes are gone and the link's memory is free."""
     with link(sockets, scheme) as producer:
-        made = Bed(producer, sockets, ranks, **fields)
+        made = EngineUnderTest(producer, sockets, ranks, **fields)
         workers = made.workers
         try:
             yield made
@@ -78,7 +82,7 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def freeze(worker: ProcessHandle) -> None:
+def freeze(worker: RpcClient) -> None:
     """Stop a process; when this returns, each of its threads has stopped."""
     os.kill(worker.pid, signal.SIGSTOP)
     threads = Path(f"/proc/{worker.pid}/task")

@@ -1,4 +1,4 @@
-"""Ranks of a stage, each a process of its own, that do what a test tells all of them."""
+"""Ranks of a stage, each in a process of its own, that run functions for a test."""
 
 from __future__ import annotations
 
@@ -28,57 +28,58 @@ from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 _numbers = itertools.count()
 EDIT = [torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8), "make it night"]
 
 
-class Ranks:
-    """All ranks of a stage; they have met, and loaded their models."""
+class RankProcesses:
+    """The processes of all ranks of a stage."""
 
     def __init__(self, config: StageConfig):
         context = multiprocessing.get_context("spawn")
         self._ends: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(config.parallel_config.world_size):
-            mine, theirs = context.Pipe()
-            self._ends.append(mine)
-            self.processes.append(context.Process(target=_live, args=(rank, config, theirs)))
+            here, there = context.Pipe()
+            self._ends.append(here)
+            self.processes.append(context.Process(target=_run_rank, args=(rank, config, there)))
         for process in self.processes:
             process.start()
 
-    def meet(self) -> Ranks:
+    def wait_ready(self) -> RankProcesses:
+        """Wait until all ranks have loaded their models."""
         self._answers(range(len(self._ends)))
         return self
 
-    def all(self, call: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank answers to the same; raises what one of them raised."""
-        return [value(answer) for answer in self.ask([(call, *args)] * len(self._ends))]
+    def call_all(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function with each rank's worker; the results. Raises what one of them raised."""
+        return [value(answer) for answer in self.call_each([(call, *args)] * len(self._ends))]
 
-    def ask(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What each rank answers to a call of its own: a value, or an exception."""
+    def call_each(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run one call on each rank; the results, each a value or an exception."""
         for end, call in zip(self._ends, calls, strict=True):
             end.send(call)
         return self._answers(range(len(self._ends)))
 
-    def tell(self, rank: int, *call: Any) -> None:
-        """One rank's call, whose answer `answer` gives."""
+    def send_call(self, rank: int, *call: Any) -> None:
+        """Start a call on one rank; `result` returns its result."""
         self._ends[rank].send(call)
 
-    def answer(self, rank: int) -> Any:
+    def result(self, rank: int) -> Any:
         return self._answers([rank])[0]
 
-    def on(self, rank: int, *call: Any) -> Any:
-        """What one rank answers; raises what it raised."""
-        self.tell(rank, *call)
-        return value(self.answer(rank))
+    def call(self, rank: int, *call: Any) -> Any:
+        """Run a call on one rank; raises what it raised."""
+        self.send_call(rank, *call)
+        return value(self.result(rank))
 
     def close(self) -> None:
         for end, process in zip(self._ends, self.processes, strict=True):
             if process.is_alive():
                 end.send((None,))
         for process in self.processes:
-            process.join(PATIENCE)
+            process.join(TIMEOUT)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -86,7 +87,7 @@ class Ranks:
     def _answers(self, ranks: Sequence[int]) -> list[Any]:
         found = []
         for rank in ranks:
-            assert self._ends[rank].poll(PATIENCE), f"rank {rank} does not answer"
+            assert self._ends[rank].poll(TIMEOUT), f"rank {rank} does not answer"
             found.append(self._ends[rank].recv())
         return found
 
@@ -98,70 +99,71 @@ def value(answer: Any) -> Any:
 
 
 class Stage:
-    """Ranks that paint, and the end of the stage before, which is this process.
+    """The ranks of a diffusion stage, and the KV sink of the stage before, in this process.
 
     Args:
-        onward: URLs that they hand KV on by, one each.
+        sink_urls: URLs at which the ranks serve the next stage, one each.
     """
 
     def __init__(
-        self, directory: str, dtype: str = "float32", onward: Sequence[str] = (), **degrees: int
+        self, directory: str, dtype: str = "float32", sink_urls: Sequence[str] = (), **degrees: int
     ):
         self.dtype = getattr(torch, dtype)
         parallel = DiffusionParallelConfig(**degrees)
         url, options = f"shm://stage-{next(_numbers)}", {"directory": directory}
         sending = KVConfig(sinks=(url,), sink_options=options, receivers=parallel)
-        self.handover = KVSink(sending, heads=2)
+        self.kv_sink = KVSink(sending, heads=2)
         self.config = OmniDiffusionConfig(
             checkpoint(),
             dtype=dtype,
             num_threads=1,
             max_num_seqs=4,
             parallel_config=parallel,
-            distributed_init_method=f"file://{directory}/meet-{url[6:]}",
+            distributed_init_method=f"file://{directory}/rendezvous-{url[6:]}",
             kv=KVConfig(
                 sources=(url,),
-                sinks=tuple(onward),
+                sinks=tuple(sink_urls),
                 source_options=options,
                 sink_options=options,
                 receivers=parallel,
                 timeout=20,
             ),
         )
-        self.ranks = Ranks(self.config)
+        self.ranks = RankProcesses(self.config)
 
-    def send(self, *wanted: OmniDiffusionRequest) -> int:
-        """The KV of requests; the largest share of each, in all."""
-        return sum(self.handover.send(self.bundle_of(one)).nbytes for one in wanted)
+    def send(self, *batch: OmniDiffusionRequest) -> int:
+        """Send the KV of requests; the sum of the sizes of their largest parts."""
+        return sum(self.kv_sink.send(self.bundle_of(one)).nbytes for one in batch)
 
     def bundle_of(self, one: OmniDiffusionRequest) -> KVCacheBundle:
-        """What the stage before has of it."""
-        return bundle(one.request_id, one.prompt, one.sampling_params.seed, dtype=self.dtype)
+        """The KV of a request in the stage before."""
+        return bundle(one.request_id, one.prompt, one.sampling_params.seed or 0, dtype=self.dtype)
 
     def close(self) -> None:
         self.ranks.close()
-        self.handover.close()
+        self.kv_sink.close()
 
 
 @contextmanager
-def stages(*made: Stage) -> Iterator[list[Stage]]:
-    """Several, started at once."""
+def started(*made: Stage) -> Iterator[list[Stage]]:
+    """Several stages whose ranks start at the same time."""
     try:
         for one in made:
-            one.ranks.meet()
+            one.ranks.wait_ready()
         yield list(made)
     finally:
         for one in made:
             one.close()
 
 
-# In the ranks.
+# Functions that run in the ranks.
 
 
-def _live(rank: int, config: StageConfig, end: Connection) -> None:
+def _run_rank(rank: int, config: StageConfig, end: Connection) -> None:
     if isinstance(config, OmniARConfig):
         worker: Any = GPUARWorker(rank, rank, config)
     else:
+        assert isinstance(config, OmniDiffusionConfig)
         worker = GPUDiffusionWorker(rank, rank, config)
     try:
         worker.init_device()
@@ -181,12 +183,12 @@ def _live(rank: int, config: StageConfig, end: Connection) -> None:
 
 
 def receive(worker: Any, *requests: OmniDiffusionRequest) -> list[str]:
-    """Fetch the KV of requests; how each ended."""
-    manager, over = worker.runner.kv_manager, threading.Condition()
+    """Receive the KV of requests; the state in which each ended."""
+    manager, changed = worker.runner.kv_manager, threading.Condition()
 
     def wake() -> None:
-        with over:
-            over.notify_all()
+        with changed:
+            changed.notify_all()
 
     def states() -> list[KVState]:
         return [manager.state(one.request_id) for one in requests]
@@ -195,13 +197,13 @@ def receive(worker: Any, *requests: OmniDiffusionRequest) -> list[str]:
     for one in requests:
         manager.allocate(one)
         manager.prefetch(one)
-    with over:
-        assert over.wait_for(lambda: KVState.RECEIVING not in states(), PATIENCE)
+    with changed:
+        assert changed.wait_for(lambda: KVState.RECEIVING not in states(), TIMEOUT)
     return [state.value for state in states()]
 
 
 def received(worker: Any, request_id: str) -> dict[str, tuple[Any, list[str]]]:
-    """Each branch of a KV that is held: its metadata, and digests of its tensors."""
+    """The branches of a KV that was received: metadata, and digests of the tensors."""
     data = worker.runner.kv_manager.get_kv_cache(request_id)
     return {name: (data[name].metadata, digests(data[name].tensors())) for name in data}
 
@@ -212,17 +214,17 @@ def execute(worker: Any, *requests: OmniDiffusionRequest) -> list[tuple[Any, Any
     return [(one.result.output, one.result.error) for one in found]
 
 
-def painted(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], list[torch.Tensor]]:
-    """Receive and execute: images, and the latents that were integrated here."""
+def generate(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], list[torch.Tensor]]:
+    """Receive and execute requests; the images, and the latents of this rank."""
     pipeline, latents = worker.runner.pipeline, list[torch.Tensor]()
     original = type(pipeline).denoise_batch
 
-    def noted(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         found = original(pipeline, *args)
         latents.extend(found)
         return found
 
-    pipeline.denoise_batch = noted
+    pipeline.denoise_batch = recorded
     try:
         if any(one.need_kv_receive for one in requests):
             assert set(receive(worker, *requests)) == {"ready"}
@@ -235,15 +237,15 @@ def painted(worker: Any, *requests: OmniDiffusionRequest) -> tuple[list[Any], li
     return [image for image, _ in outputs], latents
 
 
-def accelerate(worker: Any, name: str, config: dict[str, Any]) -> None:
-    """Use a cache backend."""
+def enable_cache(worker: Any, name: str, config: dict[str, Any]) -> None:
+    """Enable a cache backend."""
     runner = worker.runner
     runner.cache_backend = make_cache_backend(name, config)
     runner.cache_backend.enable(runner.pipeline)
 
 
-def slow_down(worker: Any) -> dict[str, int]:
-    """Do without it again; the passes that were saved, by branch."""
+def disable_cache(worker: Any) -> dict[str, int]:
+    """Disable the cache backend; the passes that it saved, by branch."""
     runner = worker.runner
     saved = dict(runner.cache_backend.memory.reused)
     setattr(runner.pipeline.hooks, runner.cache_backend.hook, None)

@@ -1,4 +1,4 @@
-"""Two nodes of Ray on this machine, at addresses of their own."""
+"""A Ray cluster of two nodes on this machine, at addresses of their own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 NODES = ("127.0.0.2", "127.0.0.3")
-"""Ray takes 127.0.0.1 for a name of the machine, and looks for another."""
+"""Not 127.0.0.1, which Ray replaces by the machine's address in the network."""
 
 
 class Nodes:
-    """A head, where this process is, and another node. Each has a resource of its own name.
+    """The head node, where this process is, and another node, with resources "head" and "other".
 
     Attributes:
         address: of the cluster.
@@ -25,17 +25,17 @@ class Nodes:
         self.other = self._add(NODES[1], "other")
         self.address: str = self._cluster.address
 
-    def _add(self, address: str, name: str, **how: Any) -> Any:
+    def _add(self, address: str, name: str, **options: Any) -> Any:
         return self._cluster.add_node(
             num_cpus=2,
             node_ip_address=address,
             object_store_memory=100 << 20,
             resources={name: 8},
-            **how,
+            **options,
         )
 
-    def lose_other(self) -> None:
-        """All its processes at once, as when a machine loses its power."""
+    def kill_other(self) -> None:
+        """Kill all processes of the node at once."""
         self._cluster.remove_node(self.other, allow_graceful=False)
 
     def add_other(self) -> None:
@@ -48,7 +48,7 @@ class Nodes:
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """With this process in the cluster; at the end no actor is alive there."""
+    """A cluster to which this process is connected."""
     import ray
 
     nodes = Nodes()
@@ -61,7 +61,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def pids_alive(name: str = "") -> list[int]:
-    """Of actors of this class, or of any."""
+    """Process ids of the live actors of a class, or of all."""
     from ray._private.state import actors
 
     found = [one for one in actors().values() if one["State"] != "DEAD"]

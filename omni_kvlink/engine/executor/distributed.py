@@ -1,4 +1,4 @@
-"""`DistributedExecutor`: what executors have in common whose workers are elsewhere."""
+"""`DistributedExecutor`: common part of the executors whose workers are in other processes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
-from omni_kvlink.engine.ipc.codec import renamed
+from omni_kvlink.engine.ipc.codec import with_prefix
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcTransport
 from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
@@ -24,90 +25,59 @@ from omni_kvlink.engine.outputs import (
     ModelRunnerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
+from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout
 
-END = 10.0
-"""Seconds that workers have to end when they are told to, before they are killed."""
-_SETTLE = 5.0
-"""Seconds in which the others must come back when one rank of a group has failed."""
-
-
-class WorkerHandle(Protocol):
-    """A `WorkerService` elsewhere; thread-safe. Nothing here waits but `join`."""
-
-    def call(
-        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Future[Any]:
-        """Call a method of the service; the future has the answer, or why there is none.
-
-        That is what the method raised, or EngineDeadError: the worker is gone.
-        """
-
-    @property
-    def ended(self) -> Exception | None:
-        """Why its calls end in errors, once the worker is gone."""
-
-    def end(self) -> None:
-        """Tell the worker to give everything back and end; it is no death."""
-
-    def kill(self) -> None:
-        """End the worker at once, whatever it does; it is no death of its own."""
-
-    def join(self, timeout: float) -> None:
-        """Wait until it has ended, which it was told to; one that does not in time is killed."""
-
-
-DeathCallback = Callable[[EngineDeadError], None]
-_GONE = (EngineDeadError, ClosedError)
-"""What calls of a worker end in that died, or was told to end."""
+_RESULT_TIMEOUT = 5.0
+"""Seconds in which the other ranks of a group must answer after one of them has failed."""
+_CLIENT_ERRORS = (EngineDeadError, ClosedError)
+"""What calls of a worker fail with after it has died, or was shut down."""
 
 
 class DistributedExecutor(Executor):
-    """Workers by rank, and what is asked of them.
+    """Runs requests on workers in other processes, one for each rank.
 
-    A request goes to all ranks of its data-parallel group; the first of them answers with images,
-    the others with errors alone. When one worker dies all are ended: they may wait for it.
+    A request goes to all ranks of its data-parallel group; the group's leader answers with images,
+    the other ranks with errors only. When one worker dies all are killed, because the others may
+    wait for it.
 
     Attributes:
-        workers: handles, by rank.
+        workers: clients of the workers, by rank.
         start_timeout: seconds until every worker must have loaded its model.
     """
 
     start_timeout = 120.0
 
     @abstractmethod
-    def _make_workers(self, on_death: DeathCallback) -> None:
-        """Start a worker for each rank, at once, and put their handles into `workers`.
+    def _start_workers(self) -> None:
+        """Start a process for each rank, and `_add_worker` each in the order of the ranks."""
 
-        Args:
-            on_death: for a worker to call, from any thread, when it is gone that nobody told to.
-        """
+    def _add_worker(self, transport: RpcTransport) -> None:
+        self.workers.append(WorkerClient(transport, self._fail))
 
     def _init_executor(self) -> None:
-        self.workers: list[WorkerHandle] = []
+        self.workers: list[WorkerClient] = []
         self._lock = threading.Lock()
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
-        self._is_shut = False
-        parallel = self.config.parallel_config
-        self._groups = DPRouter(parallel.data_parallel_size)
+        self._closed = False
+        self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
-            self._make_workers(self._fail)
-            found = self.collective_rpc("start", timeout=self.start_timeout)
+            self._start_workers()
+            infos = self.collective_rpc("start", timeout=self.start_timeout)
         except BaseException:
             for worker in self.workers:
-                worker.kill()  # those that wait for one that failed would not end
+                worker.kill()  # one that waits for a rank that failed would not shut down
             self.shutdown()
             raise
-        self.supports_request_batch = all(one["supports_request_batch"] for one in found)
+        self.supports_request_batch = all(info["supports_request_batch"] for info in infos)
         if isinstance(self.config, OmniDiffusionConfig) and self.config.kv.sources:
             self.kv_manager = RemoteKVManager(
-                self.config.kv, self._groups, self._group, self.workers
+                self.config.kv, self._router, self._workers_of, self.workers
             )
 
-    # Requests.
-
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+        """Run everything that was scheduled; see `Executor.execute_model`."""
         if not isinstance(scheduler_output, ARSchedulerOutput):
             return super().execute_model(scheduler_output)
         results = self._run([scheduler_output])
@@ -115,27 +85,29 @@ class DistributedExecutor(Executor):
         return ModelRunnerOutput(ids, [None] * len(ids), results)
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run each request by a call of its own on its group."""
         work = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
         return BatchRunnerOutput.of(scheduler_output.request_ids, self._run(work))
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        shares: dict[int, DiffusionSchedulerOutput] = {}
+        """Run all requests of a group by one call on that group."""
+        work: dict[int, DiffusionSchedulerOutput] = {}
         for request in scheduler_output.requests:
-            group = self._groups.choose(request.request_id)
-            shares.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        results = self._run(list(shares.values()))
+            group = self._router.assign(request.request_id)
+            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
+        results = self._run(list(work.values()))
         return BatchRunnerOutput.of(scheduler_output.request_ids, results)
 
     def fail_kv(self, request_id: str, reason: str) -> None:
+        """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
         for worker in self.workers if self.config.kv.sinks else []:
-            worker.call("fail_kv", [request_id, reason])  # in any thread: nobody waits for it
+            worker.fail_kv(request_id, reason)
 
     def abort(self, request_id: str) -> None:
-        group = self._groups.find(request_id)
-        for worker in [] if group is None else self._group(group):
-            worker.call("abort", [request_id])
-
-    # Workers.
+        """Abort a running request on all ranks of its group; does not wait for them."""
+        group = self._router.find(request_id)
+        for worker in [] if group is None else self._workers_of(group):
+            worker.abort(request_id)
 
     def collective_rpc(
         self,
@@ -145,15 +117,16 @@ class DistributedExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
+        """Call a method of every worker; see `Executor.collective_rpc`."""
         self._check_alive()
         answers = [worker.call(method, args, kwargs) for worker in self.workers]
         late = wait(answers, timeout, FIRST_EXCEPTION).not_done
         for rank, answer in enumerate(answers):
             error = answer.exception() if answer.done() else None
-            if isinstance(error, _GONE):
+            if isinstance(error, _CLIENT_ERRORS):
                 self._check_alive()
             if error is not None:
-                raise renamed(error, f"rank {rank}: ") if len(answers) > 1 else error
+                raise with_prefix(error, f"rank {rank}: ") if len(answers) > 1 else error
         if late:
             ranks = ", ".join(str(rank) for rank, one in enumerate(answers) if one in late)
             raise TransferTimeout(
@@ -164,6 +137,7 @@ class DistributedExecutor(Executor):
         return [answer.result() for answer in answers]
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
+        """Call this, from any thread, once, when a worker is gone; at once if one already is."""
         with self._lock:
             dead = self._dead
             if dead is None:
@@ -172,7 +146,11 @@ class DistributedExecutor(Executor):
             callback(dead)
 
     def check_health(self, *, timeout: float) -> None:
-        """A worker that does not answer counts as dead, and all are ended."""
+        """Return if every worker answers; otherwise kill all of them.
+
+        Raises:
+            EngineDeadError: a worker is gone, or did not answer within `timeout` seconds.
+        """
         try:
             self.collective_rpc("check_health", timeout=timeout)
         except TransferTimeout as error:
@@ -181,63 +159,63 @@ class DistributedExecutor(Executor):
             raise self._dead or frozen from None
 
     def determine_available_memory(self) -> list[int]:
+        """Bytes that each worker's device could still take."""
         return self.collective_rpc("determine_available_memory")
 
     def shutdown(self) -> None:
+        """Shut down the workers, and release their memory; a second call does nothing."""
         with self._lock:
-            if self._is_shut:
+            if self._closed:
                 return
-            self._is_shut = True
+            self._closed = True
         for worker in self.workers:
-            worker.end()
-        limit = time.monotonic() + END
+            worker.shutdown()
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for worker in self.workers:
-            worker.join(max(0.0, limit - time.monotonic()))
+            worker.join(max(0.0, deadline - time.monotonic()))
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 
-    # Inside.
-
-    def _group(self, group: int) -> list[WorkerHandle]:
-        """The workers that paint a request of this group, its leader first."""
+    def _workers_of(self, group: int) -> list[WorkerClient]:
+        """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
     def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> dict[str, DiffusionOutput]:
-        """Run shares of a batch, each of one group; those of one group one after the other.
+        """Run parts of a batch, each on one group; a group runs its parts one after the other.
 
         Raises:
             EngineDeadError: a worker is gone.
         """
         self._check_alive()
-        requests = [request for share in work for request in share.requests]
+        requests = [request for part in work for request in part.requests]
         try:
-            asked = []
-            for share in work:
-                (group,) = {self._groups.choose(key) for key in share.request_ids}
-                asked.append([one.call("run_model", [share]) for one in self._group(group)])
+            pending = []
+            for part in work:
+                (group,) = {self._router.assign(key) for key in part.request_ids}
+                pending.append([worker.run_model(part) for worker in self._workers_of(group)])
             for request in requests:
-                if request.is_cancelled():  # and the workers were not told: nobody knew which
+                if request.is_cancelled():  # before its group was known, so no worker knows
                     self.abort(request.request_id)
             results: dict[str, DiffusionOutput] = {}
-            for share, answers in zip(work, asked, strict=True):
-                results |= self._results(share.request_ids, answers)
+            for part, answers in zip(work, pending, strict=True):
+                results |= self._results(part.request_ids, answers)
             return results
         finally:
             for request in requests:
                 if not request.need_kv_receive:
-                    self._groups.forget(request.request_id)
+                    self._router.remove(request.request_id)
 
     def _results(
         self, request_ids: Sequence[str], answers: Sequence[Future[dict[str, DiffusionOutput]]]
     ) -> dict[str, DiffusionOutput]:
-        """What a group says of its requests; what one rank of it lacks nobody has painted."""
+        """A group's results; a request that failed on one rank has failed."""
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
-            wait(answers, _SETTLE)
+            wait(answers, _RESULT_TIMEOUT)
         errors = [error for one in answers if one.done() and (error := one.exception())]
         for error in errors:
-            if isinstance(error, _GONE):
-                wait(answers, _SETTLE)
-                self._part(error)
+            if isinstance(error, _CLIENT_ERRORS):
+                wait(answers, _RESULT_TIMEOUT)
+                self._raise_dead(error)
         if not all(one.done() for one in answers):
             self._fail(EngineDeadError(f"a rank waits for one that failed: {errors[0]}"))
             self._check_alive()
@@ -249,19 +227,19 @@ class DistributedExecutor(Executor):
         results = _merged([answer.result() for answer in answers])
         for result in results.values():
             if isinstance(result.error, EngineDeadError):
-                self._part(result.error)
+                self._raise_dead(result.error)
         return results
 
-    def _part(self, error: Any) -> NoReturn:
-        """Ranks are gone, or one says so of another: raises which, and nothing goes on."""
-        gone = [worker.ended for worker in self.workers if worker.ended is not None]
-        if not gone:  # they live, and can do nothing together any more
+    def _raise_dead(self, error: Any) -> NoReturn:
+        """Raise why a rank is gone, after `error` was reported for it by itself or by another."""
+        exits = [worker.error for worker in self.workers if worker.error is not None]
+        if not exits:  # all processes live, but their process group is broken
             self._fail(error)
         self._check_alive()
-        raise (gone or [error])[0]
+        raise (exits or [error])[0]
 
     def _fail(self, error: EngineDeadError) -> None:
-        """A worker is gone, or as good as that: the others may wait for it, and are ended."""
+        """A worker is gone or unusable: kill all, because the others may wait for it."""
         with self._lock:
             if self._dead is not None:
                 return
@@ -275,12 +253,12 @@ class DistributedExecutor(Executor):
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
-        if self._is_shut:
+        if self._closed:
             raise EngineDeadError("the executor was shut down")
 
 
 def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, DiffusionOutput]:
-    """The leader's results, with the errors of others, and with what they sent on."""
+    """The leader's results with the other ranks' errors, and the largest size of KV sent."""
     merged = dict(by_rank[0])
     for key, result in merged.items():
         of_ranks = [results[key] for results in by_rank]

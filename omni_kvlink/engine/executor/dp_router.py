@@ -1,4 +1,4 @@
-"""`DPRouter`: which data-parallel group paints a request."""
+"""`DPRouter`: which data-parallel group runs a request."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import threading
 
 
 class DPRouter:
-    """Requests by group; thread-safe.
+    """Assigns requests to data-parallel groups; thread-safe.
 
     Args:
-        count: of the groups.
+        count: number of groups.
     """
 
     def __init__(self, count: int):
         self._lock = threading.Lock()
         self._loads = [0] * count
-        self._chosen: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
 
-    def choose(self, request_id: str) -> int:
-        """The group of a request: the least loaded; asked again, the same."""
+    def assign(self, request_id: str) -> int:
+        """The request's group; a new request is assigned to the least loaded one."""
         with self._lock:
-            if request_id not in self._chosen:
+            if request_id not in self._groups:
                 group = self._loads.index(min(self._loads))
                 self._loads[group] += 1
-                self._chosen[request_id] = group
-            return self._chosen[request_id]
+                self._groups[request_id] = group
+            return self._groups[request_id]
 
     def find(self, request_id: str) -> int | None:
-        """The group that was chosen for a request, if any was."""
-        return self._chosen.get(request_id)
+        """The request's group, or None if it has not been assigned."""
+        return self._groups.get(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """The request is done; unknown ones are left alone."""
+    def remove(self, request_id: str) -> None:
+        """Remove a request that has ended; unknown ones are ignored."""
         with self._lock:
-            group = self._chosen.pop(request_id, None)
+            group = self._groups.pop(request_id, None)
             if group is not None:
                 self._loads[group] -= 1

@@ -8,42 +8,47 @@ import shutil
 import tempfile
 
 from omni_kvlink.engine.config import StageConfig
-from omni_kvlink.engine.executor.distributed import DeathCallback, DistributedExecutor
-from omni_kvlink.engine.ipc.codec import pack_config
-from omni_kvlink.engine.ipc.process_handle import ProcessHandle
+from omni_kvlink.engine.executor.distributed import DistributedExecutor
+from omni_kvlink.engine.ipc.process import ProcessHandle
 
 
 class MultiprocExecutor(DistributedExecutor):
-    """A stage of either kind, its ranks in processes of their own; one rank is allowed, too.
+    """Runs each rank of a stage, of either kind, in a process of its own.
 
-    Requests and images cross by socket pairs, large tensors in shared memory. Processes end with
-    this one, however it ends.
+    Requests and images travel over socket pairs, large tensors in shared memory. The processes end
+    with this one, however it ends.
     """
 
-    def _make_workers(self, on_death: DeathCallback) -> None:
-        parallel = self.config.parallel_config
-        self._meeting = ""
-        where = self.config.distributed_init_method
-        if parallel.world_size > 1 and not where:
-            self._meeting = tempfile.mkdtemp(prefix="kvl-ranks-")
-            where = f"file://{self._meeting}/meet"
+    _rendezvous = ""
+
+    def _start_workers(self) -> None:
+        ranks = self.config.parallel_config.world_size
+        url = self.config.distributed_init_method
+        if ranks > 1 and not url:
+            self._rendezvous = tempfile.mkdtemp(prefix="kvl-ranks-")
+            url = f"file://{self._rendezvous}/rendezvous"
         config = dataclasses.replace(
-            self.config, distributed_init_method=where, num_threads=_threads(self.config)
+            self.config, distributed_init_method=url, num_threads=_num_threads(self.config)
         )
-        for rank in range(parallel.world_size):
-            first = {"config": pack_config(config), "rank": rank, "meeting": self._meeting}
-            name = f"rank {rank} of the {config.stage} stage"
-            worker = ProcessHandle("executor.worker_main", first, name=name, on_death=on_death)
-            self.workers.append(worker)
+        for rank in range(ranks):
+            process = ProcessHandle(
+                "worker.service:WorkerService",
+                config,
+                [rank, rank],
+                name=f"rank {rank} of the {config.stage} stage",
+                directory=self._rendezvous,
+            )
+            self._add_worker(process)
 
     def shutdown(self) -> None:
+        """Shut down the processes, and release their memory; a second call does nothing."""
         super().shutdown()
-        if self._meeting:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
-def _threads(config: StageConfig) -> int:
-    """Of torch in each rank: its share of the CPUs, where nobody said it and they paint there."""
+def _num_threads(config: StageConfig) -> int:
+    """Threads of torch in each rank: its share of the CPUs, unless configured or on a GPU."""
     ranks = config.parallel_config.world_size
     if config.num_threads or ranks == 1 or config.device_of(0).type != "cpu":
         return config.num_threads

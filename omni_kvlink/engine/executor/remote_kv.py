@@ -1,4 +1,4 @@
-"""`RemoteKVManager`: the KV of requests, while it lies with the workers."""
+"""`RemoteKVManager`: the KV of requests that workers in other processes receive and hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
@@ -17,73 +17,68 @@ from omni_kvlink.engine.kv.kv_entry import KVState
 from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.budget import Budget
+from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import CapacityError, TransferTimeout
 
 _GRACE = 0.15
-"""Seconds after a deadline, which the workers keep, in which they may say so."""
-_STATS = 1.0
-"""Seconds that workers have to say what they hold."""
-
-
-class Caller(Protocol):
-    """What this needs of a worker's handle."""
-
-    def call(self, method: str, args: Sequence[Any] = ()) -> Future[Any]: ...
+"""Seconds after a request's deadline in which a worker's own TransferTimeout may arrive."""
+_STATS_TIMEOUT = 1.0
+"""Seconds to wait for the workers' statistics."""
 
 
 @dataclasses.dataclass(eq=False)
-class RemoteKVProxy:
-    """One request's KV, at the ranks of its group.
+class RemoteKVEntry:
+    """One request's KV on the ranks of its data-parallel group.
 
     Attributes:
         request: without its prompt.
-        limit: seconds from `started` until it must have come.
+        timeout: seconds from `started` until all ranks must have received it.
         started: on `time.monotonic`'s clock.
-        coming: ranks that have not got it yet.
-        largest: bytes that a rank has got, at most.
+        remaining: ranks that have not received it yet.
+        nbytes: largest size that a rank has received.
     """
 
     request: OmniDiffusionRequest
-    limit: float
-    ranks: list[Caller]
+    timeout: float
+    workers: list[WorkerClient]
     state: KVState = KVState.ALLOCATED
     error: Exception | None = None
     started: float = 0.0
-    coming: int = 0
-    largest: int = 0
+    remaining: int = 0
+    nbytes: int = 0
 
     @property
-    def end(self) -> float:
-        """When it has failed although no worker says so."""
-        return self.started + self.limit + _GRACE
+    def deadline(self) -> float:
+        """When the receive fails even if no worker reports it."""
+        return self.started + self.timeout + _GRACE
 
 
 class RemoteKVManager:
-    """Speaks for the `DiffusionKVManager`s of all workers; thread-safe.
+    """The `KVManager` of a stage whose workers are in other processes; thread-safe.
 
-    Room is asked for and set aside here; a request's KV is there when all ranks of its group have
-    it, and fails with the first that fails. A thread of its own ends what is late although no
-    worker says so.
+    It keeps the stage's budget and lets all ranks of a request's group receive their parts. The KV
+    is ready when all ranks have it, and failed as soon as one rank fails. A thread of its own fails
+    what is late even if no worker reports it.
 
     Args:
         config: budget and timeout.
-        groups: gets a request's group when room is set aside for it.
-        ranks_of: the workers of a group.
-        everyone: all workers.
+        router: assigns a request to a group when its KV is allocated.
+        workers_of: the workers of a group.
+        workers: all workers.
     """
 
     def __init__(
         self,
         config: KVConfig,
-        groups: DPRouter,
-        ranks_of: Callable[[int], Sequence[Caller]],
-        everyone: Sequence[Caller],
+        router: DPRouter,
+        workers_of: Callable[[int], Sequence[WorkerClient]],
+        workers: Sequence[WorkerClient],
     ):
-        self._config, self._groups = config, groups
-        self._ranks_of, self._everyone = ranks_of, everyone
+        self._config, self._router = config, router
+        self._workers_of, self._workers = workers_of, workers
         self._lock = threading.Lock()
         self._budget = Budget(config)
-        self._held: dict[str, RemoteKVProxy] = {}
+        self._entries: dict[str, RemoteKVEntry] = {}
         self._listeners: list[Callable[[], None]] = []
         self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
         self._receiver = KVReceiver(
@@ -91,157 +86,159 @@ class RemoteKVManager:
         )
 
     def listen(self, callback: Callable[[], None]) -> None:
+        """Call this, from any thread, when a receive has ended."""
         self._listeners.append(callback)
 
-    # Room.
-
     def can_allocate(self, request: OmniDiffusionRequest) -> bool:
+        """Whether the budget has room for a request's KV now."""
         with self._lock:
             return self._budget.has_room(request)
 
     def allocate(self, request: OmniDiffusionRequest) -> None:
-        """Set room aside, and choose the group that paints the request.
+        """Charge a request's KV to the budget, and assign the request to a group.
 
         Raises:
-            CapacityError: more than what is free; asked and free bytes are its attributes.
-            EngineError: the request has room already.
+            CapacityError: the budget has no room; says how many bytes are needed and free.
+            EngineError: the request is allocated already.
         """
         key = request.request_id
-        limit = self._config.timeout if request.kv_timeout is None else request.kv_timeout
+        timeout = self._config.timeout if request.kv_timeout is None else request.kv_timeout
         with self._lock:
-            if key in self._held:
+            if key in self._entries:
                 raise EngineError(f"request {key!r} holds KV already: free it first")
             self._budget.take(request)
-            ranks = list(self._ranks_of(self._groups.choose(key)))
-            short = dataclasses.replace(request, prompt="", kv_timeout=limit)
-            self._held[key] = RemoteKVProxy(short, limit, ranks)
-
-    # Receiving.
+            workers = list(self._workers_of(self._router.assign(key)))
+            short = dataclasses.replace(request, prompt="", kv_timeout=timeout)
+            self._entries[key] = RemoteKVEntry(short, timeout, workers)
 
     def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Let the ranks of the request's group begin to receive, and return.
+        """Let the ranks of the request's group start to receive; returns at once.
 
         Raises:
-            EngineError: `allocate` it first; or it was begun before.
+            EngineError: the request is not allocated, or was prefetched before.
         """
         with self._lock:
-            held = self._held.get(request.request_id)
-            if held is None or held.state is not KVState.ALLOCATED:
-                state = KVState.ABSENT if held is None else held.state
+            entry = self._entries.get(request.request_id)
+            if entry is None or entry.state is not KVState.ALLOCATED:
+                state = KVState.ABSENT if entry is None else entry.state
                 raise EngineError(f"the KV of {request.request_id!r} is {state.value}")
-            held.state, held.started = KVState.RECEIVING, time.monotonic()
-            held.coming = len(held.ranks)
-        self._receiver.submit(self._begin, held)
+            entry.state, entry.started = KVState.RECEIVING, time.monotonic()
+            entry.remaining = len(entry.workers)
+        self._receiver.submit(self._begin, entry)
 
     def state(self, request_id: str) -> KVState:
-        held = self._held.get(request_id)
-        return KVState.ABSENT if held is None else held.state
+        """The state of a request's KV."""
+        entry = self._entries.get(request_id)
+        return KVState.ABSENT if entry is None else entry.state
 
     def error(self, request_id: str) -> Exception | None:
-        held = self._held.get(request_id)
-        return None if held is None else held.error
+        """Why a receive failed; None if it did not."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.error
 
     def next_deadline(self) -> float | None:
+        """The next deadline of a receive, on `time.monotonic`'s clock."""
         with self._lock:
-            ends = [one.end for one in self._held.values() if one.state is KVState.RECEIVING]
-        return min(ends, default=None)
-
-    # Ending.
+            entries = self._entries.values()
+            deadlines = [one.deadline for one in entries if one.state is KVState.RECEIVING]
+        return min(deadlines, default=None)
 
     def free(self, request: OmniDiffusionRequest) -> None:
+        """Free a request's KV on all ranks, in any state; a second call does nothing."""
         with self._lock:
-            held = self._held.pop(request.request_id, None)
-            if held is None:
+            entry = self._entries.pop(request.request_id, None)
+            if entry is None:
                 return
             self._budget.give_back(request.request_id)
-            self._groups.forget(request.request_id)
+            self._router.remove(request.request_id)
             self._counts["freed"] += 1
-            begun, held.state = held.state, KVState.ABSENT
-        if begun in (KVState.RECEIVING, KVState.READY):
-            self._tell_free(held)
+            state, entry.state = entry.state, KVState.ABSENT
+        if state in (KVState.RECEIVING, KVState.READY):
+            self._free_on_workers(entry)
 
     def stats(self) -> dict[str, Any]:
-        """What is held, and what became of all the rest; the workers' own counts, summed up."""
+        """Budget, states and counts, with the sums of the workers' own counts under "workers".
+
+        Waits at most 1 s for the workers; "answered" is the number of those in the sums.
+        """
         with self._lock:
-            states = [held.state.value for held in self._held.values()]
-            mine = {
+            states = [entry.state.value for entry in self._entries.values()]
+            own = {
                 "budget": self._budget.nbytes,
                 "charged": self._budget.charged,
                 "held": {state.value: states.count(state.value) for state in KVState},
                 **self._counts,
             }
-        answers = [worker.call("kv_stats") for worker in self._everyone]
-        wait(answers, _STATS)
-        found = [one.result() for one in answers if one.done() and one.exception() is None]
-        sums = {name: sum(one[name] for one in found) for name in ("charged", *self._counts)}
-        return {**mine, "workers": {"answered": len(found), **sums}}
+        answers = [worker.kv_stats() for worker in self._workers]
+        wait(answers, _STATS_TIMEOUT)
+        stats = [one.result() for one in answers if one.done() and one.exception() is None]
+        sums = {name: sum(one[name] for one in stats) for name in ("charged", *self._counts)}
+        return {**own, "workers": {"answered": len(stats), **sums}}
 
     def close(self) -> None:
-        """The workers are gone, and what they held; again does nothing."""
+        """Stop the thread; a second call does nothing. What the workers hold is not freed."""
         self._receiver.close()
 
-    # Inside.
-
-    def _begin(self, held: RemoteKVProxy) -> None:
-        """In the receiver's thread: ask every rank, unless the request was ended meanwhile."""
-        with self._lock:  # so that whoever frees it is heard by the ranks after this
-            if held.state is not KVState.RECEIVING:
+    def _begin(self, entry: RemoteKVEntry) -> None:
+        """In the receiver's thread: call all ranks, unless the request was freed meanwhile."""
+        with self._lock:  # a concurrent `free` must call the ranks after this
+            if entry.state is not KVState.RECEIVING:
                 return
-            answers = [rank.call("receive_kv", [held.request]) for rank in held.ranks]
+            answers = [worker.receive_kv(entry.request) for worker in entry.workers]
         for answer in answers:
-            answer.add_done_callback(partial(self._on_answer, held))
+            answer.add_done_callback(partial(self._on_answer, entry))
 
-    def _on_answer(self, held: RemoteKVProxy, answer: Future[int]) -> None:
-        """A rank has a request's KV, or will not get it."""
+    def _on_answer(self, entry: RemoteKVEntry, answer: Future[int]) -> None:
+        """A rank has received a request's KV, or failed to."""
         error: Any = answer.exception()
         if error is None:
             with self._lock:
-                if held.state is not KVState.RECEIVING:
+                if entry.state is not KVState.RECEIVING:
                     return
-                held.coming -= 1
-                held.largest = max(held.largest, answer.result())
-                error = None if held.coming else self._take(held)
-                if error is None and held.coming:
+                entry.remaining -= 1
+                entry.nbytes = max(entry.nbytes, answer.result())
+                if entry.remaining:
                     return
-        if error is not None:
-            self._fail(held, error)
+                error = self._set_ready(entry)
+        if error is None:
+            self._notify()
         else:
-            self._tell()
+            self._fail(entry, error)
 
-    def _take(self, held: RemoteKVProxy) -> CapacityError | None:
-        """All ranks have it; the lock is held."""
+    def _set_ready(self, entry: RemoteKVEntry) -> CapacityError | None:
+        """All ranks have received it: charge its actual size. The lock is held."""
         try:
-            self._budget.correct(held.request.request_id, held.largest)
+            self._budget.correct(entry.request.request_id, entry.nbytes)
         except CapacityError as error:
             return error
-        held.state = KVState.READY
+        entry.state = KVState.READY
         self._counts["received"] += 1
-        self._counts["nbytes"] += held.largest
+        self._counts["nbytes"] += entry.nbytes
         return None
 
-    def _fail(self, held: RemoteKVProxy, error: Exception) -> None:
-        """It will not come, and the ranks that have it give it back."""
+    def _fail(self, entry: RemoteKVEntry, error: Exception) -> None:
+        """Fail a receive, and free what the ranks have of it."""
         with self._lock:
-            if held.state is not KVState.RECEIVING:
+            if entry.state is not KVState.RECEIVING:
                 return
-            held.state, held.error = KVState.FAILED, error
+            entry.state, entry.error = KVState.FAILED, error
             self._counts["failed"] += 1
-        self._tell_free(held)
-        self._tell()
+        self._free_on_workers(entry)
+        self._notify()
 
     def _on_deadline(self) -> None:
         now = time.monotonic()
         with self._lock:
-            late = [one for one in self._held.values() if one.end <= now]
-        for held in late:
-            key, waited = held.request.request_id, held.limit
-            text = f"the KV of {key!r} did not come within {waited:g} s, and no worker said so"
-            self._fail(held, TransferTimeout(text, key=key, waited=waited, phase="asked for"))
+            late = [one for one in self._entries.values() if one.deadline <= now]
+        for entry in late:
+            key, waited = entry.request.request_id, entry.timeout
+            text = f"the KV of {key!r} did not arrive within {waited:g} s; no worker reported it"
+            self._fail(entry, TransferTimeout(text, key=key, waited=waited, phase="requested"))
 
-    def _tell_free(self, held: RemoteKVProxy) -> None:
-        for rank in held.ranks:
-            rank.call("free_kv", [held.request])
+    def _free_on_workers(self, entry: RemoteKVEntry) -> None:
+        for worker in entry.workers:
+            worker.free_kv(entry.request)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._listeners:
             callback()

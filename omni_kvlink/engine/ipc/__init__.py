@@ -1,0 +1,1 @@
+"""Calls between the processes of an engine."""

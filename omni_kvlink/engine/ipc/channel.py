@@ -1,4 +1,4 @@
-"""Messages between two processes of an engine, over a socket pair."""
+"""`RpcChannel`: messages between two processes of an engine, over a socket pair."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack, unpack
 from omni_kvlink.engine.ipc.shm_tensors import QUOTA, ShmTensorReader, ShmTensorWriter, close_all
 from omni_kvlink.errors import ClosedError, PeerLostError, SchemaError, WireError
-from omni_kvlink.memory.arena import Block
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.lowlevel import Block, Mapping
 
 _LENGTH = struct.Struct("!Q")
-_MAX = 1 << 32
-_FDS = 64
-"""Descriptors that may come with one message."""
+_MAX_NBYTES = 1 << 32
+_MAX_DESCRIPTORS = 64
+"""File descriptors that may come with one message."""
 
 
 class _Frame(NamedTuple):
-    """A message as bytes, and the arenas that the other side hears of with it."""
+    """An encoded message, and the arenas whose descriptors are sent with it."""
 
     body: bytes
     arenas: list[Mapping]
 
 
 class RpcChannel:
-    """Whatever `codec.pack` takes, there and back, in order; many may send, one receives.
+    """Sends and receives maps of what `codec.pack` encodes, in order.
 
-    Sending never waits for the other side, which may be frozen: a thread writes what was sent.
-    Large tensors cross in shared memory, which comes back when the other side has taken them.
+    Any thread may send, one thread receives. A thread of this channel writes to the socket, so
+    that `send` does not block on a receiver that is frozen. Large tensors travel in shared memory,
+    which is reused once the receiver has copied them out.
 
     Args:
         sock: connected, blocking; owned.
-        quota: bytes of large tensors that may be on their way at once.
+        quota: bytes of shared memory that messages sent from here may use at once.
     """
 
     def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
         self._sock = sock
-        self._outbox, self._inbox = ShmTensorWriter(quota), ShmTensorReader()
+        self._tensors_out, self._tensors_in = ShmTensorWriter(quota), ShmTensorReader()
         self._sending = threading.Lock()
         self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()
         self._broken: OSError | None = None
@@ -54,89 +54,90 @@ class RpcChannel:
         self._writer.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send, and return.
+        """Queue a message to be written; waits only for shared memory for its tensors.
 
         Raises:
-            EngineDeadError: the other side is gone, as far as is known.
-            SchemaError: something in the message cannot cross.
-            CapacityError: its tensors have no room, now or ever.
+            EngineDeadError: the other process is known to be gone, or this channel is closed.
+            SchemaError: the message cannot be encoded.
+            CapacityError: there is no shared memory for its tensors.
         """
         if self._broken is not None or self._closed:
             raise EngineDeadError(f"the other process is gone: {self._broken or 'closed'}")
         blocks: list[Block] = []
         try:
-            self._enqueue(pack(message, partial(self._outbox.stow, blocks)), blocks, [])
+            self._enqueue(pack(message, partial(self._tensors_out.write, blocks)), blocks, [])
         except ClosedError:
             raise EngineDeadError("the other process is gone") from None
         except BaseException:
-            self._outbox.free(blocks)
+            self._tensors_out.free(blocks)
             raise
 
     def receive(self) -> dict[str, Any]:
-        """The next message; waits for as long as the other side lives.
+        """Wait for the next message.
 
         Raises:
-            PeerLostError: it is gone, or this side was closed.
+            PeerLostError: the other process is gone or has closed the channel, or this side has.
+            WireError: the message cannot be decoded.
         """
         try:
             while (message := self._receive()) is None:
-                pass  # it was about memory alone
+                pass  # it only freed shared memory
         except BaseException:
-            self._outbox.close()  # who waits for room waits in vain
+            self._tensors_out.close()  # a `send` that waits for memory raises
             raise
-        return self._unpacked(message)
+        return self._decode(message)
 
     def stats(self) -> dict[str, int]:
-        """Of the memory that large tensors cross in, on their way from here."""
-        return self._outbox.stats()
+        """Use of the shared memory for tensors sent from here, in bytes."""
+        return self._tensors_out.stats()
 
     def close(self) -> None:
-        """End the channel, once all that was sent is written; again does nothing.
+        """Close both directions after all queued messages are written; returns at once.
 
-        This side's `receive` raises at once, the other's when it has read everything.
+        This side's `receive` raises at once, the other side's once it has read everything.
         """
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # the other side closed it
                 self._sock.shutdown(socket.SHUT_RD)
             self._frames.put(None)
 
-    def release(self) -> None:
-        """Close, give back everything; waits until the other side has read all, or is gone."""
+    def join(self) -> None:
+        """Close, wait until every message is written, and release the socket and the memory."""
         self.close()
         self._writer.join()
         self._sock.close()
-        self._outbox.close()
+        self._tensors_out.close()
 
     def _receive(self) -> Any:
         (length,), descriptors = self._read_head()
-        if length > _MAX:
+        if length > _MAX_NBYTES:
             close_all(descriptors)
-            raise WireError(f"a message of {length} bytes; the limit is {_MAX}")
+            raise WireError(f"a message of {length} bytes; the limit is {_MAX_NBYTES}")
         message, arenas, retired, freed = msgspec.msgpack.decode(self._read(length))
-        self._inbox.learn(arenas, descriptors, retired)
-        self._outbox.free([Block(*block) for block in freed])
+        self._tensors_in.add_arenas(arenas, descriptors, retired)
+        self._tensors_out.free([Block(*block) for block in freed])
         return message
 
-    def _unpacked(self, message: Any) -> dict[str, Any]:
-        """A message with its tensors, whose memory is the sender's again."""
-        taken: list[Block] = []
-        found = unpack(message, partial(self._inbox.take, taken))
-        if taken:
-            with contextlib.suppress(ClosedError):  # a sender that is gone has it back
-                self._enqueue(None, [], taken)
-        if not isinstance(found, dict):
-            raise WireError(f"a message is a map, not {type(found).__name__}")
-        return found
+    def _decode(self, message: Any) -> dict[str, Any]:
+        """Decode a message, and tell the sender which blocks of shared memory are free again."""
+        freed: list[Block] = []
+        decoded = unpack(message, partial(self._tensors_in.read, freed))
+        if freed:
+            with contextlib.suppress(ClosedError):  # a sender that is gone needs no memory
+                self._enqueue(None, [], freed)
+        if not isinstance(decoded, dict):
+            raise WireError(f"a message is a map, not {type(decoded).__name__}")
+        return decoded
 
-    def _enqueue(self, message: Any, blocks: list[Block], taken: list[Block]) -> None:
+    def _enqueue(self, message: Any, blocks: list[Block], freed: list[Block]) -> None:
         try:
             plain = msgspec.Raw(msgspec.msgpack.encode(message))
         except (ValueError, OverflowError) as error:
-            raise SchemaError(f"a message cannot be written: {error}") from None
-        with self._sending:  # an arena is named in the first message that has something in it
-            arenas, numbers, retired = self._outbox.news(blocks)
-            body = msgspec.msgpack.encode([plain, numbers, retired, taken])
+            raise SchemaError(f"a message cannot be encoded: {error}") from None
+        with self._sending:  # an arena is announced by the first message with a tensor in it
+            arenas, numbers, retired = self._tensors_out.announce(blocks)
+            body = msgspec.msgpack.encode([plain, numbers, retired, freed])
             self._frames.put(_Frame(body, arenas))
 
     def _write(self) -> None:
@@ -154,10 +155,10 @@ class RpcChannel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _read_head(self) -> tuple[tuple[int], list[int]]:
-        """A message's length, and the descriptors that come with it."""
+        """Read a message's length, and the descriptors that come with it."""
         try:
             head, descriptors, flags, _ = socket.recv_fds(
-                self._sock, _LENGTH.size, _FDS, socket.MSG_CMSG_CLOEXEC
+                self._sock, _LENGTH.size, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise PeerLostError(f"the channel broke: {error}") from None
@@ -165,19 +166,19 @@ class RpcChannel:
             raise PeerLostError("the other process closed the channel")
         if flags & socket.MSG_CTRUNC:
             close_all(descriptors)
-            raise WireError("more descriptors came with a message than this process may open")
+            raise WireError("a message came with more descriptors than this process may open")
         rest = self._read(_LENGTH.size - len(head))
         return _LENGTH.unpack(head + rest), descriptors
 
     def _read(self, count: int) -> bytearray:
         buffer = bytearray(count)
-        view, at = memoryview(buffer), 0
-        while at < count:
+        view, offset = memoryview(buffer), 0
+        while offset < count:
             try:
-                got = self._sock.recv_into(view[at:])
+                nbytes = self._sock.recv_into(view[offset:])
             except OSError as error:
                 raise PeerLostError(f"the channel broke: {error}") from None
-            if not got:
+            if not nbytes:
                 raise PeerLostError("the other process closed the channel")
-            at += got
+            offset += nbytes
         return buffer

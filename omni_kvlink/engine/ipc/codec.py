@@ -1,4 +1,7 @@
-"""What crosses between two processes of an engine, as plain values that MessagePack can write."""
+"""Encodes requests, outputs, errors and tensors as plain values that MessagePack can write.
+
+Only the types named here are encoded; nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError, WireError
 
-Stow: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
-"""Puts a tensor's bytes somewhere; says where, in plain values."""
+WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
+"""Writes a tensor's bytes somewhere; returns plain values that say where."""
 
-Fetch: TypeAlias = Callable[[Mapping[str, Any]], torch.Tensor]
-"""The tensor that a `Stow` put there."""
+ReadTensor: TypeAlias = Callable[[Mapping[str, Any]], torch.Tensor]
+"""Reads the tensor that a `WriteTensor` wrote, from the values that it returned."""
 
 _KIND = "~"
-"""The key of a map that stands for something else than a map."""
+"""Key that marks a map as an encoded object; its value is the object's type."""
 
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -51,126 +54,116 @@ _CLASSES: dict[str, type[Any]] = {
     )
 }
 
+_PLAIN = (str, int, float)
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
 
-_LOCAL = {"past_key_values", "is_cancelled", "generator"}
-"""Fields of those that stay in their process."""
+_NOT_SENT = {"past_key_values", "is_cancelled", "generator"}
+"""Fields of `_CLASSES` that have a meaning in their own process only."""
 
 
-def pack(value: Any, stow: Stow | None = None) -> Any:
-    """Plain values for this: numbers, texts, lists, maps, tensors, errors, requests, outputs.
+def pack(value: Any, write: WriteTensor | None = None) -> Any:
+    """Encode numbers, texts, lists, maps, tensors, errors, requests and outputs as plain values.
 
-    Args:
-        stow: where tensors go; they stand among the values, as bytes, if None.
-
-    Raises:
-        SchemaError: it has something in it that cannot cross.
+    `write` writes the tensors; by default their bytes are among the values. Raises SchemaError if
+    the value contains an object of another type.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, list):
-        return [pack(item, stow) for item in value]
+        return [pack(item, write) for item in value]
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": [pack(item, stow) for item in value]}
+        return {_KIND: "tuple", "items": [pack(item, write) for item in value]}
     if isinstance(value, torch.Tensor):
-        return {_KIND: "tensor", **(stow or inline)(value)}
+        return {_KIND: "tensor", **(write or inline_tensor)(value)}
     if isinstance(value, BaseException):
         return {_KIND: "error", **pack_error(value)}
     if isinstance(value, Mapping) and _KIND not in value:
-        return {_key(key): pack(item, stow) for key, item in value.items()}
+        return {_key(key): pack(item, write) for key, item in value.items()}
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
-        raise SchemaError(f"{name} cannot cross to another process: {value!r:.100}")
-    fields = [field.name for field in dataclasses.fields(value) if field.name not in _LOCAL]
-    return {_KIND: name, **{field: pack(getattr(value, field), stow) for field in fields}}
+        raise SchemaError(f"{name} cannot be sent to another process: {value!r:.100}")
+    fields = [field.name for field in dataclasses.fields(value) if field.name not in _NOT_SENT]
+    return {_KIND: name, **{field: pack(getattr(value, field), write) for field in fields}}
 
 
 def _key(key: Any) -> str | int:
     if isinstance(key, (str, int)):
         return key
-    raise SchemaError(f"a key of a map is a text or a number, not {key!r:.100}")
+    raise SchemaError(f"the keys of a map are texts or numbers, not {key!r:.100}")
 
 
-def unpack(value: Any, fetch: Fetch | None = None) -> Any:
-    """What `pack` was given.
+def unpack(value: Any, read: ReadTensor | None = None) -> Any:
+    """Decode what `pack` has encoded; consumes the maps in it.
 
-    Args:
-        fetch: the tensors that its `stow` took.
-
-    Raises:
-        WireError: it has something in it that `pack` does not write.
+    `read` reads the tensors that `pack`'s `write` wrote. Raises WireError if the values contain
+    something that `pack` does not write.
     """
     if isinstance(value, list):
-        return [unpack(item, fetch) for item in value]
+        return [unpack(item, read) for item in value]
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {key: unpack(item, fetch) for key, item in value.items()}
+        return {key: unpack(item, read) for key, item in value.items()}
     kind = value.pop(_KIND)
     if kind == "tensor":
-        return (fetch or from_inline)(value)
+        return (read or read_inline_tensor)(value)
     if kind == "error":
         return unpack_error(value)
-    fields = {key: unpack(item, fetch) for key, item in value.items()}
+    fields = {key: unpack(item, read) for key, item in value.items()}
     if kind == "tuple":
         return tuple(fields["items"])
     if kind not in _CLASSES:
-        raise WireError(f"nothing called {kind!r} crosses between processes")
+        raise WireError(f"objects of type {kind!r} are not sent between processes")
     return _CLASSES[kind](**fields)
 
 
 def pack_config(config: StageConfig) -> dict[str, Any]:
-    """A stage's configuration and its kind."""
+    """Encode a stage's configuration."""
     return {"kind": type(config).__name__, "config": msgspec.to_builtins(config)}
 
 
 def unpack_config(values: Mapping[str, Any]) -> StageConfig:
-    found: StageConfig = msgspec.convert(values["config"], _CONFIGS[values["kind"]])
-    return found
+    """Decode what `pack_config` has encoded; raises `msgspec.ValidationError` if it is invalid."""
+    config: StageConfig = msgspec.convert(values["config"], _CONFIGS[values["kind"]])
+    return config
 
 
 def pack_error(error: BaseException) -> dict[str, Any]:
-    """An error's class by name, its words, and its plain attributes."""
-    facts = {name: value for name, value in vars(error).items() if isinstance(value, (str, float))}
-    facts |= {name: value for name, value in vars(error).items() if isinstance(value, int)}
-    return {"kind": type(error).__name__, "text": str(error), "facts": facts}
+    """Encode an error: its class's name, its text, and its attributes that are plain values."""
+    plain = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+    return {"kind": type(error).__name__, "text": str(error), "attributes": plain}
 
 
 def unpack_error(values: Mapping[str, Any]) -> Exception:
-    """The same error, of this library or Python's own; any other comes as RequestFailed."""
+    """Decode an error; one that is neither Python's nor this library's becomes RequestFailed."""
     name, text = values["kind"], values["text"]
-    for home in (library_errors, engine_errors, builtins):
-        kind = getattr(home, name, None)
+    for module in (library_errors, engine_errors, builtins):
+        kind = getattr(module, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             break
     else:
         return engine_errors.RequestFailed(f"{name}: {text}")
     try:
         error = kind(text)
-    except TypeError:  # it is made of more than words
+    except TypeError:  # its constructor takes more than a text
         return engine_errors.RequestFailed(f"{name}: {text}")
-    vars(error).update(values["facts"])
+    vars(error).update(values["attributes"])
     return error
 
 
-def renamed(error: BaseException, prefix: str) -> Exception:
-    """The same error, with words before its own."""
+def with_prefix(error: BaseException, prefix: str) -> Exception:
+    """A copy of an error with a prefix before its text."""
     packed = pack_error(error)
     return unpack_error({**packed, "text": prefix + packed["text"]})
 
 
-def inline(tensor: torch.Tensor) -> dict[str, Any]:
-    """A tensor's shape and bytes; on the CPU afterwards."""
-    return {**form_of(tensor), "bytes": flat_bytes(tensor).tobytes()}
+def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Encode a tensor with its bytes; it is on the CPU when it is decoded."""
+    return {**tensor_spec(tensor), "bytes": tensor_bytes(tensor).tobytes()}
 
 
-def flat_bytes(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes, uint8 of NumPy; its own where it is dense and on the CPU."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-
-
-def from_inline(values: Mapping[str, Any]) -> torch.Tensor:
-    """Raises WireError if the bytes are not such a tensor's."""
+def read_inline_tensor(values: Mapping[str, Any]) -> torch.Tensor:
+    """Decode what `inline_tensor` has encoded; raises WireError if the bytes do not fit."""
     tensor = torch.empty(values["shape"], dtype=dtype_of(values))
     flat, raw = tensor.reshape(-1).view(torch.uint8).numpy(), values["bytes"]
     if len(raw) != flat.size:
@@ -179,14 +172,19 @@ def from_inline(values: Mapping[str, Any]) -> torch.Tensor:
     return tensor
 
 
-def form_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Shape and dtype, as plain values."""
+def tensor_bytes(tensor: torch.Tensor) -> Any:
+    """A tensor's bytes as a NumPy array of uint8; no copy if it is dense and on the CPU."""
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_spec(tensor: torch.Tensor) -> dict[str, Any]:
+    """A tensor's shape and dtype as plain values."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def dtype_of(values: Mapping[str, Any]) -> torch.dtype:
-    """Raises WireError if there is no such dtype."""
+    """The dtype in a `tensor_spec`; raises WireError if torch has no such dtype."""
     dtype = getattr(torch, values["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise WireError(f"no dtype {values['dtype']!r}")
+        raise WireError(f"torch has no dtype {values['dtype']!r}")
     return dtype

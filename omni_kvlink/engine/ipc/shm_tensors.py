@@ -1,4 +1,4 @@
-"""Large tensors of messages: one copy into shared memory, one out of it, and the memory again."""
+"""Tensors of messages in shared memory: one copy in, one copy out, then the memory is reused."""
 
 from __future__ import annotations
 
@@ -9,120 +9,129 @@ from typing import Any
 
 import torch
 
-from omni_kvlink.engine.ipc.codec import dtype_of, form_of, from_inline, inline
+from omni_kvlink.engine.ipc.codec import dtype_of, inline_tensor, read_inline_tensor, tensor_spec
 from omni_kvlink.errors import CapacityError, WireError
-from omni_kvlink.memory.arena import ArenaPool, Block
-from omni_kvlink.memory.region import Mapping, Region, is_sealed
-from omni_kvlink.payload.dtypes import byte_tensor
+from omni_kvlink.lowlevel import ArenaPool, Block, Mapping, Region, byte_tensor, is_sealed
 
-SMALL = 64 << 10
-"""Bytes up to which a tensor stands in the message itself."""
+INLINE_NBYTES = 64 << 10
+"""Tensors of fewer bytes are part of the message itself."""
 
 QUOTA = 1 << 30
-_LEAST = 8 << 20
-_PATIENCE = 10.0
-"""Seconds to wait for the other side to take what was sent before."""
+_MIN_ARENA = 8 << 20
+_RESERVE_TIMEOUT = 10.0
+"""Seconds to wait until the receiver has freed memory of earlier messages."""
 
 
 class ShmTensorWriter:
-    """Tensors on their way to another process; thread-safe.
+    """Writes tensors into shared memory for one other process; thread-safe.
 
     Args:
-        quota: bytes that may be on their way at once.
+        quota: bytes that may be in use at once.
     """
 
     def __init__(self, quota: int = QUOTA):
         self._retired: list[int] = []
         self._announced: set[int] = set()
-        make = partial(Mapping.shared, "kvlink-parcels")
-        self._pool = ArenaPool(make, quota, self._retired.append, least=min(quota, _LEAST))
+        make = partial(Mapping.shared, "kvlink-shm-tensors")
+        self._pool = ArenaPool(make, quota, self._retired.append, least=min(quota, _MIN_ARENA))
 
-    def stow(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
-        """A `Stow` of the codec: THE copy; notes the block that it took.
+    def write(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
+        """Copy a tensor into shared memory, for which it waits up to 10 s; a `WriteTensor`.
+
+        The block that it uses is appended to `blocks`. Small tensors are inlined.
 
         Raises:
-            CapacityError: the other side has not taken enough of what was sent before.
-            ClosedError
+            CapacityError: the receiver has not freed enough of what was sent before.
+            ClosedError: this writer was closed.
         """
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < SMALL:
-            return inline(tensor)
+        if nbytes < INLINE_NBYTES:
+            return inline_tensor(tensor)
         try:
-            block = self._pool.reserve(nbytes, timeout=_PATIENCE)
+            block = self._pool.reserve(nbytes, timeout=_RESERVE_TIMEOUT)
         except CapacityError as error:
             raise CapacityError(
                 f"a tensor of {nbytes} bytes in a message: {error.free} are free of the "
-                f"{self._pool.quota} that messages to one process may take; send less at once",
+                f"{self._pool.quota} that messages to one process may use; send less at once",
                 asked=nbytes,
                 free=error.free,
             ) from None
         blocks.append(block)
-        _view(self._pool.region(block), tensor.shape, tensor.dtype).copy_(tensor.detach())
-        return {**form_of(tensor), "block": list(block)}
+        _tensor_at(self._pool.region(block), tensor.shape, tensor.dtype).copy_(tensor.detach())
+        return {**tensor_spec(tensor), "block": list(block)}
 
-    def news(self, blocks: list[Block]) -> tuple[list[Mapping], list[int], list[int]]:
-        """What the other side must hear before it takes these: arenas, their numbers, those gone.
+    def announce(self, blocks: list[Block]) -> tuple[list[Mapping], list[int], list[int]]:
+        """Arenas that the receiver must map before it reads these blocks, and those it may unmap.
 
-        In the order in which messages are sent; the caller sees to that.
+        Must be called in the order in which messages are sent. Returns mappings of the new arenas,
+        their numbers, and the numbers of the retired ones.
         """
-        fresh = sorted({block.arena for block in blocks} - self._announced)
-        self._announced.update(fresh)
+        new = sorted({block.arena for block in blocks} - self._announced)
+        self._announced.update(new)
         retired = [self._retired.pop() for _ in range(len(self._retired))]
-        return [self._pool.mapping(number) for number in fresh], fresh, retired
+        return [self._pool.mapping(number) for number in new], new, retired
 
     def free(self, blocks: list[Block]) -> None:
-        """They were taken, or will never be."""
+        """Reuse blocks that the receiver has read, or that were not sent."""
         for block in blocks:
             self._pool.free(block)
 
     def stats(self) -> dict[str, int]:
+        """Use of the shared memory, in bytes."""
         return self._pool.stats()
 
     def close(self) -> None:
-        """No more: the other side is gone."""
+        """Release the memory; a `write` that waits raises ClosedError."""
         self._pool.close()
 
 
 class ShmTensorReader:
-    """Tensors that come from another process; used by one thread."""
+    """Reads the tensors that a `ShmTensorWriter` in another process has written; for one thread."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, Mapping] = {}
 
-    def learn(self, numbers: list[int], descriptors: list[int], retired: list[int]) -> None:
-        """The sender's arenas; the descriptors are taken over.
+    def add_arenas(self, numbers: list[int], descriptors: list[int], retired: list[int]) -> None:
+        """Map new arenas of the sender, whose descriptors are owned; unmap the retired ones.
 
         Raises:
-            WireError: they do not fit, or are not what a sender of parcels makes.
+            WireError: the numbers do not fit the descriptors, or one is not a sealed memfd.
         """
         for number in retired:
             self._arenas.pop(number, None)
         if len(numbers) != len(descriptors) or not all(map(is_sealed, descriptors)):
             close_all(descriptors)
-            raise WireError(f"{len(numbers)} arenas, {len(descriptors)} sealed descriptors wanted")
+            raise WireError(f"{len(numbers)} arenas need as many descriptors of sealed memory")
         for number, descriptor in zip(numbers, descriptors, strict=True):
             nbytes = os.fstat(descriptor).st_size
             self._arenas[number] = Mapping.readonly(descriptor, nbytes)
 
-    def take(self, taken: list[Block], values: Values[str, Any]) -> torch.Tensor:
-        """A `Fetch` of the codec: the copy out; notes the block that is free again."""
+    def read(self, blocks: list[Block], values: Values[str, Any]) -> torch.Tensor:
+        """Copy a tensor out of shared memory; a `ReadTensor`.
+
+        The block that the sender may reuse is appended to `blocks`.
+
+        Raises:
+            WireError: the tensor is in an arena that was not announced.
+        """
         if "block" not in values:
-            return from_inline(values)
+            return read_inline_tensor(values)
         block = Block(*values["block"])
         if block.arena not in self._arenas:
-            raise WireError(f"a tensor in arena {block.arena}, which nobody announced")
-        taken.append(block)
+            raise WireError(f"a tensor in arena {block.arena}, which was not announced")
+        blocks.append(block)
         region = self._arenas[block.arena].region.slice(block.offset, block.nbytes)
         tensor = torch.empty(values["shape"], dtype=dtype_of(values))
-        return tensor.copy_(_view(region, tensor.shape, tensor.dtype))
+        return tensor.copy_(_tensor_at(region, tensor.shape, tensor.dtype))
 
 
 def close_all(descriptors: list[int]) -> None:
+    """Close file descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _view(region: Region, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor at the beginning of a region."""
+def _tensor_at(region: Region, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that shares the first bytes of a region."""
     nbytes = shape.numel() * dtype.itemsize
     return byte_tensor(region)[:nbytes].view(dtype).view(shape)

@@ -1,0 +1,1 @@
+"""Ranks that work on one request together."""

@@ -1,4 +1,4 @@
-"""What ranks that compute together must agree on, or one waits for what another never does."""
+"""`BatchSync`: keeps the ranks of a group at the same step of the same batch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.ipc.codec import pack_error, unpack_error
-from omni_kvlink.engine.parallel.process_group import ProcessGroup
+from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST, ProcessGroup
 from omni_kvlink.errors import KVLinkError
 
-_PATIENCE = 10.0
-"""Seconds in which a rank that broke down is joined by the others, unless they are in a sum."""
+_FAILED_RANK_TIMEOUT = 10.0
+"""Seconds that a rank with an unexpected error waits for the others, which may be in a sum."""
 
 
 class RankFailed(RequestFailed):
-    """Another rank could not go on; its own error follows."""
+    """Another rank could not continue; its own error is in the request's result."""
 
 
-class _Meeting(enum.IntEnum):
-    """Where a rank is. Who failed is further on than the others, who come after when they hear."""
+class _Phase(enum.IntEnum):
+    """Phases of a batch. A rank that fails goes to a later one, which is how the others know."""
 
     BEGIN = 0
     STEP = 1
@@ -32,140 +32,159 @@ class _Meeting(enum.IntEnum):
 
 
 class BatchSync:
-    """One batch after the other, on every rank of a group; alone, it agrees with itself.
+    """Synchronizes the ranks of a group over one batch after the other.
 
-    `abort` may be called from any thread, and reaches the ranks at different moments; what
-    `is_cancelled` says changes on all of them at once.
+    Every method but `abort`, `is_cancelled` and `has_heard` must be called by all ranks, and blocks
+    until they do; on a rank that is alone nothing communicates. `abort` may be called from any
+    thread, and reaches the ranks at different times; `is_cancelled` changes on all of them at the
+    same step.
+
+    Args:
+        process_group: the ranks.
     """
 
-    def __init__(self, mates: ProcessGroup):
-        self._mates = mates
+    def __init__(self, process_group: ProcessGroup):
+        self._process_group = process_group
         self._lock = threading.Lock()
         self._running: list[str] = []
-        self._heard: set[str] = set()
-        self._agreed = self._heard if mates.is_alone else set[str]()
+        self._aborted: set[str] = set()  # on this rank
+        self._cancelled = self._aborted if process_group.is_alone else set[str]()  # on all ranks
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """These run now.
+        """Begin a batch of these requests.
 
         Raises:
-            EngineError: another rank was told of other requests.
+            EngineError: another rank began a different batch.
             EngineDeadError: another rank is gone.
         """
         with self._lock:
             self._running = list(request_ids)
-            self._heard.clear()
-            self._agreed.clear()
-        mark = zlib.crc32("\n".join(request_ids).encode())
-        rows = self._mates.gather([_Meeting.BEGIN, len(request_ids), mark])
+            self._aborted.clear()
+            self._cancelled.clear()
+        checksum = zlib.crc32("\n".join(request_ids).encode())
+        rows = self._process_group.all_gather([_Phase.BEGIN, len(request_ids), checksum])
         if any(row != rows[0] for row in rows):
-            raise EngineError(f"the ranks were told different batches, here {list(request_ids)}")
+            raise EngineError(f"the ranks were given different batches, here {list(request_ids)}")
 
     def abort(self, request_id: str) -> None:
-        """A running request shall end; of others this knows nothing."""
+        """Abort a running request, on all ranks from their next step on; ignore any other."""
         with self._lock:
             if request_id in self._running:
-                self._heard.add(request_id)
+                self._aborted.add(request_id)
 
     def is_cancelled(self, request_id: str) -> bool:
-        """Whether all ranks have heard of it."""
-        return request_id in self._agreed
+        """Whether all ranks know that the request was aborted."""
+        return request_id in self._cancelled
 
     def has_heard(self, request_id: str) -> bool:
-        """Whether this rank has: to be settled as an error."""
-        return request_id in self._heard
+        """Whether this rank knows that the request was aborted, and must report it as an error."""
+        return request_id in self._aborted
 
     def step(self, error: Exception | None = None) -> None:
-        """All ranks are at the same step, and none has failed; who is cancelled is agreed.
+        """Wait until all ranks are at this step; exchange failures and aborts.
+
+        Args:
+            error: why this rank cannot continue.
 
         Raises:
-            error: what was given.
-            RankFailed: another rank failed.
+            Exception: `error`, if there is one.
+            RankFailed: another rank cannot continue.
             EngineDeadError: another rank is gone.
         """
-        cancelled = [request_id in self._heard for request_id in self._running]
+        aborted = [request_id in self._aborted for request_id in self._running]
         try:
-            rows = self._meet(_Meeting.STEP, [error is not None, *cancelled], [error])
+            rows = self._gather(_Phase.STEP, [error is not None, *aborted], [error])
         except (RankFailed, EngineDeadError) as others:
             raise error or others from None
         if error is not None:
             raise error
         if any(row[0] for row in rows):
             raise RankFailed("another rank failed at this step")
-        heard = zip(self._running, zip(*(row[1:] for row in rows), strict=True), strict=True)
-        self._agreed.update(request_id for request_id, flags in heard if any(flags))
+        by_request = zip(*(row[1:] for row in rows), strict=True)
+        self._cancelled.update(
+            request_id
+            for request_id, flags in zip(self._running, by_request, strict=True)
+            if any(flags)
+        )
 
     def settle(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        """The errors of some running requests, on whichever rank they are.
+        """Exchange the errors of running requests.
 
-        A rank that failed may call this early: the others end what they do, and come.
+        A rank that failed may call this early; the others then raise RankFailed at their next step,
+        and call this, too.
+
+        Args:
+            errors: this rank's, by request.
+
+        Returns:
+            The errors of all ranks, by request.
         """
-        return self._share(_Meeting.SETTLE, errors)
+        return self._exchange(_Phase.SETTLE, errors)
 
     def end(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        """The batch is over; its last errors, of all ranks."""
-        found = self._share(_Meeting.END, errors)
+        """End the batch: exchange its last errors, as `settle` does."""
+        merged = self._exchange(_Phase.END, errors)
         with self._lock:
             self._running = []
-        return found
+        return merged
 
-    def _share(self, where: _Meeting, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        if self._mates.is_alone:
+    def _exchange(self, phase: _Phase, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+        if self._process_group.is_alone:
             return dict(errors)
-        flags = [_flag(errors.get(request_id)) for request_id in self._running]
+        own = [_severity(errors.get(request_id)) for request_id in self._running]
+        merged = {}
         try:
-            rows = self._meet(where, [0, *flags], errors.values())
-            found = {}
-            for at, request_id in enumerate(self._running):
-                said = [row[1 + at] for row in rows]
-                if any(said):
-                    sender = said.index(2 if 2 in said else 1)
-                    found[request_id] = self._told(errors.get(request_id), sender)
+            rows = self._gather(phase, [0, *own], errors.values())
+            for index, request_id in enumerate(self._running):
+                severities = [row[1 + index] for row in rows]
+                if any(severities):
+                    sender = severities.index(max(severities))
+                    merged[request_id] = self._broadcast(errors.get(request_id), sender)
         except EngineDeadError as error:
             return {request_id: errors.get(request_id, error) for request_id in self._running}
-        return found
+        return merged
 
-    def _told(self, own: Exception | None, sender: int) -> Exception:
-        """One rank's error, on all; whoever has one of its own keeps that."""
-        letter = self._mates.tell(_written(own), sender)
+    def _broadcast(self, own: Exception | None, sender: int) -> Exception:
+        """The sender's error; a rank that has an error of its own keeps that."""
+        message = self._process_group.broadcast_bytes(_encoded(own), sender)
         if own is not None and not isinstance(own, RankFailed):
             return own
-        return unpack_error(msgspec.json.decode(letter))
+        return unpack_error(msgspec.json.decode(message))
 
-    def _meet(
-        self, where: _Meeting, numbers: list[int], errors: Iterable[Exception | None]
+    def _gather(
+        self, phase: _Phase, numbers: list[int], errors: Iterable[Exception | None]
     ) -> list[list[int]]:
-        """Numbers of all ranks, when all are here; who has gone on already has failed."""
-        has_sums = self._mates.parallel.tensor_parallel_size > 1
-        patience = _PATIENCE if has_sums and any(map(_is_unforeseen, errors)) else None
+        """Gather numbers when all ranks are in this phase; a rank in a later one has failed."""
+        group = self._process_group
+        has_sums = group.parallel.tensor_parallel_size > 1
+        timeout = _FAILED_RANK_TIMEOUT if has_sums and any(map(_is_unexpected, errors)) else None
         while True:
-            rows = self._mates.gather([where, *numbers], patience=patience)
-            if any(row[0] > where for row in rows):
+            rows = group.all_gather([phase, *numbers], timeout=timeout)
+            if any(row[0] > phase for row in rows):
                 raise RankFailed("another rank failed")
-            if all(row[0] == where for row in rows):
+            if all(row[0] == phase for row in rows):
                 return [row[1:] for row in rows]
 
 
-def _is_unforeseen(error: Exception | None) -> bool:
-    """Whether it may be this rank's alone, amid what all compute."""
+def _is_unexpected(error: Exception | None) -> bool:
+    """Whether the other ranks may not have the same error, and be in a sum."""
     if error is None or isinstance(error, RankFailed):
         return False
     return isinstance(error, RequestFailed) or not isinstance(error, KVLinkError)
 
 
-def _flag(error: Exception | None) -> int:
-    """2 for a rank's own error, 1 for what it heard of another."""
+def _severity(error: Exception | None) -> int:
+    """2 for a rank's own error, 1 for the report of another rank's."""
     if error is None:
         return 0
     return 1 if isinstance(error, RankFailed) else 2
 
 
-def _written(error: Exception | None) -> bytes:
+def _encoded(error: Exception | None) -> bytes:
     if error is None:
         return b""
-    letter = msgspec.json.encode(pack_error(error))
-    if len(letter) <= 8000:
-        return letter
-    return msgspec.json.encode(
-        {"kind": type(error).__name__, "text": str(error)[:600], "facts": {}}
-    )
+    message = msgspec.json.encode(pack_error(error))
+    if len(message) <= MAX_BROADCAST:
+        return message
+    short = {"kind": type(error).__name__, "text": str(error)[:600], "attributes": {}}
+    return msgspec.json.encode(short)

@@ -1,4 +1,4 @@
-"""Guidance branches on several ranks: each computes its own, and all go on with the same flows."""
+"""`SharedBranches`: guidance branches that are computed on several ranks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,49 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 
 class SharedBranches:
-    """The hook in a pipeline's denoising loop; called once for each step, on every rank.
+    """Hook of a pipeline's denoising loop: each guidance rank computes its branches' flows.
+
+    It must be called on every rank at each step; afterwards all ranks have all flows.
 
     Args:
-        names: all branches of the model; they are dealt to the guidance ranks in this order.
+        names: all branches of the model; branch i is computed by guidance rank i modulo their
+            number.
+        process_group: the ranks.
+        sync: of the batch that runs.
     """
 
-    def __init__(self, names: Sequence[str], mates: ProcessGroup, agreement: BatchSync):
-        degree = mates.parallel.cfg_parallel_size
-        self._owners = {name: at % degree for at, name in enumerate(names)}
-        self._mates, self._agreement = mates, agreement
+    def __init__(self, names: Sequence[str], process_group: ProcessGroup, sync: BatchSync):
+        degree = process_group.parallel.cfg_parallel_size
+        self._owners = {name: index % degree for index, name in enumerate(names)}
+        self._process_group, self._sync = process_group, sync
 
     def __call__(
         self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
     ) -> dict[str, Tensor]:
-        """The flows of all branches, the same bits on every rank of a tensor share.
+        """Flows of some branches by name; the same bits on ranks of the same tensor index.
+
+        Args:
+            branches: names of the branches.
+            compute: computes one branch's flow.
+            like: a tensor of a flow's shape and dtype.
 
         Raises:
-            What `compute` raised here.
-            RankFailed: it raised something on another rank.
+            RankFailed: `compute` raised an error on another rank; one on this rank is raised as is.
         """
-        parallel, own = self._mates.parallel, dict[str, Tensor]()
-        if parallel.tensor_parallel_size > 1:  # who has failed before would be missed in the sums
-            self._agreement.step()
+        group, own = self._process_group, dict[str, Tensor]()
+        if group.parallel.tensor_parallel_size > 1:  # a rank that has failed would miss the sums
+            self._sync.step()
         failure: Exception | None = None
         try:
             for branch in branches:
-                if self._owners[branch] == self._mates.place.guidance:
+                if self._owners[branch] == group.place.guidance:
                     own[branch] = compute(branch)
         except Exception as error:
             failure = error
-        if parallel.cfg_parallel_size > 1 or failure is not None:
-            self._agreement.step(failure)
+        if group.parallel.cfg_parallel_size > 1 or failure is not None:
+            self._sync.step(failure)
         flows = {}
         for branch in branches:
             flow = own[branch] if branch in own else like.clone()
-            flows[branch] = self._mates.flow(flow, self._owners[branch])
+            flows[branch] = group.broadcast_flow(flow, self._owners[branch])
         return flows

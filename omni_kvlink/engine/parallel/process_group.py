@@ -1,39 +1,49 @@
-"""The ranks that work on a request together: what they exchange, and how they part."""
+"""`ProcessGroup`: collective operations of the ranks that work on a request together."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import os
+import socket
+import struct
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from omni_kvlink.engine.config import DiffusionParallelConfig, StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
-from omni_kvlink.engine.parallel.rendezvous import join_meeting
 
-_LETTER = 8 << 10
-"""Bytes of a message between ranks; all are of one size."""
+MAX_BROADCAST = (8 << 10) - 4
+"""Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""
+_SIOCGIFADDR = 0x8915
+_open_sockets: dict[str, socket.socket] = {}
+"""Listening sockets that `open_rendezvous` has opened and `join_rendezvous` has not used yet."""
 
 
 class ProcessGroup:
-    """A rank among those of its group; every verb is called by all whom it concerns, or it waits.
+    """One rank, connected to the other ranks of its data-parallel group.
+
+    Every collective method must be called by all ranks that take part, and blocks until they do.
+    When one of them is gone, it raises EngineDeadError, and this rank aborts its own group, so
+    that the other ranks stop waiting, too: the stage must be restarted.
 
     Args:
-        place: this rank's.
-        parallel: how the stage divides its work; undivided, there is nobody to wait for.
+        place: of this rank.
+        parallel: how the stage divides its work. By default it is not divided, and no method
+            communicates.
 
     Attributes:
-        is_alone: this rank is its whole group.
-
-    Raises:
-        EngineDeadError: of every verb, when one of the others has gone. This rank then has left,
-            too, so that nobody waits for it: the stage must be started again.
+        is_alone: whether this rank is the only one of its group.
     """
 
     def __init__(
@@ -44,97 +54,100 @@ class ProcessGroup:
         self.place, self.parallel = place, parallel
         self._ranks = list(group_ranks(place.group, parallel))
         self.is_alone = len(self._ranks) == 1
-        self._has_joined = self._has_left = False
+        self._joined = self._aborted = False
         self._all: dist.ProcessGroup | None = None
         self._guidance: dist.ProcessGroup | None = None
         self._tensor: dist.ProcessGroup | None = None
 
     @classmethod
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
-        """Meet all ranks of the stage (NCCL on GPUs, gloo on CPUs), then those of each group.
+        """Connect to all ranks of the stage: NCCL on GPUs, gloo on CPUs. Blocks until all joined.
 
         Raises:
-            ValueError: no place to meet.
+            ValueError: there are several ranks, and no rendezvous URL.
         """
         parallel = config.parallel_config
         if parallel.world_size == 1:
             return cls()
-        if not config.distributed_init_method:
-            raise ValueError("several ranks need a place to meet: distributed_init_method")
-        where, size = config.distributed_init_method, parallel.world_size
-        how: dict[str, Any] = {"init_method": where}
-        if where.startswith("tcp://"):
-            how = {"store": join_meeting(where, rank, size)}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # named, it may be any
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=config.distributed_timeout),
-            **how,
-        )
-        mates = cls(RankCoords.of(rank, parallel), parallel)
-        mates._has_joined = True
-        mates._form_groups(timedelta(seconds=config.distributed_timeout))
-        return mates
+        url, size = config.distributed_init_method, parallel.world_size
+        if not url:
+            raise ValueError("several ranks need a rendezvous URL: set distributed_init_method")
+        init: dict[str, Any] = {"init_method": url}
+        if url.startswith("tcp://"):
+            init = {"store": join_rendezvous(url, rank, size)}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would resolve the host's name
+        timeout = timedelta(seconds=config.distributed_timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **init)
+        group = cls(RankCoords.of(rank, parallel), parallel)
+        group._joined = True
+        group._make_groups(timeout)
+        return group
 
-    def gather(self, numbers: Sequence[int], *, patience: float | None = None) -> list[list[int]]:
-        """As many numbers of each rank, in the order of the ranks.
+    def all_gather(
+        self, numbers: Sequence[int], *, timeout: float | None = None
+    ) -> list[list[int]]:
+        """Collect as many numbers from each rank of the group, in the order of the ranks.
 
-        Args:
-            patience: seconds to wait for the others, instead of `distributed_timeout`.
+        Waits `timeout` seconds for the others; `distributed_timeout` if None.
         """
         if self.is_alone:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(mine) for _ in self._ranks]
-        with self._together():
-            work = dist.all_gather(found, mine, group=self._all, async_op=True)
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in self._ranks]
+        with self._abort_on_error():
+            work = dist.all_gather(rows, own, group=self._all, async_op=True)
             assert work is not None
-            if patience is None:
+            if timeout is None:
                 work.wait()
             else:
-                work.wait(timedelta(seconds=patience))
-        return [row.tolist() for row in found]
+                work.wait(timedelta(seconds=timeout))
+        return [row.tolist() for row in rows]
 
-    def tell(self, letter: bytes, sender: int) -> bytes:
-        """A message of one rank, at most 8188 bytes, to all; `sender` counts within the group."""
-        if self.is_alone:
-            return letter
-        whole = len(letter).to_bytes(4, "little") + letter
-        sheet = torch.tensor(list(whole.ljust(_LETTER, b"\0")), dtype=torch.uint8)
-        with self._together():
-            dist.broadcast(sheet, self._ranks[sender], group=self._all)
-        found = bytes(sheet.tolist())
-        return found[4 : 4 + int.from_bytes(found[:4], "little")]
-
-    def flow(self, flow: Tensor, guidance: int) -> Tensor:
-        """What a guidance rank computed, to the others: bit for bit.
+    def broadcast_bytes(self, message: bytes, sender: int) -> bytes:
+        """Send one rank's message to all ranks of the group; returns it on each of them.
 
         Args:
-            flow: on that rank; on the others, a tensor of the same form to write to.
+            message: at most `MAX_BROADCAST` bytes; ignored on the other ranks.
+            sender: index of the sending rank within the group.
+        """
+        if self.is_alone:
+            return message
+        framed = len(message).to_bytes(4, "little") + message
+        buffer = torch.tensor(list(framed.ljust(MAX_BROADCAST + 4, b"\0")), dtype=torch.uint8)
+        with self._abort_on_error():
+            dist.broadcast(buffer, self._ranks[sender], group=self._all)
+        received = bytes(buffer.tolist())
+        return received[4 : 4 + int.from_bytes(received[:4], "little")]
+
+    def broadcast_flow(self, flow: Tensor, guidance: int) -> Tensor:
+        """Send a tensor from one guidance rank to the others, bit for bit.
+
+        Args:
+            flow: what to send; on the other ranks, a tensor of its shape that is overwritten.
+            guidance: the sending guidance rank.
         """
         if self.parallel.cfg_parallel_size == 1:
             return flow
         flow = flow.contiguous()
         sender = guidance * self.parallel.tensor_parallel_size + self.place.tensor
-        with self._together():
-            bits = flow.view(torch.uint8)  # of any dtype
-            dist.broadcast(bits, self._ranks[sender], group=self._guidance)
+        with self._abort_on_error():
+            # as bytes: backends do not support every dtype
+            dist.broadcast(flow.view(torch.uint8), self._ranks[sender], group=self._guidance)
         return flow
 
     def total(self, share: Tensor) -> Tensor:
-        """The sum of all tensor ranks' shares: the same bits on each of them."""
+        """Sum a tensor over the tensor ranks; the same bits on each of them."""
         if self.parallel.tensor_parallel_size == 1:
             return share
         wide = share.to(torch.float32, copy=True)  # rounded once, not once for each rank
-        with self._together():
+        with self._abort_on_error():
             dist.all_reduce(wide, group=self._tensor)
         return wide.to(share.dtype)
 
-    def leave(self) -> None:
-        """Whoever waits for this rank shall not: it comes no more. Again does nothing."""
-        self._has_left = True
+    def abort(self) -> None:
+        """Abort the group, so that the other ranks stop waiting for this one; repeatable."""
+        self._aborted = True
         groups = [one for one in (self._tensor, self._guidance, self._all) if one is not None]
         self._tensor = self._guidance = self._all = None
         for group in groups:
@@ -142,39 +155,88 @@ class ProcessGroup:
                 dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Part from all ranks of the stage."""
-        self.leave()
-        if self._has_joined:
-            self._has_joined = False
+        """Abort the group, and disconnect from all ranks of the stage."""
+        self.abort()
+        if self._joined:
+            self._joined = False
             dist.destroy_process_group()
 
-    def _form_groups(self, timeout: timedelta) -> None:
-        """The same calls in the same order on every rank of the stage, whosever group it is."""
+    def _make_groups(self, timeout: timedelta) -> None:
+        """Make the groups of all ranks: `dist.new_group` must be called alike on every rank."""
         degree = self.parallel.tensor_parallel_size
-        mine = dist.get_rank()
+        own = dist.get_rank()
 
-        def form(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
+        def make(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
             if len(ranks) == 1:
                 return None
-            made = dist.new_group(ranks, timeout=timeout, backend=backend)
-            return made if mine in ranks else None
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            return group if own in ranks else None
 
         for group in range(self.parallel.data_parallel_size):
             ranks = list(group_ranks(group, self.parallel))
-            self._all = form(ranks, "gloo") or self._all  # for numbers and words
+            self._all = make(ranks, "gloo") or self._all  # numbers and messages are on the CPU
             for tensor in range(degree):
-                self._guidance = form(ranks[tensor::degree]) or self._guidance
+                self._guidance = make(ranks[tensor::degree]) or self._guidance
             for first in range(0, len(ranks), degree):
-                self._tensor = form(ranks[first : first + degree]) or self._tensor
+                self._tensor = make(ranks[first : first + degree]) or self._tensor
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        if self._has_left:
-            raise EngineDeadError("this rank has left the others: restart the stage")
+    def _abort_on_error(self) -> Iterator[None]:
+        if self._aborted:
+            raise EngineDeadError("the process group was aborted: restart the stage")
         try:
             yield
         except RuntimeError as error:
-            self.leave()
+            self.abort()
             raise EngineDeadError(
-                f"a rank that computes with this one is gone or late, restart the stage: {error}"
+                f"another rank of the process group is gone or late, restart the stage: {error}"
             ) from error
+
+
+def open_rendezvous(address: str) -> str:
+    """Open a port for `join_rendezvous` of rank 0, which must be in this process; returns its URL.
+
+    Raises:
+        OSError: the address is not this machine's.
+    """
+    sock = socket.create_server((address, 0))
+    url = f"tcp://{address}:{sock.getsockname()[1]}"
+    _open_sockets[url] = sock
+    return url
+
+
+def join_rendezvous(url: str, rank: int, size: int) -> Any:
+    """Connect to the `TCPStore` of a stage's ranks; rank 0 serves it, at this address only.
+
+    Raises:
+        ValueError: the URL is not tcp://address:port.
+        OSError: the address is not this machine's, or in use.
+        RuntimeError: the other ranks did not connect in time.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname or not parts.port:
+        raise ValueError(f"{url}: must be tcp://address:port")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_to(parts.hostname))
+    store = partial(TCPStore, parts.hostname, parts.port, size)
+    if rank:
+        return store(is_master=False)
+    sock = _open_sockets.pop(url, None) or socket.create_server((parts.hostname, parts.port))
+    return store(is_master=True, master_listen_fd=sock.detach())
+
+
+def _interface_to(host: str) -> str:
+    """Name of the network interface by which this machine reaches the host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))  # sends nothing
+        own = sock.getsockname()[0]
+        if ipaddress.ip_address(own).is_loopback:
+            return "lo"
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                reply = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has no address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == own:
+                return name
+    raise OSError(f"no interface of this machine has the address {own}, which reaches {host}")

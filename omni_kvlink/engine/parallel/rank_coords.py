@@ -1,4 +1,4 @@
-"""Where a rank stands among those of its stage."""
+"""`RankCoords`: a rank's position among the ranks of its stage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from omni_kvlink.engine.config import DiffusionParallelConfig
 
 @dataclasses.dataclass(frozen=True)
 class RankCoords:
-    """A rank's share of the work, by each way of dividing it.
+    """A rank's index in each dimension of a stage's parallelism.
 
     Attributes:
-        group: data-parallel group: which of the requests.
-        guidance: which of the guidance branches.
-        tensor: which of the heads.
+        group: data-parallel group; a request runs on all ranks of one group.
+        guidance: index among the ranks that share the guidance branches.
+        tensor: index among the ranks that share the heads.
     """
 
     group: int
@@ -23,7 +23,7 @@ class RankCoords:
 
     @classmethod
     def of(cls, rank: int, parallel: DiffusionParallelConfig) -> RankCoords:
-        """Ranks are counted through the tensor ranks first, then the guidance ranks, then groups.
+        """Coordinates of a rank: tensor varies fastest, then guidance, then group.
 
         Raises:
             ValueError: there is no such rank.
@@ -36,11 +36,11 @@ class RankCoords:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank answers for its group."""
+        """Whether this rank returns the results of its group."""
         return self.guidance == self.tensor == 0
 
 
 def group_ranks(group: int, parallel: DiffusionParallelConfig) -> range:
-    """The ranks that paint a request of this group together; the first of them answers."""
+    """The ranks of a data-parallel group, its leader first."""
     size = parallel.cfg_parallel_size * parallel.tensor_parallel_size
     return range(group * size, (group + 1) * size)

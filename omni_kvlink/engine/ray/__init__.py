@@ -1,0 +1,1 @@
+"""Stages and ranks in Ray actors."""

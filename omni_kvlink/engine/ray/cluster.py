@@ -1,4 +1,4 @@
-"""This process's place in a Ray cluster, and places there for what a stage needs."""
+"""`Cluster`: this process's membership in a Ray cluster. `Placement`: resources in it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.errors import TransferTimeout, UnavailableError
 
 INSTALL = "pip install 'omni-kvlink[ray]'"
+NODE = "{node}"
+"""Placeholder in a URL for the address of the node on which Ray puts a stage, or a rank."""
 
 
 def library() -> Any:
-    """Ray itself.
-
-    Raises:
-        UnavailableError: it is not installed.
-    """
+    """The module `ray`, which is optional; raises UnavailableError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -27,9 +25,10 @@ def library() -> Any:
 
 
 class Cluster:
-    """A Ray cluster that this process is in, for as long as somebody here needs it.
+    """Connects this process to a Ray cluster for as long as one of these objects is open.
 
-    Who finds the process in a cluster leaves it there; who brought it in, is the last to leave.
+    If the process was connected before the first of them was made, it stays so after the last one
+    is closed.
 
     Args:
         address: "auto" for the cluster of this machine, or of RAY_ADDRESS; "host:port"; "local"
@@ -37,41 +36,41 @@ class Cluster:
 
     Raises:
         UnavailableError: Ray is not installed.
-        EngineError: there is no such cluster, or this process is in another.
+        EngineError: there is no such cluster, or this process is connected to another one.
     """
 
     _lock = threading.Lock()
     _users = 0
-    _is_ours = False
+    _is_owner = False
 
     def __init__(self, address: str):
         self._ray = library()
-        self._left = False
+        self._closed = False
         with Cluster._lock:
             if self._ray.is_initialized():
                 self._check(address)
             else:
-                self._enter(address)
-                Cluster._is_ours = True
+                self._connect(address)
+                Cluster._is_owner = True
             Cluster._users += 1
 
     @property
-    def is_there(self) -> bool:
-        """Whether this process is in it still; Ray itself would start another, unasked."""
+    def is_connected(self) -> bool:
+        """Whether this process is still connected; if not, a call of Ray would start a cluster."""
         return bool(self._ray.is_initialized())
 
-    def leave(self) -> None:
-        """No more needed; again does nothing."""
+    def close(self) -> None:
+        """Disconnect the process if nothing else needs the cluster; a second call does nothing."""
         with Cluster._lock:
-            if self._left:
+            if self._closed:
                 return
-            self._left = True
+            self._closed = True
             Cluster._users -= 1
-            if not Cluster._users and Cluster._is_ours:
-                Cluster._is_ours = False
+            if not Cluster._users and Cluster._is_owner:
+                Cluster._is_owner = False
                 self._ray.shutdown()
 
-    def _enter(self, address: str) -> None:
+    def _connect(self, address: str) -> None:
         try:
             self._ray.init(address=address)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -81,22 +80,22 @@ class Cluster:
             ) from error
 
     def _check(self, address: str) -> None:
-        here = self._ray.get_runtime_context().gcs_address
-        if address not in ("auto", "local", here):
-            raise EngineError(f"this process is in the Ray cluster at {here}, not at {address}")
+        current = self._ray.get_runtime_context().gcs_address
+        if address not in ("auto", "local", current):
+            raise EngineError(f"this process is in the Ray cluster at {current}, not at {address}")
 
 
 class Placement:
-    """Room in a cluster: one bundle of resources for each actor, on one node or many.
+    """A placement group: one bundle of resources for each actor, on one node or several.
 
     Args:
-        cluster: where.
+        cluster: where the resources are.
         bundles: what each actor needs: {"CPU": 1.0, "GPU": 1.0, …}.
-        strategy: of a placement group of Ray.
-        timeout: seconds until there must be room.
+        strategy: of Ray's placement group, such as "PACK".
+        timeout: seconds to wait for the resources.
 
     Raises:
-        TransferTimeout: there was none.
+        TransferTimeout: the resources were not available in time.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Placement:
         self._remove = module.remove_placement_group
         self._group = module.placement_group([dict(one) for one in bundles], strategy=strategy)
         if not self._group.wait(timeout):
-            self.remove()
+            self.close()
             raise TransferTimeout(
                 f"the Ray cluster had no room for {len(bundles)} × {dict(bundles[0])} ({strategy})"
                 f" within {timeout:g} s: it has {self._ray.available_resources()}; add nodes, or"
@@ -122,7 +121,7 @@ class Placement:
             )
 
     def options(self, index: int) -> dict[str, Any]:
-        """Of an actor that takes this bundle."""
+        """Options of an actor that uses this bundle."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         rest = dict(self._bundles[index])
         return {
@@ -133,25 +132,25 @@ class Placement:
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, index),
         }
 
-    def remove(self) -> None:
-        """Give the room back, and end what is in it; again does nothing."""
-        if self._cluster.is_there:
+    def close(self) -> None:
+        """Release the resources, and kill the actors that use them; repeatable."""
+        if self._cluster.is_connected:
             self._remove(self._group)
 
 
-def share_of(config: StageConfig) -> dict[str, float]:
-    """What one rank of a stage takes of its node: a GPU where the stage wants one.
+def rank_resources(config: StageConfig) -> dict[str, float]:
+    """The resources that one rank of a stage needs: a GPU, too, if its device is one.
 
     Raises:
-        EngineError: the stage's device is not for it to choose, or Ray is to give it none.
+        EngineError: the configuration names one GPU, which is Ray's choice, or "cuda" without GPUs.
     """
     gpus, device = config.ray.num_gpus, config.device
     if device not in ("auto", "cpu", "cuda"):
-        raise EngineError(f"device {device!r}: Ray chooses which; say 'cuda', 'cpu' or 'auto'")
+        raise EngineError(f"device {device!r}: Ray chooses the GPU; say 'cuda', 'cpu' or 'auto'")
     if device == "cuda" and gpus == 0:
         raise EngineError("device 'cuda', and num_gpus 0 of Ray: leave out one of them")
     if gpus is None:
         has_gpus = "GPU" in library().cluster_resources()
         gpus = float(device == "cuda" or (device == "auto" and has_gpus))
-    share = {"CPU": config.ray.num_cpus, "GPU": gpus, **config.ray.resources}
-    return {name: amount for name, amount in share.items() if amount}
+    resources = {"CPU": config.ray.num_cpus, "GPU": gpus, **config.ray.resources}
+    return {name: amount for name, amount in resources.items() if amount}

@@ -1,50 +1,38 @@
-"""`RemoteStage`: a stage that is elsewhere, as seen from here."""
+"""`RemoteStage`: a stage whose engine runs in another process."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
+from omni_kvlink.errors import ClosedError, KVLinkError
 
 S = TypeVar("S", bound="RemoteStage")
 
 
-class StageHandle(Protocol):
-    """A `StageService` elsewhere; thread-safe. Nothing here waits but `join`."""
-
-    def call(self, method: str, args: Sequence[Any] = ()) -> Future[Any]:
-        """Call a method of the service; the future has the answer, or why there is none."""
-
-    def end(self) -> None:
-        """Tell it to give everything back and end; it is no death."""
-
-    def join(self) -> None:
-        """Wait until it has ended, which it was told to; one that does not is killed."""
-
-
 class RemoteStage(ABC):
-    """The verbs of `StageEngine`, done elsewhere; thread-safe; a context manager.
+    """The methods of `StageEngine`, executed in another process; thread-safe; a context manager.
 
     Args:
         config: of the stage.
         on_death: called once, from another thread, when the stage, or a worker of it, is gone.
-        timeout: seconds until it must have loaded its model and opened its links.
+        timeout: seconds until the stage must have loaded its model and opened its links.
 
     Attributes:
         sink_urls: what the next stage connects to, by tensor rank; empty if this is the last one.
 
     Raises:
-        TransferTimeout: it was not ready in time.
-        What loading the model and opening the links raises.
+        TransferTimeout: the stage was not ready in time.
+        Exception: what loading the model and opening the links raises.
     """
 
     def __init__(
@@ -61,20 +49,24 @@ class RemoteStage(ABC):
         self._start()
 
     @abstractmethod
-    def _make(self, on_death: Callable[[EngineDeadError], None]) -> StageHandle:
-        """Start the stage, at the URLs of its last life if it had one.
+    def _start_process(self) -> RpcClient:
+        """Start a process with a `StageService`, which serves at `sink_urls` if there are any.
 
-        Args:
-            on_death: for the handle to call, from any thread, when it is gone that nobody told to.
+        The client reports the end of the process to `_on_process_death`.
         """
 
+    @property
+    def pid(self) -> int:
+        """Process id of the stage."""
+        return self._client.pid
+
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
-        """Queue a request there; its future has the output, which may hold the request's error.
+        """Queue a request; its future has the output, which may hold the request's error.
 
         Raises:
-            EngineDeadError: the stage is gone: `restart` first.
+            EngineDeadError: the stage is gone: `restart` it first.
             EngineError: this id is in use.
-            ClosedError
+            ClosedError: the stage was closed.
         """
         future: Future[DiffusionOutput] = Future()
         future.set_running_or_notify_cancel()
@@ -84,43 +76,46 @@ class RemoteStage(ABC):
             if key in self._open:
                 raise EngineError(f"request {key!r} is here already")
             self._open.add(key)
-        answer = self._handle.call("submit", [request])
+        answer = self._client.call("submit", [request])
         answer.add_done_callback(partial(self._on_output, key, future))
         return future
 
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it is; unknown ones are left alone."""
-        self._handle.call("abort", [request_id])
+        """Abort a request in any state; unknown ones are ignored. Returns at once."""
+        self._client.call("abort", [request_id])
 
     def discard(self, request_id: str, reason: str) -> None:
-        """The next stage will not take what this one sent for a request: its memory goes back."""
-        self._handle.call("discard", [request_id, reason])
+        """Release the KV that this stage sent for a request which the next stage will not receive.
+
+        Returns at once.
+        """
+        self._client.call("discard", [request_id, reason])
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
-        """Between batches, take the weights out of its memory."""
-        return bool(self._call("sleep", [level], timeout))
+        """Between two batches, take the weights out of the stage's device memory."""
+        return bool(self._request("sleep", [level], timeout))
 
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
         """Bring back what `sleep` took."""
-        return bool(self._call("wake_up", [tags], timeout))
+        return bool(self._request("wake_up", [tags], timeout))
 
     def stats(self, *, timeout: float = 10.0) -> dict[str, Any]:
-        """Queues, steps and what is held, as JSON values."""
-        found: dict[str, Any] = self._call("stats", [], timeout)
-        return found
+        """Queues, steps and memory in use, as JSON values."""
+        stats: dict[str, Any] = self._request("stats", [], timeout)
+        return stats
 
     def restart(self) -> None:
-        """Start it again; requests of before have ended with its last life."""
-        self._end()
+        """Start the stage again at the same URLs; requests of before have failed."""
+        self._shutdown()
         self._start()
 
     def close(self) -> None:
-        """End the stage and what it was doing; again does nothing."""
+        """Shut the stage down, and fail its requests; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._end()
+        self._shutdown()
 
     def __enter__(self: S) -> S:
         return self
@@ -128,25 +123,16 @@ class RemoteStage(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Inside.
-
     def _start(self) -> None:
         self._dead: KVLinkError | None = None
         self._open: set[str] = set()
-        self._handle = self._make(self._on_gone)
-        started = self._handle.call("start")
+        self._client = self._start_process()
         try:
-            if not wait([started], self._timeout).done:
-                raise TransferTimeout(
-                    f"the {self.config.stage} stage was not ready within {self._timeout:g} s",
-                    waited=self._timeout,
-                    phase="starting",
-                )
-            self.sink_urls = started.result()
+            self.sink_urls = self._client.request("start", timeout=self._timeout, phase="starting")
         except BaseException:
-            self._end()
+            self._shutdown()
             raise
-        self._handle.call("watch").add_done_callback(self._on_watch)
+        self._client.call("watch").add_done_callback(self._on_worker_death)
 
     def _on_output(
         self, key: str, future: Future[DiffusionOutput], answer: Future[DiffusionOutput]
@@ -155,26 +141,23 @@ class RemoteStage(ABC):
         error: Any = answer.exception()
         future.set_result(answer.result() if error is None else DiffusionOutput(key, error=error))
 
-    def _on_watch(self, answer: Future[EngineError]) -> None:
-        """A worker of the stage is gone; or all of it, which is heard otherwise."""
+    def _on_worker_death(self, answer: Future[EngineError]) -> None:
+        # the future fails if the whole process dies, which `_on_process_death` handles
         if answer.exception() is None and self._on_death is not None:
             self._on_death(answer.result())
 
-    def _on_gone(self, error: EngineDeadError) -> None:
+    def _on_process_death(self, error: EngineDeadError) -> None:
         self._dead = error
         if self._on_death is not None:
             self._on_death(error)
 
-    def _call(self, method: str, args: Sequence[Any], timeout: float) -> Any:
+    def _request(self, method: str, args: Sequence[Any], timeout: float) -> Any:
         self._check_alive()
-        answer = self._handle.call(method, args)
-        if not wait([answer], timeout).done:
-            raise TransferTimeout(f"{method}: no answer after {timeout:g} s", waited=timeout)
-        return answer.result()
+        return self._client.request(method, args, timeout=timeout)
 
-    def _end(self) -> None:
-        self._handle.end()
-        self._handle.join()
+    def _shutdown(self) -> None:
+        self._client.shutdown()
+        self._client.join()
 
     def _check_alive(self) -> None:
         if self._closed:

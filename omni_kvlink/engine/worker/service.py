@@ -1,17 +1,17 @@
-"""`WorkerService`: one rank's worker, for an executor that is elsewhere."""
+"""`WorkerService`: a rank's worker that is called from another process, by a `WorkerClient`."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.ipc.futures import settle
+from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_entry import KVState
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.outputs import (
@@ -28,76 +28,86 @@ from omni_kvlink.errors import ClosedError
 
 Job: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
 
-AT_ONCE = {
-    "abort",
-    "check_health",
-    "fail_kv",
-    "free_kv",
-    "kv_stats",
-    "receive_kv",
-    "sink_stats",
-    "sink_url",
-}
-"""Methods that never wait for what the model does; all others run between its batches."""
+CONCURRENT = {"check_health", "fail_kv", "sink_stats", "sink_url"}
+"""Methods of a worker that do not wait for the model; all others run between its batches."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds to release everything; the model may wait for a rank that is gone."""
+
+
+class WorkerClient(RpcClient):
+    """Calls a `WorkerService`; nothing here blocks. See there for what the methods do."""
+
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+        """Run requests, after those of earlier calls."""
+        return self.call("run_model", [work])
+
+    def abort(self, request_id: str) -> Future[None]:
+        """Abort a request of a `run_model` that was called."""
+        return self.call("abort", [request_id])
+
+    def fail_kv(self, request_id: str, reason: str) -> Future[None]:
+        """Tell the next stage that this request's KV will not be sent."""
+        return self.call("fail_kv", [request_id, reason])
+
+    def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
+        """Receive a request's KV; the result is its size in bytes."""
+        return self.call("receive_kv", [request])
+
+    def free_kv(self, request: OmniDiffusionRequest) -> Future[None]:
+        """Release a request's KV, or cancel receiving it."""
+        return self.call("free_kv", [request])
+
+    def kv_stats(self) -> Future[dict[str, Any]]:
+        """Statistics of the rank's KV manager."""
+        return self.call("kv_stats")
 
 
 class WorkerService:
-    """The methods of a worker, and some for its KV, called from one thread and run in another.
+    """A worker whose methods can be called remotely, and some methods for its KV.
 
-    `run` is that other thread: where the model is loaded and runs. Meanwhile KV is received.
+    A thread of its own loads the model and runs it. Meanwhile KV is received, and methods that do
+    not need the model run in the thread that calls them.
 
     Args:
-        config: of the stage, with all that the ranks must know to meet.
-        local_rank, rank: as the worker's.
+        config: of the stage, complete with what the ranks need to find each other.
+        local_rank: on this machine; chooses the device.
+        rank: among all workers of the stage.
+
+    Attributes:
+        methods: what can be called, by name: the methods of `WorkerClient`, `start`, and all public
+            methods of the worker. Those that need the model return a Future.
     """
 
     def __init__(self, config: StageConfig, local_rank: int, rank: int):
-        self._leads = RankCoords.of(rank, config.parallel_config).is_leader
+        self._is_leader = RankCoords.of(rank, config.parallel_config).is_leader
         self.worker = make_worker(config, local_rank, rank)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._receiving: dict[str, Future[int]] = {}
         self._queued: set[str] = set()
         self._aborted: set[str] = set()
+        of_worker = public_methods(self.worker) | {"start": self.start}
+        own = (self.run_model, self.abort, self.receive_kv, self.free_kv, self.kv_stats)
+        self.methods: dict[str, Callable[..., Any]] = {
+            name: method if name in CONCURRENT else partial(self._enqueue, method)
+            for name, method in of_worker.items()
+        }
+        self.methods |= {method.__name__: method for method in own}
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
 
-    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Call a method of this service, or else of the worker; the answer in a future."""
-        answer: Future[Any] = Future()
-        try:
-            own = getattr(self, method, None)
-            call = partial(own or getattr(self.worker, method), *args, **kwargs)
-            if method == "run_model":
-                self._expect(args[0])
-        except Exception as error:
-            answer.set_exception(error)
-            return answer
-        if method in AT_ONCE:
-            settle(answer, call)
-        else:
-            self._jobs.put((call, answer))
-        return answer
-
-    def run(self) -> None:
-        """Do what was called, one after the other, until `stop`; then give everything back."""
-        try:
-            while (job := self._jobs.get()) is not None:
-                call, answer = job
-                settle(answer, call)
-        finally:
-            self.worker.shutdown()
-
-    def stop(self) -> None:
-        """Let `run` return as soon as it can; from any thread."""
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
+        """Abort what runs, and release everything; returns whether that is done in time."""
         with self._lock:
             queued = list(self._queued)
         for request_id in queued:
             self.abort(request_id)
         self._jobs.put(None)
-
-    # What an executor calls besides the worker's own methods.
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def start(self) -> dict[str, Any]:
-        """Take the device, load the model; what the executor should know of it."""
+        """Take the device, load the model, and return what the executor needs to know of it."""
         self.worker.init_device()
         runner = self.worker.runner
         if runner.kv_manager is not None:
@@ -105,65 +115,78 @@ class WorkerService:
         pipeline = runner.utility.pipeline
         return {"supports_request_batch": getattr(pipeline, "supports_request_batch", False)}
 
-    def run_model(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
-        """Run requests; a result for each, with its images if this rank leads its group."""
-        try:
-            for request in work.requests:
-                request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
-            results = self._results(work)
-        finally:
-            with self._lock:
-                self._queued.difference_update(work.request_ids)
-                self._aborted.difference_update(work.request_ids)
-        if self._leads:
-            return results
-        return {
-            key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
-            for key, result in results.items()
-        }
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+        """Run requests in the model thread; from now on they can be aborted.
+
+        The future's value has one result for each request; only a group's leader has images.
+        """
+        with self._lock:
+            self._queued.update(work.request_ids)
+        return self._enqueue(self._run_model, work)
 
     def abort(self, request_id: str) -> None:
-        """A request that runs here, or is about to, ends as soon as it can."""
+        """Abort a request that runs here, or is queued for the model; ignore any other."""
         with self._lock:
             if request_id not in self._queued:
                 return
-            self._aborted.add(request_id)  # the runner asks when it begins, and is told after
+            self._aborted.add(request_id)  # read by the runner when it begins this request
         self.worker.abort(request_id)
 
     def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
-        """Receive a request's KV; the answer comes when all of it is there: its bytes."""
-        manager, ended = self._manager(), Future[int]()
+        """Receive a request's KV in the background; the result is its size in bytes."""
+        manager, received = self._manager(), Future[int]()
         with self._lock:
-            self._receiving[request.request_id] = ended
+            self._receiving[request.request_id] = received
         try:
             manager.allocate(request)
             manager.prefetch(request)
         except BaseException:
             self._receiving.pop(request.request_id, None)
             raise
-        return ended
+        return received
 
     def free_kv(self, request: OmniDiffusionRequest) -> None:
-        """Give back a request's KV, however far it came; the second time does nothing."""
+        """Release a request's KV, or cancel receiving it; a second call does nothing."""
         self._manager().free(request)
         self._on_kv()
 
     def kv_stats(self) -> dict[str, Any]:
+        """Statistics of this rank's KV manager."""
         return self._manager().stats()
 
-    # Inside.
+    def _enqueue(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Let the model thread call a method after all earlier ones."""
+        answer: Future[Any] = Future()
+        self._jobs.put((partial(method, *args, **kwargs), answer))
+        return answer
 
-    def _results(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
-        run: Any = self.worker.execute_model
-        output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                call, answer = job
+                set_result_of(answer, call)
+        finally:
+            self.worker.shutdown()
+
+    def _run_model(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
+        try:
+            for request in work.requests:
+                request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
+            run: Any = self.worker.execute_model
+            output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
+        finally:
+            with self._lock:
+                self._queued.difference_update(work.request_ids)
+                self._aborted.difference_update(work.request_ids)
         if isinstance(output, BatchRunnerOutput):
             output = output.as_model_output()
-        return {key: output.result_of(key) for key in output.req_ids}
-
-    def _expect(self, work: DiffusionSchedulerOutput) -> None:
-        """Requests come that may be aborted from now on."""
-        with self._lock:
-            self._queued.update(work.request_ids)
+        results = {key: output.result_of(key) for key in output.req_ids}
+        if self._is_leader:
+            return results
+        return {
+            key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
+            for key, result in results.items()
+        }
 
     def _manager(self) -> DiffusionKVManager:
         manager = self.worker.runner.kv_manager
@@ -172,27 +195,27 @@ class WorkerService:
         return manager
 
     def _on_kv(self) -> None:
-        """A receive is over, in whichever thread."""
+        """Set the futures of requests whose KV is received, failed or released; in any thread."""
         manager = self._manager()
         with self._lock:
             states = {key: manager.state(key) for key in self._receiving}
-            over = {
+            ended = {
                 key: self._receiving.pop(key)
                 for key, state in states.items()
                 if state not in (KVState.ALLOCATED, KVState.RECEIVING)
             }
-        for key, ended in over.items():
+        for key, received in ended.items():
             if states[key] is KVState.READY:
-                ended.set_result(manager.nbytes(key))
+                received.set_result(manager.nbytes(key))
             else:
-                gone = ClosedError(f"the KV of {key!r} was given back")
-                ended.set_exception(manager.error(key) or gone)
+                released = ClosedError(f"the KV of {key!r} was released")
+                received.set_exception(manager.error(key) or released)
 
 
 def make_worker(
     config: StageConfig, local_rank: int, rank: int
 ) -> GPUARWorker | GPUDiffusionWorker:
-    """The worker of a stage's kind."""
+    """The worker for a stage's kind."""
     if isinstance(config, OmniARConfig):
         return GPUARWorker(local_rank, rank, config)
     assert isinstance(config, OmniDiffusionConfig)

@@ -1,4 +1,4 @@
-"""A stage whose ranks are processes: the same images, and what is asked of all of them."""
+"""`MultiprocExecutor`: the images of one process, collective calls, aborts, errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, checkpoint, config, request, url
-from mp_fixtures import bed, freeze, until
+from mp_fixtures import engine_with_ranks, freeze, until
 
 from omni_kvlink import TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -26,21 +26,21 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import ARExecutor
-from omni_kvlink.engine.ipc.shm_tensors import SMALL
+from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 
 LONG = {"num_inference_steps": 50_000}
-"""Minutes of it."""
+"""A request that runs for minutes."""
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "shm"), (2, "zmq")])
 def test_the_same_images_as_in_one_process(sockets: str, ranks: int, scheme: str) -> None:
-    with bed(sockets, ranks, scheme) as stage:
+    with engine_with_ranks(sockets, ranks, scheme) as stage:
         futures = [stage.submit(f"r{seed}", seed=seed) for seed in range(5)]
         receipts = [stage.send(f"r{seed}", seed=seed) for seed in range(5)]
         for seed, future in enumerate(futures):
             assert torch.equal(future.result(WAIT).result()[0], alone(seed=seed))
-        for receipt in receipts:  # each has one reader, and that has let go
+        for receipt in receipts:  # each has one reader, which has released it
             receipt.wait(timeout=WAIT)
         kv = stage.engine.stats()["kv"]
         assert (kv["received"], kv["freed"], kv["charged"]) == (5, 5, 0)
@@ -48,38 +48,39 @@ def test_the_same_images_as_in_one_process(sockets: str, ranks: int, scheme: str
         assert kv["workers"]["answered"] == ranks
         by_rank = [one["received"] for one in stage.executor.collective_rpc("kv_stats")]
         assert sum(by_rank) == 5
-        assert min(by_rank) > 0  # each group fetched its own, and no other
+        assert min(by_rank) > 0  # each group received its own requests only
 
 
 def test_images_too_large_for_a_message(sockets: str) -> None:
     size = {"height": 64, "width": 64, "num_inference_steps": 2}
-    with bed(sockets, 1) as stage:
+    with engine_with_ranks(sockets, 1) as stage:
         future = stage.submit("r", seed=3, num_outputs_per_prompt=6, **size)
         stage.send("r", seed=3, shape=(64, 64))
         images = future.result(WAIT).result()
-        assert images.nbytes > SMALL
+        assert images.nbytes > INLINE_NBYTES
         assert int((images[0].int() - alone(seed=3, **size).int()).abs().max()) <= 1  # a batch
         assert not torch.equal(images[0], images[1])
 
 
-def test_one_ranks_group_answers_with_images_the_others_without(sockets: str) -> None:
-    """Two ranks paint one request together: both are asked, and one has the images."""
-    how = {"stage": "all", "parallel_config": DiffusionParallelConfig(cfg_parallel_size=2)}
-    stage = {"dtype": "float32", "num_threads": 1, **how}
+def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
+    """Two ranks run one request: both are called, the leader has the images."""
+    parallel = DiffusionParallelConfig(cfg_parallel_size=2)
+    stage: dict[str, Any] = {"stage": "all", "parallel_config": parallel}
+    stage |= {"dtype": "float32", "num_threads": 1}
     with DiffusionEngine(OmniDiffusionConfig(checkpoint(), **stage)) as engine:
-        assert isinstance(engine.executor, MultiprocExecutor)  # "mp" is meant by two ranks
+        assert isinstance(engine.executor, MultiprocExecutor)  # the default for two ranks
         one = request("r", seed=4, need_kv_receive=False)
         image = engine.submit(one).result(WAIT).result()
         assert torch.equal(image[0], alone(seed=4))
         work = DiffusionSchedulerOutput([request("s", seed=4, need_kv_receive=False)])
-        asked = [worker.call("run_model", [work]) for worker in engine.executor.workers]
-        leader, other = (answer.result(WAIT)["s"] for answer in asked)
+        answers = [worker.run_model(work) for worker in engine.executor.workers]
+        leader, other = (answer.result(WAIT)["s"] for answer in answers)
         assert torch.equal(leader.result()[0], alone(seed=4))
         assert (other.output, other.error) == (None, None)
 
 
 def test_calls_of_all_ranks(sockets: str) -> None:
-    with bed(sockets, 2) as stage:
+    with engine_with_ranks(sockets, 2) as stage:
         executor = stage.executor
         assert all(free > 0 for free in executor.determine_available_memory())
         with pytest.raises(ValueError, match=r"rank [01]: sleep level 3"):
@@ -99,7 +100,7 @@ def test_calls_of_all_ranks(sockets: str) -> None:
 
 
 def test_a_call_that_one_rank_does_not_answer_in_time(sockets: str) -> None:
-    with bed(sockets, 2) as stage:
+    with engine_with_ranks(sockets, 2) as stage:
         freeze(stage.workers[1])
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match=r"no answer of rank 1 within 0\.3 s"):
@@ -107,20 +108,23 @@ def test_a_call_that_one_rank_does_not_answer_in_time(sockets: str) -> None:
         assert time.monotonic() - started < 2
         os.kill(stage.workers[1].pid, signal.SIGCONT)
         assert stage.executor.collective_rpc("check_health", timeout=WAIT) == [True, True]
-        assert stage.executor.collective_rpc("wake_up") == [True, True]  # it was done, late
+        assert stage.executor.collective_rpc("wake_up") == [
+            True,
+            True,
+        ]  # the late call was executed
         assert stage.deaths == []
 
 
-def test_kv_that_does_not_come(sockets: str) -> None:
-    with bed(sockets, 2) as stage:
+def test_kv_that_does_not_arrive(sockets: str) -> None:
+    with engine_with_ranks(sockets, 2) as stage:
         late, failed = stage.submit("late", kv_timeout=0.5), stage.submit("failed")
-        frozen = stage.submit("frozen", kv_timeout=0.5)  # of the first group again
-        mate = stage.submit("mate", seed=1)
+        frozen = stage.submit("frozen", kv_timeout=0.5)  # of the first group, too
+        second = stage.submit("second", seed=1)
         stage.producer.fail("failed", "the AR stage ran out of blocks")
-        stage.send("mate", seed=1)
+        stage.send("second", seed=1)
         with pytest.raises(TransferFailed, match="out of blocks"):
             failed.result(WAIT).result()
-        assert torch.equal(mate.result(WAIT).result()[0], alone(seed=1))
+        assert torch.equal(second.result(WAIT).result()[0], alone(seed=1))
         for future in (late, frozen):
             with pytest.raises(TransferTimeout, match=r"0\.5 s"):
                 future.result(WAIT).result()
@@ -130,11 +134,11 @@ def test_kv_that_does_not_come(sockets: str) -> None:
 
 
 def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: str) -> None:
-    with bed(sockets, 1) as stage:
+    with engine_with_ranks(sockets, 1) as stage:
         freeze(stage.workers[0])
         started = time.monotonic()
         future = stage.submit("late", kv_timeout=0.5)
-        with pytest.raises(TransferTimeout, match="no worker said so"):
+        with pytest.raises(TransferTimeout, match="no worker reported it"):
             future.result(WAIT).result()
         assert time.monotonic() - started < 0.5 + 0.25 + 0.25
         os.kill(stage.workers[0].pid, signal.SIGCONT)
@@ -143,8 +147,8 @@ def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: s
         assert torch.equal(one.result(WAIT).result()[0], alone(seed=1))
 
 
-def test_kv_of_the_next_comes_while_one_is_painted(sockets: str) -> None:
-    with bed(sockets, 1) as stage:
+def test_kv_of_the_next_request_arrives_while_one_runs(sockets: str) -> None:
+    with engine_with_ranks(sockets, 1) as stage:
         busy = stage.submit("busy", **LONG)
         stage.send("busy")
         until(lambda: stage.engine.stats()["running"] == 1)
@@ -158,8 +162,10 @@ def test_kv_of_the_next_comes_while_one_is_painted(sockets: str) -> None:
         assert torch.equal(following.result(WAIT).result()[0], alone(seed=1))
 
 
-def test_aborts_wherever_a_request_is(sockets: str) -> None:
-    with bed(sockets, 2, request_batch_max_wait_ms=WAIT * 1e3) as stage:  # until there are two
+def test_aborts_in_every_state_of_a_request(sockets: str) -> None:
+    with engine_with_ranks(
+        sockets, 2, request_batch_max_wait_ms=WAIT * 1e3
+    ) as stage:  # until there are two
         running = [stage.submit(name, **LONG) for name in ("one", "two")]
         stage.send("one")
         stage.send("two")
@@ -171,7 +177,7 @@ def test_aborts_wherever_a_request_is(sockets: str) -> None:
             stage.engine.abort(name)
             with pytest.raises(RequestAborted):
                 future.result(WAIT).result()
-        stage.engine.abort("two")  # its mate of the other group goes on, and so does the batch
+        stage.engine.abort("two")  # the request of the other group goes on, and so does the batch
         until(lambda: stage.executor.collective_rpc("kv_stats")[1]["charged"] == 0)
         assert not running[0].done()
         stage.engine.abort("one")
@@ -187,8 +193,8 @@ def test_aborts_wherever_a_request_is(sockets: str) -> None:
 
 
 def test_an_abort_before_the_worker_has_begun(sockets: str) -> None:
-    """The scheduler has handed it out; whoever runs it hears of the abort all the same."""
-    with bed(sockets, 1) as stage:
+    """The scheduler has scheduled the request, but the worker has not begun it."""
+    with engine_with_ranks(sockets, 1) as stage:
         for number in range(10):
             name = f"r{number}"
             future = stage.submit(name, **LONG)
@@ -200,7 +206,7 @@ def test_an_abort_before_the_worker_has_begun(sockets: str) -> None:
                 future.result(WAIT).result()
 
 
-def test_what_starts_up_wrong_comes_back_as_itself(
+def test_errors_during_startup_are_raised_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -218,7 +224,7 @@ def test_what_starts_up_wrong_comes_back_as_itself(
     assert list(tmp_path.glob("kvl-ranks-*")) == []
 
 
-def test_who_runs_a_stage_that_names_nobody() -> None:
+def test_default_executors() -> None:
     two = DiffusionParallelConfig(tensor_parallel_size=2)
     one_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(),)))
     two_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(), url())), parallel_config=two)
@@ -229,7 +235,7 @@ def test_who_runs_a_stage_that_names_nobody() -> None:
 
 
 def test_calls_of_workers_that_were_shut_down(sockets: str) -> None:
-    with bed(sockets, 1) as stage:
+    with engine_with_ranks(sockets, 1) as stage:
         executor = stage.executor
     executor.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):

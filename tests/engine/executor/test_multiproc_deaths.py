@@ -1,4 +1,4 @@
-"""Ranks that are killed or frozen, and an engine that is: what ends, what is given back."""
+"""Ranks or engines that are killed or frozen: what fails, and what is released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, checkpoint, request, url
-from mp_fixtures import Bed, bed, freeze, until
+from mp_fixtures import EngineUnderTest, engine_with_ranks, freeze, until
 
 from omni_kvlink import TransferTimeout
 from omni_kvlink.engine import (
@@ -34,60 +34,61 @@ numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    """One engine of two ranks for all of them: each leaves it restarted, and whole."""
-    with bed(str(tmp_path_factory.mktemp("s")), 2, request_batch_max_wait_ms=300.0) as made:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """One engine of two ranks for all tests, each of which leaves it restarted."""
+    with engine_with_ranks(
+        str(tmp_path_factory.mktemp("s")), 2, request_batch_max_wait_ms=300.0
+    ) as made:
         yield made
 
 
 Busy = dict[str, Future[DiffusionOutput]]
 
 
-def busy(stage: Bed, when: str) -> Busy:
-    """Requests of both ranks, as far as `when` says; one that waits behind them if they paint."""
-    letters = {"idle": "", "receiving": "ab", "painting": "abc"}[when]
+def busy(stage: EngineUnderTest, when: str) -> Busy:
+    """Submit requests to both ranks, and wait until they are in state `when`."""
+    prefixes = {"idle": "", "receiving": "ab", "running": "abc"}[when]
     futures = {
         name: stage.submit(name, **LONG)
-        for name in (f"{letter}{next(numbers)}" for letter in letters)
+        for name in (f"{prefix}{next(numbers)}" for prefix in prefixes)
     }
     if when == "receiving":
-        until(lambda: sum(kv["held"]["receiving"] for kv in held(stage)) == 2)
+        until(lambda: sum(kv["held"]["receiving"] for kv in kv_stats(stage)) == 2)
         return futures
     for name in futures:
         stage.send(name)
     if futures:
         until(lambda: stage.engine.stats()["running"] == 2)
-        until(lambda: sum(kv["held"]["ready"] for kv in held(stage)) == 3)
+        until(lambda: sum(kv["held"]["ready"] for kv in kv_stats(stage)) == 3)
     return futures
 
 
-def held(stage: Bed) -> list[Any]:
+def kv_stats(stage: EngineUnderTest) -> list[Any]:
     found: list[Any] = stage.executor.collective_rpc("kv_stats")
     return found
 
 
-def check_whole(stage: Bed, before: Busy) -> None:
-    """What the ranks held is given back, and the new ones paint.
+def check_whole(stage: EngineUnderTest, before: Busy) -> None:
+    """Check that the former ranks' KV is released, and that the new ranks run requests.
 
-    Args:
-        before: what ended in errors; the stage before hears of it, and keeps it no more.
+    `before` are the requests that failed; the stage before releases their KV.
     """
     for name in before:
-        stage.producer.fail(name, "nobody will take it")
+        stage.producer.fail(name, "no reader is left")
     until(lambda: stage.producer.stats()["memory"]["used"] == 0)
     futures = {f"w{next(numbers)}": seed for seed in range(4)}
-    coming = [stage.submit(name, seed=seed) for name, seed in futures.items()]
+    pending = [stage.submit(name, seed=seed) for name, seed in futures.items()]
     for name, seed in futures.items():
         stage.send(name, seed=seed)
-    for seed, future in enumerate(coming):
+    for seed, future in enumerate(pending):
         assert torch.equal(future.result(WAIT).result()[0], alone(seed=seed))
-    assert [kv["freed"] for kv in held(stage)] == [2, 2]
+    assert [kv["freed"] for kv in kv_stats(stage)] == [2, 2]
     until(lambda: stage.producer.stats()["memory"]["used"] == 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("when", ["idle", "receiving", "painting"])
-def test_a_rank_that_is_killed(stage: Bed, when: str, rank: int) -> None:
+@pytest.mark.parametrize("when", ["idle", "receiving", "running"])
+def test_a_rank_that_is_killed(stage: EngineUnderTest, when: str, rank: int) -> None:
     futures, workers = busy(stage, when), stage.workers
     stage.deaths.clear()
     started = time.monotonic()
@@ -97,21 +98,21 @@ def test_a_rank_that_is_killed(stage: Bed, when: str, rank: int) -> None:
         with pytest.raises(EngineDeadError, match=f"rank {rank} .* status -9"):
             future.result(WAIT).result()
     assert time.monotonic() - started < 2
-    until(lambda: not any(worker.is_alive for worker in workers))  # the others were ended
+    until(lambda: not any(worker.is_alive for worker in workers))  # the others were killed
     with pytest.raises(EngineDeadError, match="restart"):
         stage.submit("too early")
-    told: list[Any] = []
-    stage.executor.register_failure_callback(told.append)
-    assert len(told) == 1  # at once: it is dead already
+    errors: list[Any] = []
+    stage.executor.register_failure_callback(errors.append)
+    assert len(errors) == 1  # at once: it is dead already
     stage.engine.restart()
     assert len(stage.deaths) == 1
     check_whole(stage, futures)
 
 
-def test_a_rank_that_is_frozen(stage: Bed) -> None:
+def test_a_rank_that_is_frozen(stage: EngineUnderTest) -> None:
     stage.deaths.clear()
-    futures, workers = busy(stage, "painting"), stage.workers
-    stage.executor.check_health(timeout=WAIT)  # who is busy is not frozen
+    futures, workers = busy(stage, "running"), stage.workers
+    stage.executor.check_health(timeout=WAIT)  # a busy worker is not frozen
     freeze(workers[1])
     with pytest.raises(EngineDeadError, match="rank 1 within"):
         stage.executor.check_health(timeout=0.5)
@@ -127,7 +128,7 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._HANGS", 0.5)
-    with bed(sockets, 1) as stage:
+    with engine_with_ranks(sockets, 1) as stage:
         future = stage.submit("a", **LONG)
         stage.send("a")
         until(lambda: stage.engine.stats()["running"] == 1)
@@ -135,47 +136,47 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
         started = time.monotonic()
         stage.engine.close()
         assert time.monotonic() - started < 5
-        stage.producer.fail("a", "nobody will take it")
-        with pytest.raises(RequestAborted):  # as of one that ends with its worker's help
+        stage.producer.fail("a", "no reader is left")
+        with pytest.raises(RequestAborted):  # as if its worker had answered
             future.result(WAIT).result()
 
 
-def test_a_worker_that_is_frozen_while_it_should_end(
+def test_a_worker_that_is_frozen_during_shutdown(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
-    with bed(sockets, 2) as stage:
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
+    with engine_with_ranks(sockets, 2) as stage:
         workers = stage.workers
         freeze(workers[1])
         started = time.monotonic()
         stage.engine.close()
         assert time.monotonic() - started < 5
         assert not any(worker.is_alive for worker in workers)
-        assert stage.deaths == []  # it was told to end
+        assert stage.deaths == []  # it was shut down
 
 
 ENGINE = """
 import sys, threading
-from mp_fixtures import bed, until
+from mp_fixtures import engine_with_ranks, until
 
-with bed(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
+with engine_with_ranks(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
     for name in "ab":
         stage.submit(name, num_inference_steps=50_000)
         stage.send(name)
     until(lambda: stage.engine.stats()["running"] == 2)
-    print("painting", flush=True)
+    print("running", flush=True)
     threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("when", ["starting", "painting"])
+@pytest.mark.parametrize("when", ["starting", "running"])
 def test_workers_of_an_engine_that_is_killed(sockets: str, tmp_path: Path, when: str) -> None:
     path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", ENGINE, sockets]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as engine:
         assert engine.stdout is not None
-        if when == "painting":
+        if when == "running":
             assert engine.stdout.readline()
         until(lambda: len(children(engine.pid)) == 2)
         workers = children(engine.pid)
@@ -212,9 +213,10 @@ def test_a_deployment_of_which_both_stages_have_workers() -> None:
                 assert torch.equal(image[0], alone(prompt, **wish)), prompt
 
         check()
-        (ar_worker,) = children(omni.stages[0].pid)
-        for stage, victim in [(0, ar_worker), (1, omni.stages[1].executor.workers[1].pid)]:
-            os.kill(victim, signal.SIGKILL)
+        stages: list[Any] = list(omni.stages)
+        (ar_worker,) = children(stages[0].pid)
+        for stage, pid in [(0, ar_worker), (1, stages[1].executor.workers[1].pid)]:
+            os.kill(pid, signal.SIGKILL)
             until(lambda: deaths)
             with pytest.raises(EngineDeadError, match="restart"):
                 omni.generate("a fox", size, timeout=WAIT)
@@ -231,11 +233,11 @@ def children(pid: int) -> list[int]:
 def test_an_ar_stage_whose_rank_is_frozen(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts tokens, and says how its link is: nobody waits for that longer than told."""
+    """Calls that count tokens or return statistics of the link time out."""
     sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
     monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER", 0.3)
     monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER", 0.3)
-    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.END", 0.5)
+    monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)
     with AREngine(config) as engine:

@@ -1,7 +1,8 @@
-"""Messages between processes of an engine: plain values, and large tensors in shared memory."""
+"""`RpcChannel`: plain values, and large tensors in shared memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -16,11 +17,11 @@ from omni_kvlink import CapacityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.engine import EngineDeadError, KVState
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack
-from omni_kvlink.engine.ipc.shm_tensors import SMALL, ShmTensorReader
+from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES, ShmTensorReader
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-BIG = 4 * SMALL
+BIG = 4 * INLINE_NBYTES
 
 
 @pytest.fixture
@@ -29,19 +30,17 @@ def ends() -> Iterator[tuple[RpcChannel, RpcChannel]]:
     yield here, there
     here.close()
     there.close()
-    here.release()
-    there.release()
+    here.join()
+    there.join()
 
 
-def reads(channel: RpcChannel, seconds: float = 5.0) -> None:
-    """Let a thread read what comes until the channel ends."""
+def reads(channel: RpcChannel) -> None:
+    """Let a thread receive and ignore messages until the channel closes."""
 
     def read() -> None:
-        while True:
-            try:
+        with contextlib.suppress(PeerLostError):
+            while True:
                 channel.receive()
-            except PeerLostError:
-                return
 
     threading.Thread(target=read, daemon=True).start()
 
@@ -62,7 +61,7 @@ def filled(seed: int, dtype: torch.dtype = torch.uint8, numel: int = BIG) -> tor
     "dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
 )
 @pytest.mark.parametrize("numel", [0, 1, 100, BIG])
-def test_tensors_of_any_kind_cross(
+def test_tensors_of_any_dtype_and_size_arrive(
     ends: tuple[RpcChannel, RpcChannel], dtype: torch.dtype, numel: int
 ) -> None:
     here, there = ends
@@ -75,7 +74,7 @@ def test_tensors_of_any_kind_cross(
     assert got["one"].is_contiguous()
 
 
-def test_large_ones_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_large_tensors_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     image = filled(1).reshape(64, -1, 4)
     output = DiffusionOutput("r", output=image, stages=[DiffusionOutput("r", output=image[:, 1])])
@@ -88,10 +87,10 @@ def test_large_ones_anywhere_in_a_message(ends: tuple[RpcChannel, RpcChannel]) -
     assert torch.equal(result.stages[0].output, image[:, 1])
     assert torch.equal(got["also"][0]["x"], sideways)
     assert used(here) == 0
-    result.output.fill_(1)  # its memory is the receiver's own
+    result.output.fill_(1)  # it does not share memory with the message
 
 
-def test_the_memory_is_used_again(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_the_memory_is_reused(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     for seed in range(20):
@@ -101,17 +100,17 @@ def test_the_memory_is_used_again(ends: tuple[RpcChannel, RpcChannel]) -> None:
         assert torch.equal(got["two"], filled(-seed))
         assert used(here) == 0
     assert here.stats()["arenas"] == 1
-    assert there.stats()["mapped"] == 0  # nothing large went the other way
+    assert there.stats()["mapped"] == 0  # no tensor was sent from there
 
 
-def test_small_ones_take_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_small_tensors_use_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
-    here.send({"one": filled(1, numel=SMALL - 1)})
-    assert torch.equal(there.receive()["one"], filled(1, numel=SMALL - 1))
+    here.send({"one": filled(1, numel=INLINE_NBYTES - 1)})
+    assert torch.equal(there.receive()["one"], filled(1, numel=INLINE_NBYTES - 1))
     assert here.stats()["mapped"] == 0
 
 
-def test_arenas_that_make_way_for_larger_ones(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_arenas_are_replaced_by_larger_ones(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     for size in (1 << 20, 3 << 20, 4 << 20, 1 << 20):
@@ -124,14 +123,14 @@ def test_arenas_that_make_way_for_larger_ones(ends: tuple[RpcChannel, RpcChannel
 def test_more_than_the_quota_is_an_error(
     ends: tuple[RpcChannel, RpcChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.ipc.shm_tensors._PATIENCE", 0.1)
+    monkeypatch.setattr("omni_kvlink.engine.ipc.shm_tensors._RESERVE_TIMEOUT", 0.1)
     here, there = ends
     with pytest.raises(CapacityError, match="send less at once") as caught:
         here.send({"small": filled(1), "large": torch.zeros(5 << 20, dtype=torch.uint8)})
     assert caught.value.asked == 5 << 20
     assert here.stats()["used"] == 0
     here.send({"large": filled(2, numel=3 << 20)})
-    with pytest.raises(CapacityError, match="send less at once"):  # nobody has taken the first
+    with pytest.raises(CapacityError, match="send less at once"):  # the first is not received yet
         here.send({"large": filled(3, numel=3 << 20)})
     reads(here)
     assert torch.equal(there.receive()["large"], filled(2, numel=3 << 20))
@@ -140,26 +139,28 @@ def test_more_than_the_quota_is_an_error(
     assert torch.equal(there.receive()["large"], filled(3, numel=3 << 20))
 
 
-def test_who_waits_for_room_is_woken(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_a_send_that_waits_for_memory_continues(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     reads(here)
     got: list[Any] = []
 
-    def take() -> None:
+    def receive() -> None:
         got.extend(there.receive()["one"] for _ in range(6))
 
-    taker = threading.Thread(target=take)
+    receiver = threading.Thread(target=receive)
     here.send({"one": filled(0, numel=3 << 20)})
-    taker.start()
+    receiver.start()
     for seed in range(1, 6):
         here.send({"one": filled(seed, numel=3 << 20)})
-    taker.join(10)
+    receiver.join(10)
     assert [torch.equal(one, filled(seed, numel=3 << 20)) for seed, one in enumerate(got)] == (
         [True] * 6
     )
 
 
-def test_who_waits_for_room_hears_that_nobody_is_there(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_a_send_that_waits_for_memory_fails_when_the_peer_closes(
+    ends: tuple[RpcChannel, RpcChannel],
+) -> None:
     here, there = ends
     here.send({"one": filled(0, numel=3 << 20)})
     reads(here)
@@ -170,7 +171,9 @@ def test_who_waits_for_room_hears_that_nobody_is_there(ends: tuple[RpcChannel, R
     assert time.monotonic() - started < 5
 
 
-def test_sending_does_not_wait_for_who_does_not_read(ends: tuple[RpcChannel, RpcChannel]) -> None:
+def test_send_does_not_block_on_a_peer_that_does_not_read(
+    ends: tuple[RpcChannel, RpcChannel],
+) -> None:
     here, there = ends
     started = time.monotonic()
     for number in range(20):
@@ -208,7 +211,7 @@ def test_all_that_was_sent_is_read_before_the_end(ends: tuple[RpcChannel, RpcCha
 @pytest.mark.parametrize(
     "what", [KVState.READY, {1.5: 2}, {"~": "tuple"}, object(), {1, 2}, 1 << 70, "\ud800"]
 )
-def test_what_cannot_cross_is_named_by_the_sender(
+def test_a_value_that_cannot_be_encoded_fails_the_send(
     ends: tuple[RpcChannel, RpcChannel], what: Any
 ) -> None:
     here, there = ends
@@ -219,7 +222,7 @@ def test_what_cannot_cross_is_named_by_the_sender(
     assert torch.equal(there.receive()["next"], filled(2))
 
 
-def test_what_nobody_packs_is_not_unpacked() -> None:
+def test_values_that_pack_does_not_write_are_refused() -> None:
     with pytest.raises(WireError, match="Popen"):
         unpack({"~": "Popen", "args": "ls"})
     with pytest.raises(WireError, match="load"):
@@ -231,6 +234,6 @@ def test_what_nobody_packs_is_not_unpacked() -> None:
 def test_an_arena_that_may_shrink_is_refused() -> None:
     inbox = ShmTensorReader()
     with pytest.raises(WireError, match="sealed"):
-        inbox.learn([0], [os.memfd_create("not sealed")], [])
+        inbox.add_arenas([0], [os.memfd_create("not sealed")], [])
     with pytest.raises(WireError, match="announced"):
-        inbox.take([], {"shape": [1], "dtype": "uint8", "block": [0, 0, 4096]})
+        inbox.read([], {"shape": [1], "dtype": "uint8", "block": [0, 0, 4096]})

@@ -1,4 +1,4 @@
-"""Ranks that compute together agree on what they compute: nobody waits for what never comes."""
+"""`BatchSync`: errors and aborts of one rank reach all ranks of its group."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from parallel_fixtures import Stage, digests, execute, painted, receive, requests, stages, value
+from parallel_fixtures import Stage, digests, execute, generate, receive, requests, started, value
 
 from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
-from omni_kvlink.engine.parallel import batch_sync as agreement
+from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
 
-GUIDANCE, TENSOR = {"cfg_parallel_size": 2}, {"tensor_parallel_size": 2}
+GUIDANCE: dict[str, Any] = {"cfg_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 SOON = 8.0
-"""Seconds in which all ranks have answered, whatever happened to one of them."""
+"""Seconds in which all ranks must answer, whatever happens to one of them."""
 
 
 @pytest.fixture
@@ -30,59 +31,59 @@ def directory() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def beds() -> Iterator[dict[str, Stage]]:
+def stages() -> Iterator[dict[str, Stage]]:
     made = tempfile.mkdtemp(prefix="kvl-")
     both = Stage(made, **GUIDANCE), Stage(made, **TENSOR)
-    with stages(*both):
+    with started(*both):
         yield dict(zip(("guidance", "tensor"), both, strict=True))
     shutil.rmtree(made)
 
 
 @pytest.fixture(params=["guidance", "tensor"])
-def bed(beds: dict[str, Stage], request: pytest.FixtureRequest) -> Stage:
-    return beds[request.param]
+def stage(stages: dict[str, Stage], request: pytest.FixtureRequest) -> Stage:
+    return stages[request.param]
 
 
-def paint(bed: Stage, names: str, **fields: Any) -> list[tuple[Any, Any]]:
+def run_batch(stage: Stage, names: Sequence[str], **fields: Any) -> list[list[tuple[Any, Any]]]:
     """Each rank's image and error of every request, received and executed."""
-    wanted = requests(*names, **fields)
-    bed.send(*wanted)
-    assert bed.ranks.all(receive, *wanted) == [["ready"] * len(names)] * 2
-    started = time.monotonic()
-    found = bed.ranks.all(execute, *wanted)
-    assert time.monotonic() - started < SOON
+    batch = requests(*names, **fields)
+    stage.send(*batch)
+    assert stage.ranks.call_all(receive, *batch) == [["ready"] * len(names)] * 2
+    start = time.monotonic()
+    found: list[list[tuple[Any, Any]]] = stage.ranks.call_all(execute, *batch)
+    assert time.monotonic() - start < SOON
     return found
 
 
-def well(bed: Stage, name: str = "well") -> list[str]:
-    """They still paint together: the latents."""
-    wanted = requests(name)
-    bed.send(*wanted)
-    (_, ours), (_, theirs) = bed.ranks.all(painted, *wanted)
+def check_generates(stage: Stage, name: str = "well") -> list[str]:
+    """The ranks still generate the same image together; digests of its latents."""
+    batch = requests(name)
+    stage.send(*batch)
+    (_, ours), (_, theirs) = stage.ranks.call_all(generate, *batch)
     assert digests(ours) == digests(theirs)
     return digests(ours)
 
 
-# ---- who takes part
+# ---- before the first step
 
 
-def test_one_ranks_missing_kv_is_everybodys_error(bed: Stage) -> None:
-    """Of one request; its mate goes on."""
-    before = well(bed)
-    wanted = requests("m", "bad")
-    bed.send(*wanted[:1])
-    first, *others = bed.handover._shares
-    bed.handover.link.put(first.cut(bed.bundle_of(wanted[1])), ttl=5)
+def test_one_ranks_missing_kv_fails_the_request_on_all_ranks(stage: Stage) -> None:
+    """The other request of the batch is not affected."""
+    before = check_generates(stage)
+    batch = requests("m", "bad")
+    stage.send(*batch[:1])
+    first, *others = stage.kv_sink._shares
+    stage.kv_sink.link.put(first.cut(stage.bundle_of(batch[1])), ttl=5)
     for share in others:
-        bed.handover.link.fail(share.key("bad"), "the AR stage ran out of blocks")
-    assert bed.ranks.all(receive, *wanted) == [["ready", "ready"], ["ready", "failed"]]
-    for (_, mates), (image, error) in bed.ranks.all(execute, *wanted):
-        assert mates is None
+        stage.kv_sink.link.fail(share.key("bad"), "the AR stage ran out of blocks")
+    assert stage.ranks.call_all(receive, *batch) == [["ready", "ready"], ["ready", "failed"]]
+    for (_, none), (image, error) in stage.ranks.call_all(execute, *batch):
+        assert none is None
         assert image is None
         assert isinstance(error, TransferFailed)
         assert error.key == others[0].key("bad")
         assert "out of blocks" in str(error)
-    assert well(bed) == before
+    assert check_generates(stage) == before
 
 
 def break_conversion(worker: Any, name: str) -> None:
@@ -96,17 +97,17 @@ def break_conversion(worker: Any, name: str) -> None:
     utility.convert = convert
 
 
-def test_one_ranks_conversion_is_everybodys_error(bed: Stage) -> None:
-    bed.ranks.on(1, break_conversion, "bad")
-    for (_, none), (_, error) in paint(bed, ["good", "bad"]):
+def test_one_ranks_conversion_error_fails_the_request_on_all_ranks(stage: Stage) -> None:
+    stage.ranks.call(1, break_conversion, "bad")
+    for (_, none), (_, error) in run_batch(stage, ["good", "bad"]):
         assert none is None
         assert isinstance(error, RequestFailed)
         assert "own trouble" in str(error)
-    well(bed)
+    check_generates(stage)
 
 
-def spoil_shape(worker: Any, name: str) -> None:
-    """The pipeline, not the runner, is who finds that this request lacks something."""
+def corrupt_shape(worker: Any, name: str) -> None:
+    """Give a request a wrong length, which the pipeline detects, not the runner."""
     utility = worker.runner.utility
 
     def convert(payload: Any, request: Any) -> Any:
@@ -119,28 +120,28 @@ def spoil_shape(worker: Any, name: str) -> None:
     utility.convert = convert
 
 
-def test_what_the_pipeline_finds_on_one_rank_is_everybodys_error(bed: Stage) -> None:
-    bed.ranks.on(1, spoil_shape, "bad")
-    for (_, none), (_, error) in paint(bed, ["good", "bad"]):
+def test_one_ranks_pipeline_error_fails_the_request_on_all_ranks(stage: Stage) -> None:
+    stage.ranks.call(1, corrupt_shape, "bad")
+    for (_, none), (_, error) in run_batch(stage, ["good", "bad"]):
         assert none is None
         assert isinstance(error, SchemaError)
-    well(bed)
+    check_generates(stage)
 
 
-def test_ranks_that_were_told_different_batches_say_so(bed: Stage) -> None:
+def test_ranks_that_are_given_different_batches_raise(stage: Stage) -> None:
     names = requests("one", "two", need_kv_receive=False)
-    found = bed.ranks.ask([(execute, *names), (execute, *names[:1])])
+    found = stage.ranks.call_each([(execute, *names), (execute, *names[:1])])
     for error in found:
         assert isinstance(error, EngineError)
         assert "different batches" in str(error)
-    well(bed)
+    check_generates(stage)
 
 
 # ---- in the middle
 
 
-def sabotage(worker: Any, where: str, step: int, error: Exception) -> None:
-    """Raise an error once, at a step, in a place."""
+def inject_error(worker: Any, where: str, step: int, error: Exception) -> None:
+    """Raise an error once, at a step, in a function of the model."""
     pipeline = worker.runner.pipeline
     owner, name = {
         "pass": (pipeline.model, "velocity"),
@@ -163,41 +164,45 @@ def sabotage(worker: Any, where: str, step: int, error: Exception) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("where", ["pass", "between", "decode"])
 def test_one_ranks_error_ends_the_batch_on_all(
-    beds: dict[str, Stage], where: str, rank: int
+    stages: dict[str, Stage], where: str, rank: int
 ) -> None:
-    bed, before = beds["guidance"], well(beds["guidance"])
+    stage, before = stages["guidance"], check_generates(stages["guidance"])
     if where == "decode" and rank:
         return  # the leader alone decodes
-    bed.ranks.on(rank, sabotage, where, 0 if where == "decode" else 2, ZeroDivisionError("own"))
-    for outputs in paint(bed, "xy"):
+    stage.ranks.call(
+        rank, inject_error, where, 0 if where == "decode" else 2, ZeroDivisionError("own")
+    )
+    for outputs in run_batch(stage, "xy"):
         for image, error in outputs:
             assert image is None
             assert isinstance(error, RequestFailed)
             assert "own" in str(error)
-    assert well(bed) == before
+    assert check_generates(stage) == before
 
 
 @pytest.mark.parametrize("where", ["between", "decode"])
-def test_outside_a_sum_tensor_ranks_survive_too(beds: dict[str, Stage], where: str) -> None:
-    bed = beds["tensor"]
-    bed.ranks.on(0, sabotage, where, 0 if where == "decode" else 2, ZeroDivisionError("own"))
-    for ((_, error),) in paint(bed, "x"):
+def test_outside_a_sum_tensor_ranks_survive_too(stages: dict[str, Stage], where: str) -> None:
+    stage = stages["tensor"]
+    stage.ranks.call(
+        0, inject_error, where, 0 if where == "decode" else 2, ZeroDivisionError("own")
+    )
+    for ((_, error),) in run_batch(stage, "x"):
         assert isinstance(error, RequestFailed)
-    well(bed)
+    check_generates(stage)
 
 
-def test_an_error_that_all_ranks_have_ends_nothing_else(bed: Stage) -> None:
-    bed.ranks.all(sabotage, "layer", 3, ZeroDivisionError("everybody's"))
-    for ((_, error),) in paint(bed, "x"):
+def test_an_error_that_all_ranks_have_ends_nothing_else(stage: Stage) -> None:
+    stage.ranks.call_all(inject_error, "layer", 3, ZeroDivisionError("everybody's"))
+    for ((_, error),) in run_batch(stage, "x"):
         assert "everybody's" in str(error)
-    well(bed)
+    check_generates(stage)
 
 
 # ---- aborts
 
 
 def abort_at(worker: Any, step: int, *names: str) -> None:
-    """This rank hears of it at a step; the other one, never."""
+    """Abort requests on this rank at a step; the other rank is not called."""
     original, calls = worker.runner.pipeline.model.latent_rows, [0]
 
     def rows(*args: Any) -> Any:
@@ -219,49 +224,49 @@ def count(worker: Any) -> int:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_hears_all_agree_on(bed: Stage, rank: int) -> None:
-    bed.ranks.on(rank, abort_at, 2, "gone")
-    bed.ranks.on(1 - rank, abort_at, 0)
-    for (_, none), (image, error) in paint(bed, ["stays", "gone"]):
+def test_an_abort_on_one_rank_takes_effect_on_all_at_the_same_step(stage: Stage, rank: int) -> None:
+    stage.ranks.call(rank, abort_at, 2, "gone")
+    stage.ranks.call(1 - rank, abort_at, 0)
+    for (_, none), (image, error) in run_batch(stage, ["stays", "gone"]):
         assert none is None
         assert image is None
         assert isinstance(error, RequestAborted)
-    assert bed.ranks.all(count) == [4, 4]  # for its mate's sake
-    bed.ranks.on(rank, abort_at, 2, "gone", "too")
-    bed.ranks.on(1 - rank, abort_at, 0)
-    for outputs in paint(bed, ["gone", "too"]):
+    assert stage.ranks.call_all(count) == [4, 4]  # the other request needs all steps
+    stage.ranks.call(rank, abort_at, 2, "gone", "too")
+    stage.ranks.call(1 - rank, abort_at, 0)
+    for outputs in run_batch(stage, ["gone", "too"]):
         assert all(isinstance(error, RequestAborted) for _, error in outputs)
-    assert bed.ranks.all(count) == [2, 2]
-    well(bed)
+    assert stage.ranks.call_all(count) == [2, 2]
+    check_generates(stage)
 
 
-def paint_cancelled(worker: Any, cancelled: bool, *wanted: Any) -> Any:
-    """The first was aborted on its way to this rank."""
-    wanted[0].is_cancelled = lambda: cancelled
-    assert receive(worker, *wanted) == ["ready"] * len(wanted)
-    return execute(worker, *wanted)
+def run_cancelled(worker: Any, cancelled: bool, *batch: Any) -> Any:
+    """Run a batch whose first request was aborted before it reached this rank, or not."""
+    batch[0].is_cancelled = lambda: cancelled
+    assert receive(worker, *batch) == ["ready"] * len(batch)
+    return execute(worker, *batch)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_abort_on_the_way_to_one_rank_reaches_all(bed: Stage, rank: int) -> None:
-    wanted = requests("gone", "stays")
-    bed.send(*wanted)
-    calls = [(paint_cancelled, here == rank, *wanted) for here in (0, 1)]
-    for (image, error), (_, none) in bed.ranks.ask(calls):
+def test_an_abort_before_one_rank_begins_reaches_all(stage: Stage, rank: int) -> None:
+    batch = requests("gone", "stays")
+    stage.send(*batch)
+    calls = [(run_cancelled, here == rank, *batch) for here in (0, 1)]
+    for (image, error), (_, none) in stage.ranks.call_each(calls):
         assert image is None
         assert isinstance(error, RequestAborted)
         assert none is None
 
 
-# ---- a rank that is gone
+# ---- a rank that is killed or slow
 
 
-def have_patience(_: Any, seconds: float) -> None:
-    agreement._PATIENCE = seconds
+def set_timeout(_: Any, seconds: float) -> None:
+    batch_sync._FAILED_RANK_TIMEOUT = seconds
 
 
 def decode_slowly(worker: Any) -> None:
-    """Once."""
+    """Delay the next decode by 1.5 s."""
     pipeline = worker.runner.pipeline
 
     def decode(latent: Any) -> Any:
@@ -272,60 +277,62 @@ def decode_slowly(worker: Any) -> None:
     pipeline.decode = decode
 
 
-def test_nobody_leaves_a_leader_that_takes_its_time(beds: dict[str, Stage]) -> None:
-    """Of a request that was aborted all know: no reason to think that others sum without it."""
-    bed = beds["tensor"]
-    bed.ranks.all(have_patience, 0.5)
-    bed.ranks.on(0, decode_slowly)
-    bed.ranks.on(1, abort_at, 2, "gone")
-    for (_, none), (_, error) in paint(bed, ["stays", "gone"]):
+def test_the_other_ranks_wait_for_a_slow_leader(stages: dict[str, Stage]) -> None:
+    """An abort is known on all ranks, so `_FAILED_RANK_TIMEOUT` does not apply."""
+    stage = stages["tensor"]
+    stage.ranks.call_all(set_timeout, 0.5)
+    stage.ranks.call(0, decode_slowly)
+    stage.ranks.call(1, abort_at, 2, "gone")
+    for (_, none), (_, error) in run_batch(stage, ["stays", "gone"]):
         assert none is None
         assert isinstance(error, RequestAborted)
-    bed.ranks.on(1, count)
-    bed.ranks.all(have_patience, 10.0)
-    well(bed)
+    stage.ranks.call(1, count)
+    stage.ranks.call_all(set_timeout, 10.0)
+    check_generates(stage)
 
 
-def end_of(bed: Stage, act: Callable[[], None]) -> list[Any]:
-    """What the ranks answer to a batch in the middle of which something happens to one."""
-    wanted = requests("last", num_inference_steps=2000)
-    bed.send(*wanted)
-    bed.ranks.all(receive, *wanted)
+def results_of(stage: Stage, act: Callable[[], None]) -> list[Any]:
+    """The ranks' results of a batch during which `act` is called."""
+    batch = requests("last", num_inference_steps=2000)
+    stage.send(*batch)
+    stage.ranks.call_all(receive, *batch)
     for rank in (0, 1):
-        bed.ranks.tell(rank, execute, *wanted)
+        stage.ranks.send_call(rank, execute, *batch)
     act()
-    started = time.monotonic()
-    found = [bed.ranks.answer(rank) for rank in (0, 1) if bed.ranks.processes[rank].is_alive()]
-    assert time.monotonic() - started < SOON
+    start = time.monotonic()
+    found = [stage.ranks.result(rank) for rank in (0, 1) if stage.ranks.processes[rank].is_alive()]
+    assert time.monotonic() - start < SOON
     return found
 
 
 @pytest.mark.parametrize("degrees", [GUIDANCE, TENSOR], ids=["guidance", "tensor"])
-def test_a_killed_rank_ends_what_the_others_do(directory: str, degrees: dict[str, int]) -> None:
-    with stages(Stage(directory, **degrees)) as (bed,):
+def test_a_killed_rank_fails_the_batch_on_the_others(
+    directory: str, degrees: dict[str, Any]
+) -> None:
+    with started(Stage(directory, **degrees)) as (stage,):
 
         def kill() -> None:
             time.sleep(0.5)
-            os.kill(bed.ranks.processes[1].pid, signal.SIGKILL)
-            bed.ranks.processes[1].join(10)
+            os.kill(stage.ranks.processes[1].pid, signal.SIGKILL)
+            stage.ranks.processes[1].join(10)
 
-        (((image, error),),) = end_of(bed, kill)
+        (((image, error),),) = results_of(stage, kill)
         assert image is None
         assert isinstance(error, EngineDeadError)
         assert "restart the stage" in str(error)
-        bed.ranks.tell(0, execute, *requests("next", need_kv_receive=False))
-        assert isinstance(bed.ranks.answer(0), EngineDeadError)
+        stage.ranks.send_call(0, execute, *requests("next", need_kv_receive=False))
+        assert isinstance(stage.ranks.result(0), EngineDeadError)
 
 
-def test_a_rank_that_fails_while_others_sum_leaves_them(directory: str) -> None:
-    """What they sum will never be whole: the stage must be started again, and says so."""
-    with stages(Stage(directory, **TENSOR)) as (bed,):
-        bed.ranks.all(have_patience, 0.5)
-        bed.ranks.on(1, sabotage, "layer", 20, ZeroDivisionError("own"))
-        ((_, other),), ((_, own),) = end_of(bed, lambda: None)
+def test_a_rank_that_fails_while_others_sum_aborts_the_group(directory: str) -> None:
+    """Their sum cannot be completed, so the stage must be restarted."""
+    with started(Stage(directory, **TENSOR)) as (stage,):
+        stage.ranks.call_all(set_timeout, 0.5)
+        stage.ranks.call(1, inject_error, "layer", 20, ZeroDivisionError("own"))
+        ((_, other),), ((_, own),) = results_of(stage, lambda: None)
         assert "own" in str(own)
         assert isinstance(other, EngineDeadError)
         for rank in (0, 1):
-            bed.ranks.tell(rank, execute, *requests("next", need_kv_receive=False))
+            stage.ranks.send_call(rank, execute, *requests("next", need_kv_receive=False))
             with pytest.raises(EngineDeadError, match="restart"):
-                value(bed.ranks.answer(rank))
+                value(stage.ranks.result(rank))

@@ -1,6 +1,6 @@
-"""Guidance branches on ranks of their own: one process's image, bit for bit, from a part of its KV.
+"""Guidance branches on several ranks: the image of one process, bit for bit, from parts of the KV.
 
-Real processes, gloo; those of all stages are started once.
+The ranks are processes connected by gloo; those of all stages are started once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from engine_fixtures import bundle, checkpoint
 from parallel_fixtures import (
     Stage,
-    accelerate,
     digests,
+    disable_cache,
+    enable_cache,
     execute,
-    painted,
+    generate,
     receive,
     received,
     requests,
-    slow_down,
-    stages,
+    started,
 )
 
 from omni_kvlink import SchemaError
@@ -35,22 +35,22 @@ KINDS = [("float32", 2), ("float32", 3), ("bfloat16", 2)]
 
 
 @pytest.fixture(scope="module")
-def beds() -> Iterator[dict[Any, Stage]]:
+def stages() -> Iterator[dict[Any, Stage]]:
     directory = tempfile.mkdtemp(prefix="kvl-")
     made = [Stage(directory, dtype, cfg_parallel_size=degree) for dtype, degree in KINDS]
-    with stages(*made):
+    with started(*made):
         yield dict(zip(KINDS, made, strict=True))
     shutil.rmtree(directory)
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
-def bed(beds: dict[Any, Stage], request: pytest.FixtureRequest) -> Stage:
-    return beds[request.param]
+def stage(stages: dict[Any, Stage], request: pytest.FixtureRequest) -> Stage:
+    return stages[request.param]
 
 
 @pytest.fixture(scope="module")
 def single() -> Iterator[Any]:
-    """One process that does everything, with as many threads as each rank."""
+    """A worker that computes everything in this process, with as many threads as each rank."""
     threads, made = torch.get_num_threads(), dict[str, GPUDiffusionWorker]()
     torch.set_num_threads(1)
 
@@ -70,31 +70,33 @@ def single() -> Iterator[Any]:
 
 @pytest.mark.parametrize("names", ["a", "abc"])
 @pytest.mark.parametrize("edit", [False, True], ids=["text", "edit"])
-def test_the_image_is_that_of_one_process(bed: Stage, single: Any, names: str, edit: bool) -> None:
-    bed.send(*requests(*names, edit=edit))
-    found = bed.ranks.all(painted, *requests(*names, edit=edit))
+def test_the_image_is_that_of_one_process(
+    stage: Stage, single: Any, names: str, edit: bool
+) -> None:
+    stage.send(*requests(*names, edit=edit))
+    found = stage.ranks.call_all(generate, *requests(*names, edit=edit))
     own = requests(*names, edit=edit, need_kv_receive=False)
-    images, latents = painted(single(bed.dtype), *own)
+    images, latents = generate(single(stage.dtype), *own)
     assert [digests(ours) for _, ours in found] == [digests(latents)] * len(found)
     assert all(torch.equal(*pair) for pair in zip(found[0][0], images, strict=True))
     assert [others for others, _ in found[1:]] == [[None] * len(names)] * (len(found) - 1)
 
 
-def hold(worker: Any, *wanted: Any) -> Any:
-    """What a rank has of the first request, and the bytes of all, while it has them."""
+def receive_and_free(worker: Any, *batch: Any) -> Any:
+    """Contents of the first request's KV and bytes received for all; bytes charged afterwards."""
     manager = worker.runner.kv_manager
     before = manager.stats()["nbytes"]
-    assert set(receive(worker, *wanted)) == {"ready"}
-    held = received(worker, wanted[0].request_id), manager.stats()["nbytes"] - before
-    for one in wanted:
+    assert set(receive(worker, *batch)) == {"ready"}
+    contents = received(worker, batch[0].request_id), manager.stats()["nbytes"] - before
+    for one in batch:
         manager.free(one)
-    return held, manager.stats()["charged"]
+    return contents, manager.stats()["charged"]
 
 
-def test_a_rank_has_the_kv_of_its_branches_alone(bed: Stage) -> None:
-    (wanted,) = requests("kv", edit=True)
-    largest, whole = bed.send(wanted), bundle("kv", wanted.prompt, dtype=bed.dtype)
-    found = bed.ranks.all(hold, wanted)
+def test_a_rank_has_the_kv_of_its_branches_alone(stage: Stage) -> None:
+    (batch,) = requests("kv", edit=True)
+    largest, whole = stage.send(batch), bundle("kv", batch.prompt, dtype=stage.dtype)
+    found = stage.ranks.call_all(receive_and_free, batch)
     for rank, ((branches, nbytes), charged) in enumerate(found):
         assert list(branches) == list(BRANCHES[rank :: len(found)])
         for name, (metadata, bits) in branches.items():
@@ -106,8 +108,8 @@ def test_a_rank_has_the_kv_of_its_branches_alone(bed: Stage) -> None:
     assert len({nbytes for (_, nbytes), _ in found}) == len(found)  # and not all of it on each
 
 
-def spoil(worker: Any, branch: str) -> None:
-    """From now on this rank has another KV in a branch."""
+def corrupt_branch(worker: Any, branch: str) -> None:
+    """Change a branch of every KV that this rank converts from now on."""
     utility = worker.runner.utility
 
     def convert(payload: Any, request: Any) -> Any:
@@ -120,44 +122,44 @@ def spoil(worker: Any, branch: str) -> None:
     utility.convert = convert
 
 
-def heal(worker: Any) -> None:
+def restore_conversion(worker: Any) -> None:
     del worker.runner.utility.convert
 
 
-def test_the_image_depends_on_what_another_rank_has(bed: Stage) -> None:
-    def paint(name: str) -> Any:
-        (wanted,) = requests(name, edit=True)
-        bed.send(wanted)
-        return digests(bed.ranks.all(painted, wanted)[0][1])
+def test_the_image_depends_on_what_another_rank_has(stage: Stage) -> None:
+    def generate_edit(name: str) -> Any:
+        (batch,) = requests(name, edit=True)
+        stage.send(batch)
+        return digests(stage.ranks.call_all(generate, batch)[0][1])
 
-    right = paint("right")
-    bed.ranks.on(1, spoil, "cfg_text")
-    wrong = paint("wrong")
-    bed.ranks.on(1, heal)
+    right = generate_edit("right")
+    stage.ranks.call(1, corrupt_branch, "cfg_text")
+    wrong = generate_edit("wrong")
+    stage.ranks.call(1, restore_conversion)
     assert wrong != right
-    assert paint("again") == right
+    assert generate_edit("again") == right
 
 
-def deal(worker: Any, by: int) -> None:
-    """Other branches are asked of the ranks than they have."""
+def shift_owners(worker: Any, by: int) -> None:
+    """Let the ranks compute other branches than they have received."""
     hook = worker.runner.pipeline.hooks.branches
     degree = worker.mates.parallel.cfg_parallel_size
     hook._owners = {name: (at + by) % degree for at, name in enumerate(BRANCHES)}
 
 
-def test_a_rank_that_lacks_a_branch_says_so(bed: Stage) -> None:
-    (wanted,) = requests("lacks")
-    bed.send(wanted)
-    assert bed.ranks.all(receive, wanted)
-    bed.ranks.all(deal, 1)
-    for ((image, error),) in bed.ranks.all(execute, wanted):
+def test_a_rank_without_a_branch_reports_it(stage: Stage) -> None:
+    (batch,) = requests("lacks")
+    stage.send(batch)
+    assert stage.ranks.call_all(receive, batch)
+    stage.ranks.call_all(shift_owners, 1)
+    for ((image, error),) in stage.ranks.call_all(execute, batch):
         assert image is None
         assert isinstance(error, SchemaError)
         assert "is on another guidance rank" in str(error)
-    bed.ranks.all(deal, 0)
-    (wanted,) = requests("has")
-    bed.send(wanted)
-    assert bed.ranks.all(painted, wanted)[0][0]
+    stage.ranks.call_all(shift_owners, 0)
+    (batch,) = requests("has")
+    stage.send(batch)
+    assert stage.ranks.call_all(generate, batch)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -168,33 +170,33 @@ def test_a_rank_that_lacks_a_branch_says_so(bed: Stage) -> None:
     ],
 )
 def test_each_rank_reuses_steps_of_its_own_branches(
-    beds: dict[Any, Stage], single: Any, backend: str, how: dict[str, Any]
+    stages: dict[Any, Stage], single: Any, backend: str, how: dict[str, Any]
 ) -> None:
-    bed, one = beds["float32", 2], single(torch.float32)
-    wanted = requests(backend, num_inference_steps=12)
-    bed.send(*wanted)
-    bed.ranks.all(accelerate, backend, how)
-    found = bed.ranks.all(painted, *wanted)
-    saved = bed.ranks.all(slow_down)
-    accelerate(one, backend, how)
+    stage, one = stages["float32", 2], single(torch.float32)
+    batch = requests(backend, num_inference_steps=12)
+    stage.send(*batch)
+    stage.ranks.call_all(enable_cache, backend, how)
+    found = stage.ranks.call_all(generate, *batch)
+    saved = stage.ranks.call_all(disable_cache)
+    enable_cache(one, backend, how)
     own = requests(backend, num_inference_steps=12, need_kv_receive=False)
-    _, latents = painted(one, *own)
+    _, latents = generate(one, *own)
     assert [digests(ours) for _, ours in found] == [digests(latents)] * 2
     assert saved[0]["gen"] > 0
-    assert {**saved[0], **saved[1]} == slow_down(one)
+    assert {**saved[0], **saved[1]} == disable_cache(one)
     assert not saved[0].keys() & saved[1].keys()
 
 
-def test_groups_paint_different_requests(single: Any) -> None:
-    """Four ranks, two and two; each request is told, and sent, to one pair."""
+def test_groups_run_different_requests(single: Any) -> None:
+    """Two groups of two ranks; each request is given, and its KV sent, to one group."""
     directory = tempfile.mkdtemp(prefix="kvl-")
-    with stages(Stage(directory, data_parallel_size=2, cfg_parallel_size=2)) as (bed,):
-        wanted = requests("first", "second")
-        bed.send(*wanted)
-        found = bed.ranks.ask([(painted, wanted[rank // 2]) for rank in range(4)])
+    with started(Stage(directory, data_parallel_size=2, cfg_parallel_size=2)) as (stage,):
+        batch = requests("first", "second")
+        stage.send(*batch)
+        found = stage.ranks.call_each([(generate, batch[rank // 2]) for rank in range(4)])
         for at, name in enumerate(("first", "second")):
             own = requests("first", "second", need_kv_receive=False)[at]
-            images, latents = painted(single(bed.dtype), own)
+            images, latents = generate(single(stage.dtype), own)
             leader, other = found[2 * at : 2 * at + 2]
             assert digests(leader[1]) == digests(other[1]) == digests(latents), name
             assert torch.equal(leader[0][0], images[0])

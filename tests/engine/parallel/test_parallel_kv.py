@@ -1,4 +1,4 @@
-"""Each rank of a stage is sent its part of a KV, over links: bit for bit, and nothing else."""
+"""Each rank of a stage receives its part of a KV over links, bit for bit, and nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 
 class Stages:
-    """The senders of one stage, and the receivers of the next."""
+    """The KV sinks of one stage, and the KV managers of the next."""
 
     def __init__(self, sockets: str, senders: int, guidance: int = 1, tensor: int = 1, **kv: Any):
         self.parallel = DiffusionParallelConfig(
@@ -63,24 +63,24 @@ class Stages:
             receivers=self.parallel,
         )
         self.stack = ExitStack()
-        self.handovers = [
+        self.kv_sinks = [
             self._own(KVSink(self.config, heads=HEADS, tensor=rank)) for rank in range(senders)
         ]
         self.managers: dict[RankCoords, DiffusionKVManager] = {}
-        division = KVPartition(HEADS, senders, self.parallel)
+        partition = KVPartition(HEADS, senders, self.parallel)
         for rank in range(self.parallel.world_size):
-            place = RankCoords.of(rank, self.parallel)
-            source = self._own(KVSource.connect(self.config, division, place))
-            self.managers[place] = self._own(DiffusionKVManager(source, self.config))
+            coords = RankCoords.of(rank, self.parallel)
+            source = self._own(KVSource.connect(self.config, partition, coords))
+            self.managers[coords] = self._own(DiffusionKVManager(source, self.config))
 
     def send(self, data: KVCacheBundle) -> list[Any]:
         return [
-            handover.send(self.held(data, shard_of(rank, len(self.handovers), heads=HEADS)))
-            for rank, handover in enumerate(self.handovers)
+            kv_sink.send(self.part_of(data, shard_of(rank, len(self.kv_sinks), heads=HEADS)))
+            for rank, kv_sink in enumerate(self.kv_sinks)
         ]
 
-    def held(self, data: KVCacheBundle, shard: Shard) -> KVCacheBundle:
-        """What a rank has of a cache that was never in one piece."""
+    def part_of(self, data: KVCacheBundle, shard: Shard) -> KVCacheBundle:
+        """A rank's part of a cache."""
         if shard.world == 1:
             return data
         branches: dict[str, Any] = {}
@@ -95,15 +95,15 @@ class Stages:
                 branches[name] = dataclasses.replace(branch, metadata=metadata)
         return KVCacheBundle(data.request_id, branches)
 
-    def nothing_is_kept(self, deadline: float = 5.0) -> bool:
-        """No sender has memory in use, or is waited for; releases may be on their way."""
+    def all_is_released(self, deadline: float = 5.0) -> bool:
+        """Whether no sink has memory in use or pending receives within `deadline` seconds."""
         end = time.monotonic() + deadline
         while self._is_busy() and time.monotonic() < end:
             time.sleep(0.01)
         return not self._is_busy()
 
     def _is_busy(self) -> bool:
-        found = [handover.link.stats() for handover in self.handovers]
+        found = [kv_sink.link.stats() for kv_sink in self.kv_sinks]
         return any(one["memory"]["used"] or one["transfers"]["waiting"] for one in found)
 
     def _own(self, thing: Any) -> Any:
@@ -124,8 +124,8 @@ def stages(sockets: str) -> Iterator[Any]:
         one.stack.close()
 
 
-def finish(manager: DiffusionKVManager, *wanted: OmniDiffusionRequest) -> list[KVState]:
-    """Wait until their receives are over."""
+def finish(manager: DiffusionKVManager, *kv_request: OmniDiffusionRequest) -> list[KVState]:
+    """Wait until their receives have ended."""
     over = threading.Condition()
 
     def wake() -> None:
@@ -133,7 +133,7 @@ def finish(manager: DiffusionKVManager, *wanted: OmniDiffusionRequest) -> list[K
             over.notify_all()
 
     def states() -> list[KVState]:
-        return [manager.state(one.request_id) for one in wanted]
+        return [manager.state(one.request_id) for one in kv_request]
 
     manager.listen(wake)
     with over:
@@ -142,15 +142,15 @@ def finish(manager: DiffusionKVManager, *wanted: OmniDiffusionRequest) -> list[K
 
 
 def begin(manager: DiffusionKVManager, name: str, **fields: Any) -> OmniDiffusionRequest:
-    wanted = request(name, **fields)
-    manager.allocate(wanted)
-    manager.prefetch(wanted)
-    return wanted
+    kv_request = request(name, **fields)
+    manager.allocate(kv_request)
+    manager.prefetch(kv_request)
+    return kv_request
 
 
 def bits(data: KVCacheBundle, names: Any, start: int, stop: int) -> dict[str, list[str]]:
     return {
-        name: [digest(dense(place)[:, start:stop]) for place in data[name].tensors()]
+        name: [digest(dense(view)[:, start:stop]) for view in data[name].tensors()]
         for name in names
     }
 
@@ -163,14 +163,14 @@ def edit(name: str, tokens: int = 9) -> KVCacheBundle:
 @pytest.mark.parametrize("guidance", [1, 2, 3])
 @pytest.mark.parametrize(("senders", "tensor"), DEGREES)
 def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> None:
-    bed, data = stages(senders, guidance, tensor), edit("r")
-    sent = bed.send(data)
-    for place, manager in bed.managers.items():
-        wanted = begin(manager, "r", kv_nbytes=sent[0].nbytes)
-        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
+    setup, data = stages(senders, guidance, tensor), edit("r")
+    sent = setup.send(data)
+    for coords, manager in setup.managers.items():
+        kv_request = begin(manager, "r", kv_nbytes=sent[0].nbytes)
+        assert finish(manager, kv_request) == [KVState.READY], manager.error("r")
         got = manager.get_kv_cache("r")
-        names = list(data)[place.guidance :: guidance]
-        heads = shard_of(place.tensor, tensor, heads=HEADS).heads
+        names = list(data)[coords.guidance :: guidance]
+        heads = shard_of(coords.tensor, tensor, heads=HEADS).heads
         assert list(got) == names
         assert bits(got, names, 0, HEADS) == bits(data, names, *heads)
         for name in names:
@@ -179,29 +179,29 @@ def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> Non
             if tensor > 1:
                 assert theirs.shard.heads == heads
         assert got[names[0]].metadata.extra == data["gen"].metadata.extra
-        assert manager.stats()["charged"] <= sent[0].nbytes + 64  # room for it was set aside
+        assert manager.stats()["charged"] <= sent[0].nbytes + 64  # as much as was reserved
         del got
-        manager.free(wanted)
-    assert bed.nothing_is_kept()
+        manager.free(kv_request)
+    assert setup.all_is_released()
 
 
-def test_undivided_it_is_on_the_wire_as_it_is(stages: Any) -> None:
-    """One rank to one: the request's own id, the whole bundle, its references."""
-    bed, data = stages(1), edit("r")
-    (sent,) = bed.send(data)
-    (manager,) = bed.managers.values()
-    wanted = begin(manager, "r")
-    assert finish(manager, wanted) == [KVState.READY]
+def test_an_undivided_kv_is_sent_unchanged(stages: Any) -> None:
+    """From one rank to one: under the request's own id, with references between branches."""
+    setup, data = stages(1), edit("r")
+    (sent,) = setup.send(data)
+    (manager,) = setup.managers.values()
+    kv_request = begin(manager, "r")
+    assert finish(manager, kv_request) == [KVState.READY]
     got = manager.get_kv_cache("r")
     assert data.difference(got) == ""
     assert isinstance(got.branches["cfg_text"], PrefixOf)
     assert sent.nbytes == manager.stats()["charged"]
     del got
-    manager.free(wanted)
+    manager.free(kv_request)
 
 
-def test_a_prefix_of_what_is_elsewhere_brings_its_own_tensors(stages: Any) -> None:
-    """From pages, too; of two that refer to one that is elsewhere, one has the tensors."""
+def test_a_prefix_of_a_branch_on_another_rank_is_sent_with_its_own_tensors(stages: Any) -> None:
+    """From a paged cache, too; of two references to a branch elsewhere, one has the tensors."""
     pools = [torch.arange(2 * 4 * 2 * HEADS * 3).reshape(8, 2, HEADS, 3).float() for _ in range(4)]
     cache = PagedCache(pools[:2], pools[2:], block_size=2, block_ids=[5, 1, 3])
     gen = PagedAdapter().export(cache, request_id="r", metadata={"kv_lens": [5], "ropes": [5]})
@@ -218,41 +218,41 @@ def test_a_prefix_of_what_is_elsewhere_brings_its_own_tensors(stages: Any) -> No
             "c": PrefixOf("gen", 4, about(4)),
         },
     )
-    bed = stages(1, 2)
-    bed.send(data)
-    for place, manager in bed.managers.items():
-        wanted = begin(manager, "r")
-        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
+    setup = stages(1, 2)
+    setup.send(data)
+    for coords, manager in setup.managers.items():
+        kv_request = begin(manager, "r")
+        assert finish(manager, kv_request) == [KVState.READY], manager.error("r")
         got = manager.get_kv_cache("r")
-        names = list(data)[place.guidance :: 2]
+        names = list(data)[coords.guidance :: 2]
         assert bits(got, names, 0, HEADS) == bits(data, names, 0, HEADS)
         kinds = {name: type(got.branches[name]) for name in names}
-        if place.guidance:
+        if coords.guidance:
             assert kinds == {"a": PrefixOf, "c": KVCacheTransferData}
         else:
             assert kinds == {"gen": KVCacheTransferData, "b": SameAs}
         del got
-        manager.free(wanted)
+        manager.free(kv_request)
 
 
 @pytest.mark.parametrize("guidance", [1, 2])
-def test_heads_and_branches_that_are_not_asked_for_do_not_cross(stages: Any, guidance: int) -> None:
-    bed, data = stages(1, guidance, 2), edit("r", tokens=400)
+def test_only_the_heads_and_branches_of_a_rank_are_sent(stages: Any, guidance: int) -> None:
+    setup, data = stages(1, guidance, 2), edit("r", tokens=400)
     whole = data.plan().nbytes
-    (sent,) = bed.send(data)
+    (sent,) = setup.send(data)
     assert sent.nbytes < 0.6 * whole
-    received = [begin(manager, "r") for manager in bed.managers.values()]
-    for manager, wanted in zip(bed.managers.values(), received, strict=True):
-        finish(manager, wanted)
+    received = [begin(manager, "r") for manager in setup.managers.values()]
+    for manager, kv_request in zip(setup.managers.values(), received, strict=True):
+        finish(manager, kv_request)
         assert 0 < manager.stats()["nbytes"] <= sent.nbytes
-        manager.free(wanted)
+        manager.free(kv_request)
 
 
-def spoil(bed: Stages, data: KVCacheBundle) -> None:
-    """The second sender's part has one wrong bit."""
-    bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
-    sender = bed.handovers[1]
-    part = sender._shares[0].cut(bed.held(data, shard_of(1, 2, heads=HEADS)))
+def send_corrupted(setup: Stages, data: KVCacheBundle) -> None:
+    """Send a KV whose second part has one wrong bit."""
+    setup.kv_sinks[0].send(setup.part_of(data, shard_of(0, 2, heads=HEADS)))
+    sender = setup.kv_sinks[1]
+    part = sender._shares[0].cut(setup.part_of(data, shard_of(1, 2, heads=HEADS)))
     capacity = sender.link.allocate(part)
     for target, source in zip(capacity.data.tensors(), part.tensors(), strict=True):
         target.copy_(source)
@@ -261,66 +261,67 @@ def spoil(bed: Stages, data: KVCacheBundle) -> None:
     wrong[1, 0, 1] ^= 1
 
 
-@pytest.mark.parametrize("sin", ["failed", "failed first", "corrupt", "late", "closed"])
-def test_a_part_that_does_not_come_ends_the_others(stages: Any, sin: str) -> None:
-    bed, data = stages(2, 1, 1), edit("r")
-    (manager,) = bed.managers.values()
-    if sin == "corrupt":
-        spoil(bed, data)
-        wanted, kind = begin(manager, "r"), IntegrityError
+@pytest.mark.parametrize("fault", ["failed", "failed first", "corrupt", "late", "closed"])
+def test_a_part_that_does_not_arrive_fails_the_request(stages: Any, fault: str) -> None:
+    setup, data = stages(2, 1, 1), edit("r")
+    (manager,) = setup.managers.values()
+    if fault == "corrupt":
+        send_corrupted(setup, data)
+        kv_request = begin(manager, "r")
+        kind: type[Exception] = IntegrityError
     else:
-        wanted = begin(manager, "r", kv_timeout=0.5 if sin == "late" else None)
-        if sin != "failed first":
-            bed.handovers[0].send(bed.held(data, shard_of(0, 2, heads=HEADS)))
-        kind = {"late": TransferTimeout, "closed": PeerLostError}.get(sin, TransferFailed)
-        if sin.startswith("failed"):
-            bed.handovers[1].fail("r", "out of blocks")
-        elif sin == "closed":
-            bed.handovers[1].close()
-    assert finish(manager, wanted) == [KVState.FAILED]
+        kv_request = begin(manager, "r", kv_timeout=0.5 if fault == "late" else None)
+        if fault != "failed first":
+            setup.kv_sinks[0].send(setup.part_of(data, shard_of(0, 2, heads=HEADS)))
+        kind = {"late": TransferTimeout, "closed": PeerLostError}.get(fault, TransferFailed)
+        if fault.startswith("failed"):
+            setup.kv_sinks[1].fail("r", "out of blocks")
+        elif fault == "closed":
+            setup.kv_sinks[1].close()
+    assert finish(manager, kv_request) == [KVState.FAILED]
     assert isinstance(manager.error("r"), kind), manager.error("r")
-    manager.free(wanted)
+    manager.free(kv_request)
     assert manager.stats()["charged"] == 0
-    del bed.handovers[1]  # it may be closed
-    assert bed.nothing_is_kept()
+    del setup.kv_sinks[1]  # it may be closed
+    assert setup.all_is_released()
 
 
-def test_who_gives_up_gives_up_every_part(stages: Any) -> None:
-    bed = stages(2, 1, 1)
-    (manager,) = bed.managers.values()
-    wanted = begin(manager, "r")
-    bed.handovers[0].send(bed.held(edit("r"), shard_of(0, 2, heads=HEADS)))
-    manager.free(wanted)
-    assert bed.nothing_is_kept()
+def test_freeing_a_request_cancels_every_part(stages: Any) -> None:
+    setup = stages(2, 1, 1)
+    (manager,) = setup.managers.values()
+    kv_request = begin(manager, "r")
+    setup.kv_sinks[0].send(setup.part_of(edit("r"), shard_of(0, 2, heads=HEADS)))
+    manager.free(kv_request)
+    assert setup.all_is_released()
 
 
 def test_a_failure_reaches_every_rank(stages: Any) -> None:
-    bed = stages(1, 2, 2)
-    wanted = [begin(manager, "r") for manager in bed.managers.values()]
-    bed.handovers[0].fail("r", "out of blocks")
-    for manager, one in zip(bed.managers.values(), wanted, strict=True):
+    setup = stages(1, 2, 2)
+    kv_request = [begin(manager, "r") for manager in setup.managers.values()]
+    setup.kv_sinks[0].fail("r", "out of blocks")
+    for manager, one in zip(setup.managers.values(), kv_request, strict=True):
         assert finish(manager, one) == [KVState.FAILED]
         assert "out of blocks" in str(manager.error("r"))
 
 
-def test_a_kv_of_another_division_is_named(stages: Any) -> None:
-    """The stage before sends whole what is asked for in parts: an error at the deadline."""
-    bed = stages(1, 2)
-    bed.handovers[0].link.put(edit("r"))
-    for place, manager in bed.managers.items():
-        wanted = begin(manager, "r", kv_timeout=0.3)
-        assert finish(manager, wanted) == [KVState.FAILED]
+def test_a_kv_of_another_partition_is_reported(stages: Any) -> None:
+    """The stage before sends a whole KV where parts are expected: an error at the deadline."""
+    setup = stages(1, 2)
+    setup.kv_sinks[0].link.put(edit("r"))
+    for coords, manager in setup.managers.items():
+        kv_request = begin(manager, "r", kv_timeout=0.3)
+        assert finish(manager, kv_request) == [KVState.FAILED]
         error = manager.error("r")
         assert isinstance(error, TransferTimeout)
-        assert f"r/cfg{place.guidance}of2" in str(error)
+        assert f"r/cfg{coords.guidance}of2" in str(error)
         assert "kv.receivers" in str(error)
 
 
-def test_what_cannot_be_divided_is_an_error(stages: Any) -> None:
-    bed = stages(1, 3)
+def test_a_kv_that_cannot_be_partitioned_is_refused(stages: Any) -> None:
+    setup = stages(1, 3)
     one = Recipe("s", heads=HEADS).make()
     with pytest.raises(SchemaError, match="no branch for guidance rank"):
-        bed.handovers[0].send(one)
+        setup.kv_sinks[0].send(one)
     with pytest.raises(SchemaError, match="must divide"):
         KVPartition(3, 1, DiffusionParallelConfig(tensor_parallel_size=2))
 
@@ -328,14 +329,14 @@ def test_what_cannot_be_divided_is_an_error(stages: Any) -> None:
 @pytest.mark.parametrize("prompt", ["a fox", EDIT])
 def test_bagels_own_bundles(stages: Any, prompt: Any) -> None:
     """An empty cfg_text, and a cfg_img that is the same as gen or has tensors of its own."""
-    bed, data = stages(1, 3), bundle("r", prompt, shape=(16, 24))
-    bed.send(data)
-    for place, manager in bed.managers.items():
-        wanted = begin(manager, "r")
-        assert finish(manager, wanted) == [KVState.READY], manager.error("r")
-        got, name = manager.get_kv_cache("r"), BRANCHES[place.guidance]
+    setup, data = stages(1, 3), bundle("r", prompt, shape=(16, 24))
+    setup.send(data)
+    for coords, manager in setup.managers.items():
+        kv_request = begin(manager, "r")
+        assert finish(manager, kv_request) == [KVState.READY], manager.error("r")
+        got, name = manager.get_kv_cache("r"), BRANCHES[coords.guidance]
         assert bits(got, [name], 0, 2) == bits(data, [name], 0, 2)
         assert got[name].metadata.extra["generator"] == data["gen"].metadata.extra["generator"]
         assert got[name].metadata.image_shape == data["gen"].metadata.image_shape
         del got
-        manager.free(wanted)
+        manager.free(kv_request)

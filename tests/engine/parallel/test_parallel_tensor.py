@@ -1,6 +1,6 @@
-"""Heads on ranks of their own: within rounding of one process, with a share of weights and KV.
+"""Heads on several ranks: one process's results but for rounding, from parts of weights and KV.
 
-Real processes, gloo; those of all stages are started once.
+The ranks are processes connected by gloo; those of all stages are started once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from engine_fixtures import WAIT, bundle, checkpoint, pipeline, wishes
 from parallel_fixtures import (
     EDIT,
-    Ranks,
+    RankProcesses,
     Stage,
-    accelerate,
     digests,
+    disable_cache,
+    enable_cache,
     execute,
-    painted,
+    generate,
     receive,
     received,
     requests,
-    slow_down,
 )
 
 from omni_kvlink import KVLink
@@ -52,8 +52,10 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
 """Of a latent's largest value."""
 
 
-def reader(directory: str, pair: str, urls: tuple[str, ...], **fields: Any) -> OmniDiffusionConfig:
-    how = {"source_options": {"directory": directory}, "timeout": WAIT}
+def dit_config(
+    directory: str, pair: str, urls: tuple[str, ...], **fields: Any
+) -> OmniDiffusionConfig:
+    how: dict[str, Any] = {"source_options": {"directory": directory}, "timeout": WAIT}
     return OmniDiffusionConfig(
         checkpoint(),
         dtype="float32",
@@ -68,7 +70,7 @@ def reader(directory: str, pair: str, urls: tuple[str, ...], **fields: Any) -> O
 class Pair:
     """An AR stage of two ranks that thinks, and the diffusion stage that it feeds."""
 
-    ar: Ranks
+    ar: RankProcesses
     dit: Any
 
     @classmethod
@@ -86,30 +88,30 @@ class Pair:
             distributed_init_method=f"file://{directory}/ar-{name}",
             kv=KVConfig(sinks=urls, sink_options={"directory": directory}, receivers=receivers),
         )
-        dit = reader(directory, name, urls, parallel_config=receivers)
-        return cls(Ranks(ar), Ranks(dit) if receivers is TWO else dit)
+        dit = dit_config(directory, name, urls, parallel_config=receivers)
+        return cls(RankProcesses(ar), RankProcesses(dit) if receivers is TWO else dit)
 
 
 @pytest.fixture(scope="module")
-def beds() -> Iterator[dict[str, Any]]:
+def stages() -> Iterator[dict[str, Any]]:
     directory, threads = tempfile.mkdtemp(prefix="kvl-"), torch.get_num_threads()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory)
         stack.callback(torch.set_num_threads, threads)
         made: dict[str, Any] = {
-            "float32": Stage(directory, onward=ONWARD, tensor_parallel_size=2),
+            "float32": Stage(directory, sink_urls=ONWARD, tensor_parallel_size=2),
             "bfloat16": Stage(directory, "bfloat16", tensor_parallel_size=2),
             "2 to 2": Pair.start(directory, TWO),
             "2 to 1": Pair.start(directory, ONE),
         }
         for name in ("float32", "bfloat16"):
             stack.callback(made[name].close)
-            made[name].ranks.meet()
+            made[name].ranks.wait_ready()
         for name in ("2 to 2", "2 to 1"):
             stack.callback(made[name].ar.close)
-            made[name].ar.meet()
+            made[name].ar.wait_ready()
         stack.callback(made["2 to 2"].dit.close)
-        made["2 to 2"].dit.meet()
+        made["2 to 2"].dit.wait_ready()
         single = made["single"] = GPUDiffusionWorker(0, 0, made["2 to 1"].dit)
         stack.callback(single.shutdown)
         single.init_device()
@@ -136,79 +138,81 @@ def reference(dtype: torch.dtype, names: str, **fields: Any) -> list[torch.Tenso
 @pytest.mark.parametrize("edit", [False, True], ids=["text", "edit"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_latents_are_those_of_one_process_but_for_rounding(
-    beds: dict[str, Any], dtype: str, edit: bool, names: str
+    stages: dict[str, Any], dtype: str, edit: bool, names: str
 ) -> None:
-    bed = beds[dtype]
-    bed.send(*requests(*names, edit=edit))
-    (images, ours), (others, theirs) = bed.ranks.all(painted, *requests(*names, edit=edit))
+    stage = stages[dtype]
+    stage.send(*requests(*names, edit=edit))
+    (images, ours), (others, theirs) = stage.ranks.call_all(generate, *requests(*names, edit=edit))
     assert digests(ours) == digests(theirs)
     assert [one.dtype for one in images] == [torch.uint8] * len(names)
     assert others == [None] * len(names)
-    for mine, right in zip(ours, reference(bed.dtype, names, edit=edit), strict=True):
+    for mine, right in zip(ours, reference(stage.dtype, names, edit=edit), strict=True):
         off = float((mine - right).abs().max() / right.abs().max())
         assert off < ROUNDING[dtype]
 
 
-def test_ranks_reuse_the_same_steps(beds: dict[str, Any]) -> None:
-    """Who leaves out a pass leaves out its sums: they must all do so."""
-    bed, wanted = beds["float32"], requests("x", "y", num_inference_steps=12)
-    bed.send(*wanted)
-    bed.ranks.all(accelerate, "block_cache", {"residual_diff_threshold": 0.9})
-    (_, ours), (_, theirs) = bed.ranks.all(painted, *wanted)
-    saved, others = bed.ranks.all(slow_down)
+def test_ranks_reuse_the_same_steps(stages: dict[str, Any]) -> None:
+    """A rank that skips a pass skips its sums, so all ranks must skip the same ones."""
+    stage, batch = stages["float32"], requests("x", "y", num_inference_steps=12)
+    stage.send(*batch)
+    stage.ranks.call_all(enable_cache, "block_cache", {"residual_diff_threshold": 0.9})
+    (_, ours), (_, theirs) = stage.ranks.call_all(generate, *batch)
+    saved, others = stage.ranks.call_all(disable_cache)
     assert digests(ours) == digests(theirs)
     assert saved == others
     assert saved["gen"] > 0
 
 
-def held(worker: Any, wanted: OmniDiffusionRequest) -> Any:
+def contents(worker: Any, batch: OmniDiffusionRequest) -> Any:
     """Each branch of a KV that this rank has received."""
-    assert receive(worker, wanted) == ["ready"]
+    assert receive(worker, batch) == ["ready"]
     try:
-        return received(worker, wanted.request_id)
+        return received(worker, batch.request_id)
     finally:
-        worker.runner.kv_manager.free(wanted)
+        worker.runner.kv_manager.free(batch)
 
 
-def test_a_rank_receives_its_heads_alone(beds: dict[str, Any]) -> None:
-    bed, (wanted,) = beds["float32"], requests("kv", edit=True)
-    bed.send(wanted)
-    whole = bundle("kv", wanted.prompt)
-    for rank, found in enumerate(bed.ranks.all(held, wanted)):
+def test_a_rank_receives_its_heads_alone(stages: dict[str, Any]) -> None:
+    stage, (batch,) = stages["float32"], requests("kv", edit=True)
+    stage.send(batch)
+    whole: Any = bundle("kv", batch.prompt)
+    for rank, found in enumerate(stage.ranks.call_all(contents, batch)):
         assert list(found) == list(whole)
         for name, (metadata, bits) in found.items():
             assert bits == digests(one[:, rank : rank + 1] for one in whole[name].tensors())
             assert metadata.shard.heads == (rank, rank + 1)
 
 
-def test_each_rank_hands_its_heads_on(beds: dict[str, Any]) -> None:
-    bed, (wanted,) = beds["float32"], requests("on", edit=True, need_kv_transfer=True)
-    bed.send(wanted)
-    bed.ranks.all(painted, wanted)
-    whole, where = bundle("on", wanted.prompt), bed.config.kv.source_options
+def test_each_rank_sends_its_heads(stages: dict[str, Any]) -> None:
+    stage, (batch,) = stages["float32"], requests("on", edit=True, need_kv_transfer=True)
+    stage.send(batch)
+    stage.ranks.call_all(generate, batch)
+    whole: Any = bundle("on", batch.prompt)
+    where = stage.config.kv.source_options
     for rank, url in enumerate(ONWARD):
         with KVLink.connect(url, timeout=WAIT, **where) as link:
             key = f"on/rank{rank}of2:{rank}-{rank + 1}"
-            with link.get(key, timeout=WAIT) as found:
+            with link.get(key, timeout=WAIT) as data:
+                found: Any = data
                 for name in whole:
                     mine = [one[:, rank : rank + 1] for one in whole[name].tensors()]
                     assert digests(found[name].tensors()) == digests(mine)
                 assert found["gen"].metadata.extra == whole["gen"].metadata.extra
 
 
-def swap(worker: Any, here: tuple[int, int]) -> None:
-    """Another rank's heads, as many as its own."""
+def set_heads(worker: Any, here: tuple[int, int]) -> None:
+    """Let this rank compute with other heads, as many as its own."""
     worker.runner.pipeline.model.kv_heads = range(*here)
 
 
-def test_other_heads_of_the_same_form_are_refused(beds: dict[str, Any]) -> None:
-    bed, (wanted,) = beds["float32"], requests("swapped")
-    bed.send(wanted)
-    bed.ranks.all(receive, wanted)
-    bed.ranks.on(1, swap, (0, 1))
-    for ((_, error),) in bed.ranks.all(execute, wanted):
+def test_other_heads_of_the_same_shape_are_refused(stages: dict[str, Any]) -> None:
+    stage, (batch,) = stages["float32"], requests("swapped")
+    stage.send(batch)
+    stage.ranks.call_all(receive, batch)
+    stage.ranks.call(1, set_heads, (0, 1))
+    for ((_, error),) in stage.ranks.call_all(execute, batch):
         assert "has heads 1…2 in gen, this rank computes with 0…1" in str(error)
-    bed.ranks.on(1, swap, (1, 2))
+    stage.ranks.call(1, set_heads, (1, 2))
 
 
 def weights(worker: Any) -> tuple[int, dict[str, str]]:
@@ -225,9 +229,9 @@ def sleep(worker: Any, level: int) -> int:
     return asleep
 
 
-def test_a_rank_holds_a_share_of_the_weights_and_wakes_up_with_it(beds: dict[str, Any]) -> None:
+def test_a_rank_holds_a_share_of_the_weights_and_wakes_up_with_it(stages: dict[str, Any]) -> None:
     whole = pipeline().model.language_model.state_dict()
-    before = beds["float32"].ranks.all(weights)
+    before = stages["float32"].ranks.call_all(weights)
     for rank, (_, found) in enumerate(before):
         for name, right in whole.items():
             half = slice(rank * right.shape[-1] // 2, (rank + 1) * right.shape[-1] // 2)
@@ -239,67 +243,67 @@ def test_a_rank_holds_a_share_of_the_weights_and_wakes_up_with_it(beds: dict[str
             if name in found:  # a diffusion stage has no text head
                 assert found[name] == digests([part])[0], name
     for level in (1, 2):
-        assert max(beds["float32"].ranks.all(sleep, level)) < 0.1 * before[0][0]
-        assert beds["float32"].ranks.all(weights) == before
+        assert max(stages["float32"].ranks.call_all(sleep, level)) < 0.1 * before[0][0]
+        assert stages["float32"].ranks.call_all(weights) == before
 
 
 # ---- the AR stage
 
 
-def read(worker: Any, *wanted: OmniDiffusionRequest) -> list[Any]:
+def run_prompts(worker: Any, *batch: OmniDiffusionRequest) -> list[Any]:
     """Read prompts and send their KV on: text, error, what was sent, and digests of it."""
     runner, start, sent = worker.runner, 0, dict[str, Any]()
     tables: dict[str, dict[str, list[int]]] = {}
-    for one in wanted:
+    for one in batch:
         tables[one.request_id] = {}
         for name, tokens in worker.count_tokens(one).items():
             stop = start + -(-tokens // runner.pools.block_size)
             tables[one.request_id][name] = list(range(start, stop))
             start = stop
 
-    def noted(request: OmniDiffusionRequest) -> Any:
+    def recorded(request: OmniDiffusionRequest) -> Any:
         data = type(runner)._extract_kv_cache(runner, request)
         sent[request.request_id] = {
             name: digests(one.dense() for one in data[name].tensors()) for name in data
         }
         return data
 
-    runner._extract_kv_cache = noted
-    found = worker.execute_model(ARSchedulerOutput(list(wanted), block_ids=tables))
-    results = [found.result_of(one.request_id) for one in wanted]
+    runner._extract_kv_cache = recorded
+    found = worker.execute_model(ARSchedulerOutput(list(batch), block_ids=tables))
+    results = [found.result_of(one.request_id) for one in batch]
     return [(one.text, one.error, one.kv_sent, sent.get(one.request_id)) for one in results]
 
 
-def thinkers(*names: str, **fields: Any) -> list[OmniDiffusionRequest]:
+def thinking_requests(*names: str, **fields: Any) -> list[OmniDiffusionRequest]:
     how = {"max_tokens": 12, "temperature": 0.8, "need_kv_transfer": True, **fields}
     return requests(*names, **how)
 
 
-def test_two_ranks_to_two(beds: dict[str, Any]) -> None:
-    """All ranks think the same; each sends its heads to the one that has the same."""
-    pair, names = beds["2 to 2"], ("t", "u")
-    first, second = pair.ar.all(read, *thinkers(*names))
+def test_two_ranks_to_two(stages: dict[str, Any]) -> None:
+    """All ranks generate the same text; each sends its heads to the rank with the same heads."""
+    pair, names = stages["2 to 2"], ("t", "u")
+    first, second = pair.ar.call_all(run_prompts, *thinking_requests(*names))
     assert [text for text, *_ in first] == [text for text, *_ in second]
     assert len({text for text, *_ in first}) == 2
-    wanted = requests(*names, kv_nbytes=max(sent.nbytes for _, _, sent, _ in first))
-    assert pair.dit.all(receive, *wanted) == [["ready", "ready"]] * 2
+    batch = requests(*names, kv_nbytes=max(sent.nbytes for _, _, sent, _ in first))
+    assert pair.dit.call_all(receive, *batch) == [["ready", "ready"]] * 2
     for rank, mine in enumerate((first, second)):
         for name, (_, error, sent, bits) in zip(names, mine, strict=True):
             assert error is None
             assert sent.tokens > 12
-            got = pair.dit.on(rank, received, name)
+            got = pair.dit.call(rank, received, name)
             assert {branch: found for branch, (_, found) in got.items()} == bits
-    (images, *_), _ = (list(zip(*one, strict=True)) for one in pair.dit.all(execute, *wanted))
+    (images, *_), _ = (list(zip(*one, strict=True)) for one in pair.dit.call_all(execute, *batch))
     assert all(image.shape == (1, 16, 24, 3) for image in images)
 
 
-def test_two_ranks_to_one(beds: dict[str, Any]) -> None:
-    """Their heads are put together, and what the text was is in the image."""
-    pair, single = beds["2 to 1"], beds["single"]
-    found = pair.ar.all(read, *thinkers("m", edit=True))
+def test_two_ranks_to_one(stages: dict[str, Any]) -> None:
+    """One rank receives the heads of both."""
+    pair, single = stages["2 to 1"], stages["single"]
+    found = pair.ar.call_all(run_prompts, *thinking_requests("m", edit=True))
     sent = found[0][0][2]
-    (wanted,) = requests("m", edit=True, kv_nbytes=sent.nbytes)
-    assert receive(single, wanted) == ["ready"]
+    (batch,) = requests("m", edit=True, kv_nbytes=sent.nbytes)
+    assert receive(single, batch) == ["ready"]
     assert single.runner.kv_manager.stats()["charged"] <= sent.nbytes + 64
     data = single.runner.kv_manager.get_kv_cache("m")
     for rank, ((_, _, _, bits),) in enumerate(found):
@@ -307,19 +311,19 @@ def test_two_ranks_to_one(beds: dict[str, Any]) -> None:
             mine = digests(one[:, rank : rank + 1] for one in data[name].tensors())
             assert mine == bits[name], name
     del data
-    ((image, error),) = execute(single, wanted)
+    ((image, error),) = execute(single, batch)
     assert error is None
     assert image.shape == (1, 64, 48, 3)
 
 
-def test_keys_and_values_are_those_of_one_process_but_for_rounding(beds: dict[str, Any]) -> None:
-    pair, single = beds["2 to 1"], beds["single"]
-    ((text, *_),), _ = pair.ar.all(read, *thinkers("k", temperature=0.0))
-    (wanted,) = requests("k")
-    assert receive(single, wanted) == ["ready"]
+def test_keys_and_values_are_those_of_one_process_but_for_rounding(stages: dict[str, Any]) -> None:
+    pair, single = stages["2 to 1"], stages["single"]
+    ((text, *_),), _ = pair.ar.call_all(run_prompts, *thinking_requests("k", temperature=0.0))
+    (batch,) = requests("k")
+    assert receive(single, batch) == ["ready"]
     got = single.runner.kv_manager.get_kv_cache("k")
     model = pipeline()
-    right = model.prefill(wanted.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
+    right: Any = model.prefill(batch.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
     assert text == right.text
     for layer, (key, value_) in enumerate(zip(*got["gen"].layer_blocks.values(), strict=True)):
         for ours, theirs in (
@@ -328,23 +332,23 @@ def test_keys_and_values_are_those_of_one_process_but_for_rounding(beds: dict[st
         ):
             assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
     del got, key, value_, ours
-    single.runner.kv_manager.free(wanted)
+    single.runner.kv_manager.free(batch)
 
 
-def refuse(worker: Any, name: str) -> None:
-    """This rank's link has no room for one request."""
+def fail_send(worker: Any, name: str) -> None:
+    """Let this rank's link fail to send one request."""
     send = worker.runner._sink.send
 
     def full(payload: Any) -> Any:
         if payload.request_id == name:
-            raise MemoryError("no room")
+            raise MemoryError("no memory")
         return send(payload)
 
     worker.runner._sink.send = full
 
 
-def abort_in(worker: Any, name: str) -> None:
-    """This rank hears of an abort while it reads the prompt."""
+def abort_during_prefill(worker: Any, name: str) -> None:
+    """Abort a request on this rank while it runs the prompt."""
     utility = worker.runner.utility
 
     def prefill(request: Any, *args: Any) -> Any:
@@ -355,21 +359,25 @@ def abort_in(worker: Any, name: str) -> None:
     utility.prefill = prefill
 
 
-@pytest.mark.parametrize(("sin", "kind"), [(refuse, RequestFailed), (abort_in, RequestAborted)])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(fail_send, RequestFailed), (abort_during_prefill, RequestAborted)]
+)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_cannot_send_no_rank_has_sent(
-    beds: dict[str, Any], sin: Any, kind: type[Exception], rank: int
+def test_a_kv_that_one_rank_cannot_send_is_sent_by_no_rank(
+    stages: dict[str, Any], fault: Any, kind: type[Exception], rank: int
 ) -> None:
-    pair, bad = beds["2 to 2"], f"bad-{sin.__name__}-{rank}"
-    pair.ar.on(rank, sin, bad)
+    pair, bad = stages["2 to 2"], f"bad-{fault.__name__}-{rank}"
+    pair.ar.call(rank, fault, bad)
     good = f"good-{bad}"
-    for (_, error, _, _), (_, none, sent, _) in pair.ar.all(read, *thinkers(bad, good)):
+    for (_, error, _, _), (_, none, sent, _) in pair.ar.call_all(
+        run_prompts, *thinking_requests(bad, good)
+    ):
         assert type(error) is kind
         assert none is None
         assert sent is not None
-    wanted = requests(bad, good)
-    assert pair.dit.all(receive, *wanted) == [["failed", "ready"]] * 2
-    for (image, failed), (_, none) in pair.dit.all(execute, *wanted):
+    batch = requests(bad, good)
+    assert pair.dit.call_all(receive, *batch) == [["failed", "ready"]] * 2
+    for (image, failed), (_, none) in pair.dit.call_all(execute, *batch):
         assert image is None
         assert isinstance(failed, TransferFailed)
         assert none is None
@@ -379,21 +387,22 @@ def pool_shape(worker: Any) -> list[int]:
     return list(worker.runner.pools.keys[0].shape)
 
 
-def test_blocks_have_a_ranks_own_heads(beds: dict[str, Any]) -> None:
-    assert beds["2 to 2"].ar.all(pool_shape) == [[200, 4, 1, 16]] * 2
+def test_blocks_have_a_ranks_own_heads(stages: dict[str, Any]) -> None:
+    assert stages["2 to 2"].ar.call_all(pool_shape) == [[200, 4, 1, 16]] * 2
 
 
-def test_a_prompt_that_all_ranks_refuse_is_its_own_error(beds: dict[str, Any]) -> None:
-    pair = beds["2 to 2"]
-    bad = OmniDiffusionRequest([EDIT[0][:, :, :2]], wishes(), "no image", need_kv_transfer=True)
-    for ((_, error, _, _),) in pair.ar.all(fail, bad):
+def test_a_prompt_that_all_ranks_refuse_is_its_own_error(stages: dict[str, Any]) -> None:
+    pair = stages["2 to 2"]
+    photo: Any = EDIT[0]
+    bad = OmniDiffusionRequest([photo[:, :, :2]], wishes(), "no image", need_kv_transfer=True)
+    for ((_, error, _, _),) in pair.ar.call_all(fail, bad):
         assert error is not None
-    for ((text, error, _, _),) in pair.ar.all(read, *thinkers("after")):
+    for ((text, error, _, _),) in pair.ar.call_all(run_prompts, *thinking_requests("after")):
         assert error is None
         assert text
 
 
-def fail(worker: Any, wanted: OmniDiffusionRequest) -> Any:
-    tables = {wanted.request_id: {"gen": [0], "cfg_img": [1]}}
-    found = worker.execute_model(ARSchedulerOutput([wanted], block_ids=tables))
-    return [(None, found.result_of(wanted.request_id).error, None, None)]
+def fail(worker: Any, batch: OmniDiffusionRequest) -> Any:
+    tables = {batch.request_id: {"gen": [0], "cfg_img": [1]}}
+    found = worker.execute_model(ARSchedulerOutput([batch], block_ids=tables))
+    return [(None, found.result_of(batch.request_id).error, None, None)]

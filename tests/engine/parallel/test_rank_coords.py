@@ -1,4 +1,4 @@
-"""Where each rank of a stage stands."""
+"""Coordinates of the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from omni_kvlink.engine import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
 
 
-def test_every_place_is_taken_once_and_leaders_come_first() -> None:
+def test_all_coordinates_differ_and_leaders_come_first() -> None:
     parallel = DiffusionParallelConfig(2, 3, 2)
-    places = [RankCoords.of(rank, parallel) for rank in range(parallel.world_size)]
-    assert len(set(places)) == 12
+    coords = [RankCoords.of(rank, parallel) for rank in range(parallel.world_size)]
+    assert len(set(coords)) == 12
     for group in range(2):
         ranks = group_ranks(group, parallel)
-        assert [places[rank].group for rank in ranks] == [group] * 6
-        assert [rank for rank in ranks if places[rank].is_leader] == [ranks[0]]
+        assert [coords[rank].group for rank in ranks] == [group] * 6
+        assert [rank for rank in ranks if coords[rank].is_leader] == [ranks[0]]
 
 
 def test_tensor_ranks_are_neighbours() -> None:
@@ -25,6 +25,6 @@ def test_tensor_ranks_are_neighbours() -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_there_is_no_other_rank(rank: int) -> None:
+def test_a_rank_out_of_range_raises(rank: int) -> None:
     with pytest.raises(ValueError, match="of 4"):
         RankCoords.of(rank, DiffusionParallelConfig(1, 2, 2))

@@ -1,4 +1,4 @@
-"""Ranks and stages as Ray actors, on two nodes: the same images, and what becomes of a loss."""
+"""Ranks and stages as Ray actors, on two nodes: images, deaths, restarts, a lost node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, request
-from mp_fixtures import Bed, bed, until
+from mp_fixtures import EngineUnderTest, engine_with_ranks, until
 from ray_fixtures import NODES, Nodes, pids_alive, two_nodes
 
 from omni_kvlink import TransferTimeout
@@ -27,6 +27,7 @@ from omni_kvlink.engine import (
     OmniDiffusion,
     RayConfig,
     RequestAborted,
+    StageActor,
 )
 from omni_kvlink.engine.ray.executor import RayExecutor
 
@@ -35,21 +36,21 @@ ray = pytest.importorskip("ray", reason="needs `pip install 'omni-kvlink[ray]'`"
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
 LONG = {**HOW, "num_inference_steps": 1_000_000}
 SOON = 8.0
-"""Seconds in which a loss must be heard."""
+"""Seconds in which a death must be reported."""
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_two_stage.py"
-IN_AND_OUT = """
+CONNECT_TWICE = """
 import ray, sys
 from omni_kvlink.engine.ray.cluster import Cluster
 one, two = Cluster(sys.argv[1]), Cluster("auto")
-one.leave(), one.leave()
+one.close(), one.close()
 assert ray.is_initialized()
-two.leave()
+two.close()
 assert not ray.is_initialized()
 ray.init(sys.argv[1])
-Cluster("auto").leave()
+Cluster("auto").close()
 assert ray.is_initialized()
 """
-SHUT = """
+SHUT_DOWN = """
 import ray, sys
 from omni_kvlink.engine import EngineDeadError, OmniARConfig, OmniDiffusionRequest, StageActor
 from omni_kvlink.engine import KVConfig, OmniDiffusionSamplingParams
@@ -83,10 +84,10 @@ def leaves_no_actor(nodes: Nodes) -> Iterator[None]:
 
 
 def ranks(sockets: str, count: int, **fields: Any) -> Any:
-    """An engine with so many ranks, each on a node of its own."""
+    """An engine with `count` ranks, each on a node of its own."""
     where = RayConfig(strategy="STRICT_SPREAD")
     how = {"distributed_executor_backend": "ray", "ray": where, **fields}
-    return bed(sockets, count, "zmq", **how)
+    return engine_with_ranks(sockets, count, "zmq", **how)
 
 
 def stages(connector: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -106,6 +107,12 @@ def omni(how: dict[str, Any], **more: Any) -> OmniDiffusion:
     return OmniDiffusion(checkpoint(), how, dtype="float32", num_threads=1, **more)
 
 
+def actor(made: OmniDiffusion, number: int) -> StageActor:
+    stage = made.stages[number]
+    assert isinstance(stage, StageActor)
+    return stage
+
+
 def check_images(made: OmniDiffusion, count: int = 1) -> None:
     wishes = [{**HOW, "seed": seed} for seed in range(count)]
     images = made.generate(["a fox"] * count, wishes, timeout=WAIT, output_type="pt")
@@ -114,7 +121,7 @@ def check_images(made: OmniDiffusion, count: int = 1) -> None:
 
 
 def in_process(sockets: str, name: str, **fields: Any) -> torch.Tensor:
-    """What UniprocExecutor paints."""
+    """The image of UniprocExecutor."""
     shape = fields["height"], fields["width"]
     with (
         link(sockets, "zmq") as producer,
@@ -124,7 +131,7 @@ def in_process(sockets: str, name: str, **fields: Any) -> torch.Tensor:
         return engine.generate([request(name, **fields)], timeout=WAIT)[0].result()
 
 
-def paints(stage: Bed, name: str, **fields: Any) -> torch.Tensor:
+def generate(stage: EngineUnderTest, name: str, **fields: Any) -> torch.Tensor:
     future = stage.submit(name, **fields)
     stage.send(name, seed=fields.get("seed", 0))
     image: torch.Tensor = future.result(WAIT).result()[0]
@@ -134,7 +141,7 @@ def paints(stage: Bed, name: str, **fields: Any) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_same_images_as_in_one_process(sockets: str, count: int) -> None:
     with ranks(sockets, count) as stage:
-        assert len({place["address"] for place in stage.executor.places}) == count
+        assert len({location["address"] for location in stage.executor.locations}) == count
         futures = [stage.submit(f"r{seed}", seed=seed) for seed in range(5)]
         receipts = [stage.send(f"r{seed}", seed=seed) for seed in range(5)]
         for seed, future in enumerate(futures):
@@ -146,7 +153,11 @@ def test_the_same_images_as_in_one_process(sockets: str, count: int) -> None:
         assert (kv["workers"]["received"], kv["workers"]["freed"]) == (5, 5)
         assert stage.engine.sleep(1)
         assert stage.engine.wake_up()
-        many = {"height": 64, "width": 64, "num_outputs_per_prompt": 12}  # beyond Ray's messages
+        many = {
+            "height": 64,
+            "width": 64,
+            "num_outputs_per_prompt": 12,
+        }  # larger than what Ray inlines
         futures = [stage.submit("many", **many)]
         stage.send("many", shape=(64, 64))
         assert torch.equal(futures[0].result(WAIT).result(), in_process(sockets, "many", **many))
@@ -156,22 +167,22 @@ def test_the_same_images_as_in_one_process(sockets: str, count: int) -> None:
 @pytest.mark.parametrize("connector", [ZMQ, None], ids=["zmq", "auto"])
 def test_stages_on_two_nodes(connector: dict[str, Any] | None) -> None:
     with omni(stages(connector)) as made:
-        assert [stage.address for stage in made.stages] == list(reversed(NODES))
-        assert NODES[1] in made.stages[0].sink_urls[0]
+        assert [actor(made, number).address for number in (0, 1)] == list(reversed(NODES))
+        assert NODES[1] in actor(made, 0).sink_urls[0]
         check_images(made, 4)
         ar, dit = made.stats()
         assert (dit["kv"]["received"], dit["kv"]["charged"]) == (4, 0)
         assert ar["link"]["memory"]["used"] == 0
 
 
-@pytest.mark.parametrize("way", ["data_parallel_size", "cfg_parallel_size"])
-def test_a_stage_in_an_actor_with_ranks_in_actors(way: str) -> None:
+@pytest.mark.parametrize("degree", ["data_parallel_size", "cfg_parallel_size"])
+def test_a_stage_in_an_actor_with_ranks_in_actors(degree: str) -> None:
     deaths = []
-    how = stages(ZMQ, distributed_executor_backend="ray", **{way: 2})
+    how = stages(ZMQ, distributed_executor_backend="ray", **{degree: 2})
     with omni(how, on_death=lambda stage, error: deaths.append((stage, str(error)))) as made:
         check_images(made, 3)
-        assert made.stages[1].sleep(2)
-        assert made.stages[1].wake_up()
+        assert actor(made, 1).sleep(2)
+        assert actor(made, 1).wake_up()
         check_images(made, 2)
         (_, rank) = pids_alive("RankHost")
         os.kill(rank, signal.SIGKILL)
@@ -180,34 +191,34 @@ def test_a_stage_in_an_actor_with_ranks_in_actors(way: str) -> None:
         assert "rank" in deaths[0][1]
 
 
-def test_a_rank_that_is_killed_while_it_paints(sockets: str) -> None:
+def test_a_rank_that_is_killed_while_it_generates(sockets: str) -> None:
     with ranks(sockets, 2) as stage:
-        paints(stage, "warm")
+        generate(stage, "warm")
         futures = [stage.submit(name, num_inference_steps=1_000_000) for name in ("a", "b")]
         for name in ("a", "b"):
             stage.send(name)
         until(lambda: stage.engine.stats()["running"])
-        pids = [place["pid"] for place in stage.executor.places]
+        pids = [location["pid"] for location in stage.executor.locations]
         started = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         for future in futures:
             with pytest.raises(EngineDeadError, match="rank 1 of the dit stage"):
                 future.result(WAIT).result()
         assert time.monotonic() - started < SOON
-        for name in ("a", "b"):  # as `OmniDiffusion` does; they wait for another reader
+        for name in ("a", "b"):  # as `OmniDiffusion` does; otherwise they wait for another reader
             stage.producer.abort(name, "its reader is gone")
         until(lambda: len(stage.deaths) == 1)
         with pytest.raises(EngineDeadError, match="restart"):
             stage.submit("early")
         until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
         stage.engine.restart()
-        assert torch.equal(paints(stage, "again", seed=3), alone(seed=3))
+        assert torch.equal(generate(stage, "again", seed=3), alone(seed=3))
         assert len(stage.deaths) == 1
 
 
 def test_a_rank_that_is_frozen(sockets: str) -> None:
     with ranks(sockets, 2) as stage:
-        pid = stage.executor.places[1]["pid"]
+        pid = stage.executor.locations[1]["pid"]
         stage.executor.check_health(timeout=SOON)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="frozen"):
@@ -215,10 +226,10 @@ def test_a_rank_that_is_frozen(sockets: str) -> None:
         until(lambda: len(stage.deaths) == 1)
         until(lambda: not os.path.exists(f"/proc/{pid}"))
         stage.engine.restart()
-        assert torch.equal(paints(stage, "again", seed=3), alone(seed=3))
+        assert torch.equal(generate(stage, "again", seed=3), alone(seed=3))
 
 
-def test_an_abort_while_a_rank_paints(sockets: str) -> None:
+def test_an_abort_while_a_rank_generates(sockets: str) -> None:
     with ranks(sockets, 1) as stage:
         busy = stage.submit("busy", num_inference_steps=1_000_000)
         receipt = stage.send("busy")
@@ -233,56 +244,58 @@ def test_an_abort_while_a_rank_paints(sockets: str) -> None:
             stage.executor.collective_rpc("sleep", timeout=WAIT, args=[3])
         with pytest.raises(AttributeError, match="dance"):
             stage.executor.collective_rpc("dance", timeout=WAIT)
-        assert torch.equal(paints(stage, "next", seed=3), alone(seed=3))
+        assert torch.equal(generate(stage, "next", seed=3), alone(seed=3))
 
 
-def test_stages_that_are_killed_come_again_at_the_same_url() -> None:
+def test_killed_stages_restart_at_the_same_url() -> None:
     deaths: list[int] = []
     with omni(stages(ZMQ), on_death=lambda stage, _: deaths.append(stage)) as made:
         check_images(made)
-        urls = made.stages[0].sink_urls
+        urls = actor(made, 0).sink_urls
         for number in (1, 0):
             busy = made.submit("a fox " * (1 if number else 40_000), LONG, request_id=f"b{number}")
             if number:
-                until(lambda: made.stages[1].stats()["running"] == 1)
-            os.kill(made.stages[number].pid, signal.SIGKILL)
+                until(lambda: actor(made, 1).stats()["running"] == 1)
+            os.kill(actor(made, number).pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="a Ray actor, is gone"):
                 busy.result(WAIT).result()
             made.restart(number)
-            assert made.stages[0].sink_urls == urls
+            assert actor(made, 0).sink_urls == urls
             check_images(made, 2)
         assert deaths == [1, 0]
-        until(lambda: made.stages[0].stats()["link"]["memory"]["used"] == 0)
+        until(lambda: actor(made, 0).stats()["link"]["memory"]["used"] == 0)
         busy = made.submit("a fox", LONG, request_id="busy")
-        until(lambda: made.stages[1].stats()["running"] == 1)
+        until(lambda: actor(made, 1).stats()["running"] == 1)
         made.abort("busy")
         with pytest.raises(RequestAborted):
             busy.result(WAIT).result()
 
 
-def test_a_node_is_lost_and_its_stage_goes_elsewhere(nodes: Nodes) -> None:
-    heard = threading.Event()
+def test_the_stage_of_a_lost_node_restarts_on_another(nodes: Nodes) -> None:
+    reported = threading.Event()
     try:
-        with omni(stages(ZMQ), on_death=lambda *_: heard.set()) as made:
-            assert made.stages[0].address == NODES[1]
+        with omni(stages(ZMQ), on_death=lambda *_: reported.set()) as made:
+            assert actor(made, 0).address == NODES[1]
             check_images(made)
             busy = made.submit("a fox " * 40_000, LONG, request_id="busy")
             started = time.monotonic()
-            nodes.lose_other()
+            nodes.kill_other()
             with pytest.raises(EngineDeadError, match="the ar stage, a Ray actor"):
                 busy.result(WAIT).result()
-            assert heard.wait(SOON)
+            assert reported.wait(SOON)
             assert time.monotonic() - started < 2 * SOON
-            first = made.stages[0]
+            first = actor(made, 0)
             first.config = dataclasses.replace(first.config, ray=RayConfig())  # on any node
             made.restart(0)
-            assert [stage.address for stage in made.stages] == [NODES[0]] * 2
+            assert [actor(made, number).address for number in (0, 1)] == [NODES[0]] * 2
             check_images(made, 2)
     finally:
         nodes.add_other()
 
 
-def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_during_startup_name_the_cause(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(model: str = "", **fields: Any) -> None:
         how = config(None, distributed_executor_backend="ray", **fields)
         if model:
@@ -300,22 +313,22 @@ def test_what_cannot_start_says_why(nodes: Nodes, monkeypatch: pytest.MonkeyPatc
         start(ray=RayConfig(num_cpus=64))
 
 
-def test_who_is_in_a_cluster_stays_there(nodes: Nodes) -> None:
-    run(sys.executable, "-c", IN_AND_OUT, nodes.address)
+def test_a_process_that_was_in_a_cluster_stays_there(nodes: Nodes) -> None:
+    run(sys.executable, "-c", CONNECT_TWICE, nodes.address)
 
 
-def test_a_cluster_that_somebody_leaves_under_a_stage(nodes: Nodes) -> None:
-    said = run(sys.executable, "-c", SHUT, nodes.address, checkpoint())
-    assert said.splitlines()[0].startswith("the ar stage")
+def test_a_stage_whose_cluster_is_shut_down(nodes: Nodes) -> None:
+    output = run(sys.executable, "-c", SHUT_DOWN, nodes.address, checkpoint())
+    assert output.splitlines()[0].startswith("the ar stage")
     ends = "EngineDeadError", "ClosedError"  # the latter, at `close`, if Ray said nothing
-    assert said.splitlines()[-1].startswith(ends)
+    assert output.splitlines()[-1].startswith(ends)
 
 
 def test_the_example_runs_on_ray(nodes: Nodes) -> None:
     args = ["--requests", "4", "--steps", "4", "--batch", "1", "--ray", nodes.address]
-    said = run(sys.executable, str(EXAMPLE), *args)
-    assert said.count("4 of 4 images bit-exact") == 2
-    assert said.count(" 0 held at the end") == 2
+    output = run(sys.executable, str(EXAMPLE), *args)
+    assert output.count("4 of 4 images bit-exact") == 2
+    assert output.count(" 0 held at the end") == 2
 
 
 def run(*command: str) -> str:

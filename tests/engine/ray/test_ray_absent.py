@@ -1,4 +1,4 @@
-"""Without Ray: importing the engine costs nothing, and using it says how it is installed."""
+"""Without Ray: the engine can be imported, and using Ray names the package to install."""
 
 from __future__ import annotations
 

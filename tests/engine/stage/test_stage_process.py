@@ -1,4 +1,4 @@
-"""Stages in processes of their own: killed, restarted, and what crosses between them and here."""
+"""Stages in processes of their own: deaths, restarts, aborts, and the codec of their messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
 from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
-TWO = {
+TWO: dict[str, Any] = {
     "stages": [
         {"stage_id": 0},
         {"stage_id": 1, "own_process": True, "input_connectors": {"from_stage_0": "wire"}},
@@ -38,8 +38,13 @@ TWO = {
 }
 
 
+def pid_of(stage: Any) -> int:
+    assert isinstance(stage, StageProcess)
+    return stage.pid
+
+
 def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
-    wire = {"name": "SharedMemoryConnector"}
+    wire: dict[str, Any] = {"name": "SharedMemoryConnector"}
     if connector == "zmq":
         wire = {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}}
     stages = [{**TWO["stages"][0]}, {**TWO["stages"][1], "own_process": own_process}]
@@ -48,23 +53,23 @@ def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
 
 @pytest.mark.parametrize("connector", ["shm", "zmq"])
 def test_an_ar_process_that_is_killed_is_reported_and_restarted(connector: str) -> None:
-    deaths, heard = [], threading.Event()
+    deaths, reported = [], threading.Event()
 
     def on_death(stage: int, error: Exception) -> None:
         deaths.append((stage, error))
-        heard.set()
+        reported.set()
 
     how = two(False, connector)
     with OmniDiffusion(checkpoint(), how, on_death=on_death, dtype="float32") as omni:
         (before,) = omni.generate("a fox", {**HOW, "seed": 1}, timeout=WAIT, output_type="pt")
-        # a prompt of which the plan alone would take minutes
+        # counting its tokens alone takes minutes
         busy = omni.submit("a fox " * 40_000, HOW, request_id="busy")
-        os.kill(omni.stages[0].pid, signal.SIGKILL)
+        os.kill(pid_of(omni.stages[0]), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(EngineDeadError, match="status -9"):
             busy.result(WAIT).result()
         assert time.monotonic() - started < 2
-        assert heard.wait(WAIT)
+        assert reported.wait(WAIT)
         assert [stage for stage, _ in deaths] == [0]
         with pytest.raises(EngineDeadError, match="restart"):
             omni.submit("a fox", HOW, request_id="too early")
@@ -75,7 +80,7 @@ def test_an_ar_process_that_is_killed_is_reported_and_restarted(connector: str) 
         assert torch.equal(after[0], alone(seed=1))
 
 
-def test_a_dit_process_that_is_killed_while_it_paints() -> None:
+def test_a_dit_process_that_is_killed_while_it_generates() -> None:
     deaths: list[int] = []
     with OmniDiffusion(
         checkpoint(), two(True), on_death=lambda stage, _: deaths.append(stage), dtype="float32"
@@ -83,10 +88,10 @@ def test_a_dit_process_that_is_killed_while_it_paints() -> None:
         omni.generate("a fox", HOW, timeout=WAIT)
         busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="busy")
         until(lambda: omni.stages[1].stats()["running"] == 1)
-        os.kill(omni.stages[1].pid, signal.SIGKILL)
+        os.kill(pid_of(omni.stages[1]), signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="status -9"):
             busy.result(WAIT).result()
-        until(lambda: omni.stages[0].stats()["link"]["memory"]["used"] == 0)  # its KV is back
+        until(lambda: omni.stages[0].stats()["link"]["memory"]["used"] == 0)  # its KV is released
         until(lambda: deaths == [1])
         omni.restart(1)
         (image,) = omni.generate("a fox", {**HOW, "seed": 3}, timeout=WAIT, output_type="pt")
@@ -101,7 +106,7 @@ def until(true: Any) -> None:
 
 
 @pytest.mark.parametrize("own_process", [False, True])
-def test_an_abort_while_it_is_painted(own_process: bool) -> None:
+def test_an_abort_while_it_generates(own_process: bool) -> None:
     with OmniDiffusion(checkpoint(), two(own_process), dtype="float32") as omni:
         busy = omni.submit("a fox", {**HOW, "num_inference_steps": 50_000}, request_id="r")
         until(lambda: omni.stages[1].stats()["running"] == 1)
@@ -113,7 +118,7 @@ def test_an_abort_while_it_is_painted(own_process: bool) -> None:
         assert torch.equal(image[0], alone(seed=3))
 
 
-def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
+def test_an_error_of_the_ar_stage_reaches_the_consumer(sockets: str) -> None:
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     how = OmniARConfig(checkpoint(), dtype="float32", num_blocks=2, block_size=4, kv=kv)
     with (
@@ -133,7 +138,7 @@ def test_what_the_ar_stage_fails_is_heard_downstream(sockets: str) -> None:
             stage.submit(OmniDiffusionRequest(prompt, wishes(), "t"))
 
 
-def test_a_stage_that_cannot_start_says_why() -> None:
+def test_a_stage_that_cannot_start_raises_the_cause() -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         StageProcess(OmniARConfig("/nowhere", kv=KVConfig(sinks=(url(),))))
     with pytest.raises(TransferTimeout, match=r"engine-test|producer|within"):
@@ -151,7 +156,7 @@ def test_a_stage_that_sleeps_in_its_process(sockets: str) -> None:
         assert stage.submit(request).result(WAIT).error is None
 
 
-def test_requests_cross_unchanged() -> None:
+def test_requests_are_decoded_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)
     one = OmniDiffusionRequest(
         ["a fox", image],
@@ -168,7 +173,7 @@ def test_requests_cross_unchanged() -> None:
     assert (two.request_id, two.need_kv_receive, two.kv_nbytes) == ("r", True, 12)
 
 
-def test_outputs_and_errors_cross_unchanged() -> None:
+def test_outputs_and_errors_are_decoded_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(1, 2, 4, 3)
     one = DiffusionOutput("r", image, None, "words", KVSent(5, (8, 8), 3), {"execute": 0.5})
     two = unpack(pack(one))
@@ -179,12 +184,12 @@ def test_outputs_and_errors_cross_unchanged() -> None:
     assert (str(late), late.key, late.waited, late.phase) == ("late", "r", 1.5, "asked")
     assert isinstance(unpack(pack(PeerLostError("gone"))), PeerLostError)
     assert isinstance(unpack(pack(RequestAborted("no"))), RequestAborted)
-    asked = unpack(pack(CapacityError("full", asked=3, free=1)))
-    assert (asked.asked, asked.free) == (3, 1)
+    full = unpack(pack(CapacityError("full", asked=3, free=1)))
+    assert (full.asked, full.free) == (3, 1)
     assert isinstance(unpack(pack(KeyError("layer"))), KeyError)
     other = unpack(pack(threading.BrokenBarrierError("strange")))
     assert isinstance(other, RequestFailed)
     assert "BrokenBarrierError" in str(other)
     assert isinstance(
-        unpack_error({"kind": "forget_frames", "text": "", "facts": {}}), RequestFailed
+        unpack_error({"kind": "forget_frames", "text": "", "attributes": {}}), RequestFailed
     )

@@ -1,0 +1,41 @@
+"""Main module of the processes that `ProcessHandle` starts; argument: descriptor of the channel."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import shutil
+import signal
+import socket
+import sys
+
+from omni_kvlink.engine.ipc.channel import RpcChannel
+from omni_kvlink.engine.ipc.codec import unpack_config
+from omni_kvlink.engine.ipc.process import serve_calls
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT
+
+
+def main() -> None:
+    """Make the service that the first message names, and serve its calls until the channel ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one shuts it down
+    channel = RpcChannel(socket.socket(fileno=int(sys.argv[1])))
+    first = channel.receive()
+    module, _, name = first["service"].partition(":")
+    kind = getattr(importlib.import_module(f"omni_kvlink.engine.{module}"), name)
+    service = kind(unpack_config(first["config"]), *first["args"])
+    try:
+        serve_calls(channel, service.methods)
+    finally:
+        # exits even if a thread holds the interpreter's lock
+        faulthandler.dump_traceback_later(2 * SHUTDOWN_TIMEOUT, exit=True)
+        is_closed = service.close()
+        if first["directory"]:  # an owner that was killed could not remove it
+            shutil.rmtree(first["directory"], ignore_errors=True)
+        if not is_closed:
+            os._exit(1)
+        channel.join()
+
+
+if __name__ == "__main__":
+    main()

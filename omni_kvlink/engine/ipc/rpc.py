@@ -1,0 +1,279 @@
+"""Remote procedure calls between the processes of an engine: `RpcClient` and `RpcServer`.
+
+A call is the message {"number", "method", "args", "kwargs"}, its answer {"number", "value"} or
+{"number", "error"}. Answers may come in any order. How messages travel, and how the end of the
+other process is noticed, is the business of an `RpcTransport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.errors import (
+    CapacityError,
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferTimeout,
+)
+
+_log = logging.getLogger(__name__)
+
+DeathCallback: TypeAlias = Callable[[EngineDeadError], None]
+Methods: TypeAlias = Mapping[str, Callable[..., Any]]
+Send: TypeAlias = Callable[[dict[str, Any]], None]
+
+SHUTDOWN_TIMEOUT = 10.0
+"""Seconds that a process may take to shut down before it is killed."""
+_EXIT_REPORT = 5.0
+"""Seconds in which a transport reports the end of a process that has been killed."""
+
+
+class RpcTransport(Protocol):
+    """Carries messages to one process and back, and ends that process.
+
+    `receive` and `describe_exit` are called by one thread, everything else by any.
+
+    Attributes:
+        name: of the process, for errors.
+        pid: of the process; 0 while unknown.
+    """
+
+    name: str
+    pid: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended; a frozen one is alive."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; does not wait for the other process.
+
+        Raises SchemaError or CapacityError if the message cannot be sent, and EngineDeadError if
+        the process is unreachable and `receive` will not report it.
+        """
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message; PeerLostError if the process is gone, or after `close`."""
+
+    def describe_exit(self, error: Exception) -> str:
+        """Make sure that the process ends; say how. `error` is what `receive` raised."""
+
+    def shutdown(self) -> None:
+        """Ask the process to release everything and exit; returns at once."""
+
+    def kill(self) -> None:
+        """Kill the process; returns at once."""
+
+    def join(self, timeout: float) -> None:
+        """Wait until the process has ended; kill it after `timeout` seconds."""
+
+    def close(self) -> None:
+        """Release what this side holds; a `receive` that waits raises."""
+
+
+class RpcClient:
+    """Calls methods of a service in another process; thread-safe.
+
+    Args:
+        transport: to the process; owned.
+        on_death: called once, in the reader thread, when the process has ended without `shutdown`
+            or `kill`. Every pending call has failed by then.
+
+    Attributes:
+        error: what every call fails with once the process is gone; None before.
+    """
+
+    def __init__(self, transport: RpcTransport, on_death: DeathCallback):
+        self.error: EngineError | ClosedError | None = None
+        self._transport, self._on_death = transport, on_death
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._ended_by = ""  # "shutdown" or "kill", whichever was called first
+        self._reader = threading.Thread(target=self._read, name=f"{self.name}-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def name(self) -> str:
+        """Name of the process, for errors."""
+        return self._transport.name
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 while unknown."""
+        return self._transport.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether calls can still be answered; a frozen process is alive."""
+        return self.error is None and self._transport.is_alive
+
+    def call(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Future[Any]:
+        """Call a method of the service; returns at once.
+
+        Returns:
+            A future of the method's result. It fails with what the method raised, with SchemaError
+            or CapacityError if the arguments cannot be sent, with EngineDeadError if the process
+            dies, and with ClosedError after `shutdown`.
+        """
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            error: KVLinkError | None = self.error
+            number = next(self._numbers)
+            if error is None:
+                self._pending[number] = answer
+        if error is not None:
+            answer.set_exception(error)
+            return answer
+        message = {"number": number, "method": method, "args": list(args), "kwargs": kwargs or {}}
+        try:
+            self._transport.send(message)
+        except KVLinkError as unsent:
+            self._on_answer({"number": number, "error": unsent})
+        return answer
+
+    def request(
+        self, method: str, args: Sequence[Any] = (), *, timeout: float, phase: str = "running"
+    ) -> Any:
+        """Call a method, and wait for its result; raises what the future of `call` fails with.
+
+        Raises:
+            TransferTimeout: there was no answer within `timeout` seconds; the call goes on.
+        """
+        answer = self.call(method, args)
+        if not wait([answer], timeout).done:
+            raise TransferTimeout(
+                f"{method}: no answer of {self.name} within {timeout:g} s",
+                waited=timeout,
+                phase=phase,
+            )
+        return answer.result()
+
+    def shutdown(self) -> None:
+        """Ask the process to release everything and exit, without `on_death`; returns at once."""
+        if not self._ended_by:
+            self._ended_by = "shutdown"
+            self._transport.shutdown()
+
+    def kill(self) -> None:
+        """Kill the process, without `on_death`; returns at once."""
+        self._ended_by = self._ended_by or "kill"
+        self._transport.kill()
+
+    def join(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """Wait until the process has ended; kill it after `timeout` seconds."""
+        self._transport.join(timeout)
+        if threading.current_thread() is self._reader:
+            self._transport.close()
+            return
+        self._reader.join(_EXIT_REPORT)
+        self._transport.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._on_answer(self._transport.receive())
+        except PeerLostError as lost:
+            error: Exception = lost
+        except Exception as unreadable:  # the answers to all later calls are unknown
+            _log.exception("%s sent a message that cannot be read", self.name)
+            error = unreadable
+            self._transport.kill()
+        ended_by = self._ended_by  # before waiting for the exit, in which the owner may kill it
+        text = self._transport.describe_exit(error)
+        death = EngineDeadError(text)
+        with self._lock:
+            self.error = ClosedError(text) if ended_by == "shutdown" else death
+            pending, self._pending = self._pending, {}
+        for answer in pending.values():
+            answer.set_exception(self.error)
+        if not ended_by:
+            self._on_death(death)
+
+    def _on_answer(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            answer = self._pending.pop(message["number"], None)
+        if answer is None:
+            return
+        if "error" in message:
+            answer.set_exception(message["error"])
+        else:
+            answer.set_result(message["value"])
+
+
+class RpcServer:
+    """Runs the methods that calls name, and sends their results.
+
+    Args:
+        methods: functions by name, looked up at each call. Where one returns a Future, the answer
+            is sent when that has a result.
+    """
+
+    def __init__(self, methods: Methods):
+        self._methods = methods
+
+    def handle(self, message: Mapping[str, Any], send: Send) -> None:
+        """Run one call in this thread; `send` is called with its answer, here or in another one."""
+        answer: Future[Any] = Future()
+        set_result_of(answer, partial(self._run, message))
+        answer.add_done_callback(partial(_send_answer, send, message.get("number")))
+
+    def _run(self, message: Mapping[str, Any]) -> Any:
+        method = self._methods.get(message["method"])
+        if method is None:
+            raise AttributeError(f"no method {message['method']!r} can be called here")
+        return method(*message["args"], **message["kwargs"])
+
+
+def public_methods(service: object) -> dict[str, Callable[..., Any]]:
+    """The methods of an object whose names have no leading underscore, by name."""
+    kind = type(service)
+    names = (name for name in dir(kind) if not name.startswith("_"))
+    return {name: getattr(service, name) for name in names if callable(getattr(kind, name))}
+
+
+def set_result_of(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Set a future to the result or the error of a call; a Future as result is waited for."""
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(partial(_copy_result, future))
+    else:
+        future.set_result(result)
+
+
+def _copy_result(future: Future[Any], source: Future[Any]) -> None:
+    error = source.exception()
+    if error is None:
+        future.set_result(source.result())
+    else:
+        future.set_exception(error)
+
+
+def _send_answer(send: Send, number: int | None, answer: Future[Any]) -> None:
+    error = answer.exception()
+    with contextlib.suppress(EngineDeadError):  # the client is gone: nothing waits for the answer
+        if error is None:
+            try:
+                send({"number": number, "value": answer.result()})
+                return
+            except (SchemaError, CapacityError) as unsent:
+                error = unsent
+        send({"number": number, "error": error})
