@@ -24,9 +24,9 @@ from omni_kvlink.engine.errors import RequestAborted as RequestAborted
 from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
+from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_entry import KVState as KVState
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
-from omni_kvlink.engine.kv.kv_manager import KVManager as KVManager
 from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput

@@ -18,13 +18,12 @@ from omni_kvlink.engine.errors import (
     EngineDeadError,
     EngineError,
     NoWorkersError,
-    forget_frames,
 )
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, DiffusionSchedulerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, give_memory_back
+from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, trim_memory
 from omni_kvlink.errors import UnavailableError
 
 INSTALL = "pip install 'omni-kvlink[diffusers]'"
@@ -115,7 +114,7 @@ class DiffusersPipelineExecutor(Executor):
             self._end(ready)
         for output in outputs.values():
             output.seconds["execute"] = time.perf_counter() - started
-            forget_frames(output.error)
+            output.clear_traceback()
         return BatchRunnerOutput.of(batch.request_ids, outputs)
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
@@ -204,7 +203,7 @@ class DiffusersPipelineExecutor(Executor):
 
     def _drop_pipeline(self) -> None:
         self.pipeline = None
-        give_memory_back()
+        trim_memory()
 
 
 def _diffusers() -> Any:

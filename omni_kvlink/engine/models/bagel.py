@@ -39,12 +39,12 @@ class BagelUtility(ModelUtility):
     branches = BRANCHES
 
     def __init__(
-        self, config: StageConfig, device: torch.device, mates: ProcessGroup | None = None
+        self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
     ):
-        super().__init__(config, device, mates)
+        super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
-        rank, of = self.mates.place.tensor, self.mates.parallel.tensor_parallel_size
-        self._split = Split(rank, of, self.mates.total) if of > 1 else Split()
+        rank, of = self.process_group.place.tensor, self.process_group.parallel.tensor_parallel_size
+        self._split = Split(rank, of, self.process_group.total) if of > 1 else Split()
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
@@ -152,7 +152,7 @@ class BagelUtility(ModelUtility):
         return isinstance(self.config, OmniARConfig) and self.config.think
 
     def _own_branches(self) -> tuple[str, ...]:
-        return BRANCHES[self.mates.place.guidance :: self.mates.parallel.cfg_parallel_size]
+        return BRANCHES[self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size]
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None where it has all."""

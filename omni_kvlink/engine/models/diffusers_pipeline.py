@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
+from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
@@ -137,13 +136,13 @@ class DiffusersPipeline:
         Raises:
             EngineError: it has no word for something.
         """
-        default, found = SamplingParamsKey.of(OmniDiffusionSamplingParams()), {}
-        for field in dataclasses.fields(SamplingParamsKey):
-            value, name = getattr(params, field.name), _NAMES.get(field.name, field.name)
-            if value == getattr(default, field.name):
+        default, found = OmniDiffusionSamplingParams(), {}
+        for field in KEY_FIELDS:
+            value, name = getattr(params, field), _NAMES.get(field, field)
+            if value == getattr(default, field):
                 continue
             if name not in self._parameters:
-                raise EngineError(f"{self.name} takes no {name}: leave {field.name} as it is")
+                raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
             found[name] = value
         return found
 

@@ -251,7 +251,7 @@ def test_what_goes_to_the_next_stage_is_named_once() -> None:
 
 def waited(made: SyncScheduler, *, timeout: float, stable: float) -> float:
     started = time.monotonic()
-    made.wait_for_companions(timeout=timeout, stable=stable)
+    made.wait_for_batch(timeout=timeout, stable=stable)
     return time.monotonic() - started
 
 
