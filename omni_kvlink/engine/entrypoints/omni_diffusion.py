@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
-from omni_kvlink.engine.entrypoints.stage_configs import environment, fed_by, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import environment, with_sources, stage_configs
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -27,7 +27,7 @@ from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.errors import KVLinkError, TransferTimeout
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
-Wishes: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
+Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class OmniDiffusion:
     def generate(
         self,
         prompts: Any,
-        sampling_params: Wishes | Sequence[Wishes] = None,
+        sampling_params: Params | Sequence[Params] = None,
         *,
         timeout: float | None = None,
         progress: bool | Callable[[int, int], None] = False,
@@ -102,12 +102,12 @@ class OmniDiffusion:
             KVLinkError: why a prompt has no image.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
-        wishes = _each(sampling_params, len(many))
+        params = _each(sampling_params, len(many))
         names = request_ids or [uuid.uuid4().hex for _ in many]
         bar = _Bar(len(many), progress)
         futures = []
-        for name, prompt, wish in zip(names, many, wishes, strict=True):
-            futures.append(self.submit(prompt, wish, request_id=name))
+        for name, prompt, one_params in zip(names, many, params, strict=True):
+            futures.append(self.submit(prompt, one_params, request_id=name))
             futures[-1].add_done_callback(bar.count)
         late = wait(futures, timeout).not_done
         if late:
@@ -125,7 +125,7 @@ class OmniDiffusion:
         return images if output_type == "pt" else [from_tensor(image) for image in images]
 
     def submit(
-        self, prompt: Any, sampling_params: Wishes = None, *, request_id: str
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str
     ) -> Future[DiffusionOutput]:
         """Queue one prompt; its future has the output, which may hold its error.
 
@@ -133,8 +133,8 @@ class OmniDiffusion:
             EngineError: this id is in use.
             EngineDeadError: the first stage is gone: `restart` it.
         """
-        wishes = self._wishes(sampling_params, 0)
-        request = OmniDiffusionRequest(as_tensors(prompt), wishes, request_id)
+        params = self._params(sampling_params, 0)
+        request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
         request.need_kv_transfer = len(self.stages) > 1
         done: Future[DiffusionOutput] = Future()
         done.set_running_or_notify_cancel()
@@ -168,7 +168,7 @@ class OmniDiffusion:
         if stage.sink_urls != before:
             following = self.stages[number + 1]
             assert isinstance(following.config, OmniDiffusionConfig)
-            following.config = fed_by(following.config, stage.sink_urls, stage.config.kv)
+            following.config = with_sources(following.config, stage.sink_urls, stage.config.kv)
             self.restart(number + 1)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -193,16 +193,16 @@ class OmniDiffusion:
         on_death = None if self._on_death is None else partial(self._on_death, number)
         if isinstance(config, OmniDiffusionConfig) and number:
             before = self.stages[number - 1].sink_urls
-            config = fed_by(config, before, self._configs[number - 1].kv)
+            config = with_sources(config, before, self._configs[number - 1].kv)
         is_last = number == len(self._configs) - 1
-        apart = deploy.settings.get("own_process", not is_last)
-        if apart == "ray":
+        own_process = deploy.settings.get("own_process", not is_last)
+        if own_process == "ray":
             return StageActor(config, on_death=on_death)
-        if apart or isinstance(config, OmniARConfig):
+        if own_process or isinstance(config, OmniARConfig):
             return StageProcess(config, on_death=on_death, environment=environment(deploy))
         return DiffusionEngine(config, on_death=on_death)
 
-    def _wishes(self, given: Wishes, number: int) -> OmniDiffusionSamplingParams:
+    def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
         """What the request says, then what the stage says."""
         defaults = dict(self.deploy.stages[number].sampling)
         if isinstance(given, OmniDiffusionSamplingParams):
@@ -215,7 +215,7 @@ class OmniDiffusion:
         self,
         number: int,
         request: OmniDiffusionRequest,
-        given: Wishes,
+        given: Params,
         done: Future[DiffusionOutput],
         stages: list[DiffusionOutput],
         finished: Future[DiffusionOutput],
@@ -226,7 +226,7 @@ class OmniDiffusion:
         if output.error is not None and number:
             self.stages[number - 1].discard(request.request_id, str(output.error))
         if output.error is not None or number == len(self.stages) - 1:
-            self._finish(request.request_id, output, stages, done)
+            self._resolve(request.request_id, output, stages, done)
             return
         try:
             following = self._following(number + 1, request, given, output)
@@ -234,7 +234,7 @@ class OmniDiffusion:
         except Exception as error:
             self.stages[number].discard(request.request_id, str(error))
             failed = DiffusionOutput(request.request_id, error=error)
-            self._finish(request.request_id, failed, stages, done)
+            self._resolve(request.request_id, failed, stages, done)
             return
         with self._lock:
             aborted = request.request_id in self._aborted
@@ -248,25 +248,25 @@ class OmniDiffusion:
         self,
         number: int,
         request: OmniDiffusionRequest,
-        given: Wishes,
+        given: Params,
         output: DiffusionOutput,
     ) -> OmniDiffusionRequest:
         """The same request for the next stage: it takes the KV that was sent."""
         sent = output.kv_sent
         assert sent is not None  # a stage with a sink says what it sent, or why it did not
-        wishes = self._wishes(given, number)
+        params = self._params(given, number)
         if sent.image_shape is not None:
-            wishes.height, wishes.width = sent.image_shape
+            params.height, params.width = sent.image_shape
         return OmniDiffusionRequest(
             request.prompt,
-            wishes,
+            params,
             request.request_id,
             need_kv_receive=True,
             need_kv_transfer=number < len(self.stages) - 1,
             kv_nbytes=sent.nbytes,
         )
 
-    def _finish(
+    def _resolve(
         self,
         request_id: str,
         output: DiffusionOutput,
@@ -306,7 +306,7 @@ def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> 
     return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
 
 
-def _each(given: Wishes | Sequence[Wishes], count: int) -> Sequence[Wishes]:
+def _each(given: Params | Sequence[Params], count: int) -> Sequence[Params]:
     if given is None or isinstance(given, (OmniDiffusionSamplingParams, Mapping)):
         return [given] * count
     if len(given) != count:

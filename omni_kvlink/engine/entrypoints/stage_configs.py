@@ -60,7 +60,7 @@ def stage_configs(
     for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
         values = {**stage.settings, **overrides}
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
-        _check_place(stage, sinks)
+        _check_placement(stage, sinks)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
@@ -80,11 +80,11 @@ def stage_configs(
     return configs
 
 
-def fed_by(
+def with_sources(
     config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
 ) -> OmniDiffusionConfig:
     """A stage's configuration, now that the ranks of the stage before serve at `urls`."""
-    options = {**_reader(before.sink_options), **config.kv.source_options}
+    options = {**_consumer_options(before.sink_options), **config.kv.source_options}
     kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
     return dataclasses.replace(config, kv=kv)
 
@@ -114,7 +114,7 @@ def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
     return config
 
 
-def _check_place(stage: StageDeploy, sinks: Sequence[str]) -> None:
+def _check_placement(stage: StageDeploy, sinks: Sequence[str]) -> None:
     """Raises SchemaError if a setting for Ray has no meaning, or none that is known."""
     where, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
     if where not in (True, False, "ray"):
@@ -165,8 +165,8 @@ def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _of_rank(url: str, rank: int) -> str:
-    place, question, query = url.partition("?")
-    own = place if _PORT.search(place) else f"{place}-{rank}"
+    authority, question, query = url.partition("?")
+    own = authority if _PORT.search(authority) else f"{authority}-{rank}"
     return _PORT.sub(
         lambda found: f":{int(found[1]) and int(found[1]) + rank}", own + question + query
     )
@@ -176,7 +176,7 @@ def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in _OPTIONS}
 
 
-def _reader(options: Mapping[str, Any]) -> dict[str, Any]:
+def _consumer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Both ends find each other by the directory; keys are each end's own."""
     return {name: value for name, value in options.items() if name in ("directory", "mode")}
 

@@ -17,6 +17,7 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
 )
+from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
 from omni_kvlink.errors import TransferTimeout
@@ -43,12 +44,18 @@ class UniprocExecutor(Executor):
         assert isinstance(self.config, OmniDiffusionConfig)
         return GPUDiffusionWorker(0, 0, self.config)
 
+    def prepare(self, request: OmniDiffusionRequest) -> None:
+        """Fill in the loaded model's defaults; see `Executor.prepare`."""
+        self.worker.runner.utility.prepare(request)
+
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run each request in a call of its own."""
         assert isinstance(self.worker, GPUDiffusionWorker)
         single = [self.worker.execute_model([request]) for request in scheduler_output.requests]
         return BatchRunnerOutput([output for batch in single for output in batch.runner_outputs])
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run all requests in one call."""
         assert isinstance(self.worker, GPUDiffusionWorker)
         return self.worker.execute_model(scheduler_output.requests)
 
@@ -60,6 +67,7 @@ class UniprocExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
+        """Call a method of the worker; with a timeout, in a thread of its own."""
         call = partial(getattr(self.worker, method), *args, **(kwargs or {}))
         if timeout is None:
             return [call()]
@@ -80,16 +88,20 @@ class UniprocExecutor(Executor):
         """Does nothing: the worker lives as long as this process."""
 
     def check_health(self, *, timeout: float) -> None:
+        """Raises EngineDeadError after `shutdown`."""
         if self._is_shut_down:
             raise EngineDeadError("the executor was shut down")
 
     def determine_available_memory(self) -> list[int]:
+        """Bytes free on the worker's device."""
         return [self.worker.determine_available_memory()]
 
     def abort(self, request_id: str) -> None:
+        """End a running request at its next denoising step."""
         self.worker.abort(request_id)
 
     def shutdown(self) -> None:
+        """Shut the worker down; idempotent."""
         self._is_shut_down = True
         self.worker.shutdown()
 
@@ -102,6 +114,7 @@ class ARExecutor(UniprocExecutor):
         return GPUARWorker(0, 0, self.config)
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+        """Read the scheduled prompts."""
         assert isinstance(scheduler_output, ARSchedulerOutput)
         assert isinstance(self.worker, GPUARWorker)
         return self.worker.execute_model(scheduler_output)

@@ -1,4 +1,4 @@
-"""BAGEL for the engine: loaded, its cache converted to and from the schema."""
+"""`BagelUtility`: BAGEL for the engine; its cache is converted to and from the schema."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 
 class BagelUtility(ModelUtility):
-    """`config.stage` is "ar", "dit", or "all" for both in one process."""
+    """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
     branches = BRANCHES
 
@@ -71,24 +71,24 @@ class BagelUtility(ModelUtility):
                 old.data = tensors[key]
 
     def convert(self, payload: Payload, request: OmniDiffusionRequest) -> BagelContexts:
-        """The three contexts, and into the sampling params the generator that made them.
+        """The three contexts; also sets the sampling params' generator.
 
-        Those that other guidance ranks have are `BagelContext.elsewhere`.
+        Contexts of other guidance ranks are `BagelContext.elsewhere`.
         """
         own = self._own_branches()
         if not isinstance(payload, KVCacheBundle):
-            raise SchemaError(f"{payload!r} is one cache; BAGEL paints from {', '.join(own)}")
+            raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
         missing = [name for name in own if name not in payload.branches]
         if missing:
             raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
         self._check_heads(payload, request)
-        metadata, wishes = payload[own[0]].metadata, request.sampling_params
-        shape, wanted = metadata.image_shape, (wishes.height, wishes.width)
-        if wanted not in (shape, (None, None)):
-            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {wanted}")
+        metadata, params = payload[own[0]].metadata, request.sampling_params
+        shape, expected = metadata.image_shape, (params.height, params.width)
+        if expected not in (shape, (None, None)):
+            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {expected}")
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
-        wishes.generator = unpack_generator(metadata.extra["generator"])
+        params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
             BagelContext(**loaded[name]) if name in own else BagelContext.elsewhere(name)
@@ -99,7 +99,7 @@ class BagelUtility(ModelUtility):
     def extract(self, request: OmniDiffusionRequest) -> KVCacheBundle:
         contexts = request.past_key_values
         if not isinstance(contexts, BagelContexts):
-            raise SchemaError(f"request {request.request_id!r} has no KV to hand on")
+            raise SchemaError(f"request {request.request_id!r} has no KV to send")
         if isinstance(contexts.gen.past_key_values, PagedNaiveCache):
             return _paged_bundle(request.request_id, contexts, self._shard())
         return BagelAdapter().export_contexts(
@@ -127,16 +127,16 @@ class BagelUtility(ModelUtility):
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
     ) -> DiffusionOutput:
-        wishes = request.sampling_params
-        generator = torch.Generator().manual_seed(wishes.seed or 0)
+        params = request.sampling_params
+        generator = torch.Generator().manual_seed(params.seed or 0)
         contexts = self._pipeline.prefill(
             request.prompt,
             think=self._think,
-            image_shape=_shape(wishes.height, wishes.width),
+            image_shape=_shape(params.height, params.width),
             generator=generator,
-            max_think_tokens=wishes.max_tokens,
-            do_sample=wishes.temperature > 0,
-            temperature=wishes.temperature,
+            max_think_tokens=params.max_tokens,
+            do_sample=params.temperature > 0,
+            temperature=params.temperature,
             caches={
                 name: PagedNaiveCache(SequenceBlocks(pools, blocks))
                 for name, blocks in block_ids.items()
@@ -155,21 +155,21 @@ class BagelUtility(ModelUtility):
         return BRANCHES[self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size]
 
     def _shard(self) -> Shard | None:
-        """The heads on this rank; None where it has all."""
+        """The heads on this rank; None if it has all."""
         if self._split.of == 1:
             return None
         return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        """As many heads of other numbers would give an image, too."""
-        held = self._pipeline.model.kv_heads
+        """Raises SchemaError for other heads than this rank's, which would give a wrong image."""
+        heads = self._pipeline.model.kv_heads
         for name in payload:
             shard = payload[name].metadata.shard
             found = (0, self.kv_heads()) if shard is None else shard.heads
-            if found != (held.start, held.stop):
+            if found != (heads.start, heads.stop):
                 raise SchemaError(
                     f"the KV of {request.request_id!r} has heads {found[0]}…{found[1]} in {name}, "
-                    f"this rank computes with {held.start}…{held.stop}"
+                    f"this rank computes with {heads.start}…{heads.stop}"
                 )
 
 
@@ -182,7 +182,7 @@ def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
 
 
 def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:
-    """The contexts where their blocks lie; what is a piece of gen's table is sent as such."""
+    """The contexts in their blocks; one that is a prefix of `gen` is sent as a reference."""
     gen = contexts.gen.past_key_values
     assert isinstance(gen, PagedNaiveCache)
     branches: dict[str, BundleBranch] = {}
@@ -204,7 +204,7 @@ def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None)
             blocks = {"key_cache": empty, "value_cache": empty}
             branches[name] = KVCacheTransferData(request_id, blocks, (), metadata)
         elif not isinstance(cache, PagedNaiveCache):
-            raise SchemaError(f"{name} of {request_id!r} left its blocks")
+            raise SchemaError(f"{name} of {request_id!r} is not in its blocks")
         elif name == "gen" or cache.table is not gen.table:
             branches[name] = cache.export(request_id, metadata)
         elif tokens == gen.tokens:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from omni_kvlink.engine.config import StageConfig
-from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.errors import EngineAsleepError, EngineError
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -82,7 +82,8 @@ class WorkerBase(ABC, Generic[R]):
 
     def check_awake(self) -> None:
         """Raises EngineAsleepError while the weights are not in memory."""
-        self._weights.check_awake()
+        if self._weights.level:
+            raise EngineAsleepError(f"asleep at level {self._weights.level}: wake_up() first")
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of the device's memory.
