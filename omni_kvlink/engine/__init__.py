@@ -1,7 +1,6 @@
-"""The reference engine: schedulers, workers, runners and a KV manager, on the public library.
+"""The reference engine: schedulers, a KV manager, executors, workers and model runners.
 
-One request's path: scheduler → KV manager → executor → worker → runner → pipeline; drawn in
-docs/engine.md.
+A request passes scheduler → executor → worker → runner → pipeline; docs/engine.md walks it.
 """
 
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig

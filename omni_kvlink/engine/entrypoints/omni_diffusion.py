@@ -1,4 +1,4 @@
-"""`OmniDiffusion`: prompts in, images out, over all stages of a deployment."""
+"""`OmniDiffusion`: generates images for prompts, over all stages of a deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
-from omni_kvlink.engine.entrypoints.stage_configs import environment, with_sources, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import environment, stage_configs, with_sources
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -33,18 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 class OmniDiffusion:
-    """Every stage of a model, started and wired; thread-safe; a context manager.
+    """Starts all stages of a model and connects them; thread-safe; a context manager.
 
-    All stages but the last run in processes of their own, or where Ray puts them.
+    All stages but the last run in processes of their own, or in Ray actors.
 
     Args:
         model: directory of the checkpoint.
-        deploy_config: a file, or what is in it; two stages over shared memory if None.
+        deploy_config: a file, or its contents; two stages over shared memory if None.
         on_death: called with a stage's number and the error when a stage is gone.
         overrides: fields of every stage's configuration, such as `dtype="float32"`.
 
     Raises:
-        SchemaError: the deployment does not fit; and what starting a stage raises.
+        SchemaError: the deployment is not valid; and what starting a stage raises.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class OmniDiffusion:
         on_error: Literal["raise", "return"] = "raise",
         request_ids: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Images of prompts, in their order.
+        """Generate the images of prompts, in their order; blocks until all are done.
 
         Args:
             prompts: one, or a list of them; each a text, an image, or a list of texts and images
                 (a tuple or list inside the list of prompts). Images are PIL's, or uint8 [H, W, 3].
             sampling_params: for all prompts, or one for each.
-            timeout: seconds for all of it; what is not done then is aborted.
+            timeout: seconds for all prompts; those that are not done then are aborted.
             progress: show a bar, or call this with (done, total).
             output_type: "pil" gives a list of PIL images a prompt (one of `num_outputs_per_prompt`
                 is one image), "pt" the uint8 tensor [num_outputs_per_prompt, H, W, 3].
             on_error: "raise" the first prompt's error when all have ended; or "return" a
                 `DiffusionOutput` for each, whose `result()` raises its own.
-            request_ids: for `abort`; made up if None.
+            request_ids: for `abort`; generated if None.
 
         Raises:
             TransferTimeout: not done in time.
@@ -150,7 +150,7 @@ class OmniDiffusion:
         return done
 
     def abort(self, request_id: str) -> None:
-        """End a prompt in whichever stage it is; unknown ones are left alone."""
+        """Abort a prompt in any stage; unknown ids are ignored."""
         with self._lock:
             if request_id in self._open:
                 self._aborted.add(request_id)
@@ -158,9 +158,9 @@ class OmniDiffusion:
             stage.abort(request_id)
 
     def restart(self, number: int) -> None:
-        """Start a stage again that died; its prompts of before have ended with it.
+        """Restart a stage that is gone; the prompts that it had have ended in errors.
 
-        If Ray has put it elsewhere, the next stage starts again, too, to find it there.
+        If Ray places it on another node, the next stage is restarted, too, to connect to it there.
         """
         stage = self.stages[number]
         before = stage.sink_urls
@@ -172,11 +172,11 @@ class OmniDiffusion:
             self.restart(number + 1)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each stage's queues and what it holds."""
+        """The statistics of each stage."""
         return [stage.stats() for stage in self.stages]
 
     def close(self) -> None:
-        """End every prompt, and every stage, the last one first."""
+        """Close every stage, the last one first; prompts that are not done end in ClosedError."""
         for stage in reversed(self.stages):
             stage.close()
 
@@ -185,8 +185,6 @@ class OmniDiffusion:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # Inside.
 
     def _make(self, number: int) -> Stage:
         config, deploy = self._configs[number], self.deploy.stages[number]
@@ -203,7 +201,7 @@ class OmniDiffusion:
         return DiffusionEngine(config, on_death=on_death)
 
     def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
-        """What the request says, then what the stage says."""
+        """The given params, completed with the stage's defaults."""
         defaults = dict(self.deploy.stages[number].sampling)
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
@@ -220,7 +218,7 @@ class OmniDiffusion:
         stages: list[DiffusionOutput],
         finished: Future[DiffusionOutput],
     ) -> None:
-        """A stage is done with a request: the next one's turn, or the end."""
+        """Called when a stage is done with a request: submit it to the next, or resolve it."""
         output = finished.result()
         stages.append(output)
         if output.error is not None and number:
@@ -238,7 +236,7 @@ class OmniDiffusion:
             return
         with self._lock:
             aborted = request.request_id in self._aborted
-        if aborted:  # between two stages: the next one gives its KV back
+        if aborted:  # between two stages: the next one releases its KV
             self.stages[number + 1].abort(request.request_id)
         coming.add_done_callback(
             partial(self._on_stage, number + 1, following, given, done, stages)
@@ -251,9 +249,9 @@ class OmniDiffusion:
         given: Params,
         output: DiffusionOutput,
     ) -> OmniDiffusionRequest:
-        """The same request for the next stage: it takes the KV that was sent."""
+        """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
-        assert sent is not None  # a stage with a sink says what it sent, or why it did not
+        assert sent is not None  # a stage with a sink returns it, or an error
         params = self._params(given, number)
         if sent.image_shape is not None:
             params.height, params.width = sent.image_shape
@@ -281,7 +279,7 @@ class OmniDiffusion:
 
 
 class _Bar:
-    """How many prompts are done, on standard error or to a function."""
+    """Reports how many prompts are done, on standard error or to a function."""
 
     def __init__(self, total: int, show: bool | Callable[[int, int], None]):
         self._total, self._show, self._done = total, show, 0
@@ -295,7 +293,8 @@ class _Bar:
             elif self._show:
                 bar = "█" * (30 * self._done // self._total)
                 end = "\n" if self._done == self._total else ""
-                print(f"\r{bar:<30} {self._done}/{self._total}", end=end, file=sys.stderr)
+                sys.stderr.write(f"\r{bar:<30} {self._done}/{self._total}{end}")
+                sys.stderr.flush()
 
 
 def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:

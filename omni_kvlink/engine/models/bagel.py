@@ -51,16 +51,20 @@ class BagelUtility(ModelUtility):
 
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:
+        """Set the published defaults; see `ModelUtility.prepare`."""
         fill_params(request.sampling_params, request.prompt)
 
     @property
     def pipeline(self) -> OmniBagelPipeline:
+        """The loaded pipeline."""
         return self._pipeline
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The language model and the autoencoder."""
         return {"model": self._pipeline.model, "autoencoder": self._pipeline.autoencoder}
 
     def reload(self) -> None:
+        """Read the weights from the checkpoint again, into the existing modules."""
         own, root = self._pipeline, Path(self.config.model)
         where = load_config(root), own.stage, self.config.torch_dtype, self.device
         model = load_model(root, *where, self._split)
@@ -85,7 +89,9 @@ class BagelUtility(ModelUtility):
         metadata, params = payload[own[0]].metadata, request.sampling_params
         shape, expected = metadata.image_shape, (params.height, params.width)
         if expected not in (shape, (None, None)):
-            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {expected}")
+            raise SchemaError(
+                f"the KV of {request.request_id!r} is for {shape}, not for {expected}"
+            )
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
         params.generator = unpack_generator(metadata.extra["generator"])
@@ -97,6 +103,7 @@ class BagelUtility(ModelUtility):
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)
 
     def extract(self, request: OmniDiffusionRequest) -> KVCacheBundle:
+        """The three contexts, by name; see `ModelUtility.extract`."""
         contexts = request.past_key_values
         if not isinstance(contexts, BagelContexts):
             raise SchemaError(f"request {request.request_id!r} has no KV to send")
@@ -111,6 +118,7 @@ class BagelUtility(ModelUtility):
         )
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        """The most tokens that a prompt can put into each context."""
         return self._pipeline.count_tokens(
             request.prompt,
             think=self._think,
@@ -118,15 +126,18 @@ class BagelUtility(ModelUtility):
         )
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
+        """Layers, and `(heads of this rank, head_dim)`."""
         heads = len(self._pipeline.model.kv_heads)
         return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
 
     def kv_heads(self) -> int:
+        """KV heads of the whole model."""
         return self._pipeline.config.llm.num_key_value_heads
 
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
     ) -> DiffusionOutput:
+        """Read a prompt into blocks; see `ModelUtility.prefill`."""
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
         contexts = self._pipeline.prefill(
@@ -152,7 +163,9 @@ class BagelUtility(ModelUtility):
         return isinstance(self.config, OmniARConfig) and self.config.think
 
     def _own_branches(self) -> tuple[str, ...]:
-        return BRANCHES[self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size]
+        return BRANCHES[
+            self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size
+        ]
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""
@@ -161,7 +174,7 @@ class BagelUtility(ModelUtility):
         return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        """Raises SchemaError for other heads than this rank's, which would give a wrong image."""
+        """Raises SchemaError if the KV has other heads than this rank."""
         heads = self._pipeline.model.kv_heads
         for name in payload:
             shard = payload[name].metadata.shard
@@ -182,7 +195,7 @@ def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
 
 
 def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:
-    """The contexts in their blocks; one that is a prefix of `gen` is sent as a reference."""
+    """The contexts in their blocks; a prefix of `gen` is a reference to it."""
     gen = contexts.gen.past_key_values
     assert isinstance(gen, PagedNaiveCache)
     branches: dict[str, BundleBranch] = {}

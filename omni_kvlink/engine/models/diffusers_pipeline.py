@@ -115,7 +115,9 @@ class DiffusersPipeline:
         elif not images.isfinite().all():
             error = RequestFailed(f"{self.name} computed NaN or infinity: try dtype float32")
         elif tuple(size) != expected:
-            error = RequestFailed(f"{self.name} makes {tuple(size)}, not {expected}: request that size")
+            error = RequestFailed(
+                f"{self.name} makes {tuple(size)}, not {expected}: request that size"
+            )
         if error is not None:
             return DiffusionOutput(request.request_id, error=error)
         levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)

@@ -50,6 +50,7 @@ class SequenceBlocks:
         return pool.flatten(0, 1)[self._slots[:tokens]]
 
     def write(self, pool: torch.Tensor, rows: range, new: torch.Tensor) -> None:
+        """Write rows to the slots that `claim` returned."""
         slots = pool.flatten(0, 1)  # a view: pools are contiguous
         if new.dtype != slots.dtype or new.shape != (len(rows), *slots.shape[1:]):
             raise SchemaError(
@@ -75,6 +76,7 @@ class PagedNaiveCache(NaiveCache):
 
     @property
     def seq_lens(self) -> int:
+        """How many tokens it has."""
         return self.tokens
 
     def after(self, rows: int) -> NaiveCache:
@@ -97,6 +99,7 @@ class PagedNaiveCache(NaiveCache):
         return joined(past, k, v)
 
     def snapshot(self) -> NaiveCache:
+        """A cache of the same rows that is continued elsewhere."""
         return PagedNaiveCache(self.table, self.tokens, is_snapshot=True)
 
     def export(self, request_id: str, metadata: KVMetadata) -> KVCacheTransferData:
