@@ -169,7 +169,7 @@ class StageConfig:
         return _DTYPES[self.dtype]
 
     def served_at(self: C, urls: tuple[str, ...]) -> C:
-        """The configuration for a restart at the same URLs, with the ports that the system chose."""
+        """The configuration for a restart at the same URLs and ports."""
         kv = dataclasses.replace(self.kv, sinks=urls or self.kv.sinks)
         return dataclasses.replace(self, kv=kv)
 

@@ -140,7 +140,7 @@ class EngineCore:
         for call, answer in calls:
             try:
                 answer.set_result(call())
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - each call has its own error
                 answer.set_exception(error)
 
     # In any thread.

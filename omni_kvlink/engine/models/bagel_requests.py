@@ -90,7 +90,7 @@ def generate(
         try:
             params = denoise_params(request.sampling_params)
             jobs.append(_prepared(pipeline, request, params, read))
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - each request has its own error
             outputs[request.request_id] = _failed(request.request_id, error)
     _settle(pipeline, outputs)
     jobs = [job for job in jobs if job.key not in outputs]

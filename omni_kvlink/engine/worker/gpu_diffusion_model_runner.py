@@ -127,7 +127,7 @@ class GPUDiffusionModelRunner:
         for request in requests:
             try:
                 self._take_kv_cache(request)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - each request has its own error
                 failure = as_engine_error(error, "its KV could not be converted")
                 errors[request.request_id] = failure
         errors = self._all_errors(errors)

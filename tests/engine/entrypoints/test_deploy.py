@@ -137,9 +137,9 @@ def wired(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "stages: wanted a list"),
+        ({}, "stages: a list"),
         ({"stages": ["x"]}, "a stage is a map"),
-        ({"stages": [{"stage_id": 1}]}, "wanted 0, 1"),
+        ({"stages": [{"stage_id": 1}]}, "must be 0, 1"),
         ({"pipeline": "wan", "stages": [{"stage_id": 0}]}, "pipeline 'wan'"),
         (
             {
@@ -148,7 +148,7 @@ def wired(name: str) -> dict[str, Any]:
                     {"stage_id": 1, "input_connectors": {"from_stage_7": "x"}},
                 ]
             },
-            "wanted from_stage_0",
+            "only from_stage_0",
         ),
         (
             {
