@@ -10,3 +10,5 @@ from omni_kvlink.link.received import Verify as Verify
 from omni_kvlink.link.received import check_verify as check_verify
 from omni_kvlink.link.received_stream import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link.received_stream import ReceivedStream as ReceivedStream
+
+KVConsumer = KVProducer = KVLink
