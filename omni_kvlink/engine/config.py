@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omni_kvlink.link import Verify
+from omni_kvlink import Verify
 
 C = TypeVar("C", bound="StageConfig")
 

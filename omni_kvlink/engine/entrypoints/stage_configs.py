@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import torch
 
-from omni_kvlink.connectors.base import Options
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
     KVConfig,
@@ -22,6 +21,7 @@ from omni_kvlink.engine.config import (
 )
 from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.lowlevel import Options
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
 NODE = "{node}"

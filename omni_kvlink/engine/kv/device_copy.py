@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData
-from omni_kvlink.link import Payload
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, Payload
 
 
 def empty_like(data: Payload, device: torch.device) -> Payload:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from omni_kvlink import Payload, Verify
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 from omni_kvlink.errors import ClosedError, TransferTimeout
-from omni_kvlink.link import Payload, Verify
 
 
 class KVState(enum.Enum):
@@ -90,7 +90,7 @@ class KVEntry:
         """Check the KV that has come and put it on `device`; runs in the receiver's thread.
 
         Args:
-            verify: as for `KVLink.get`.
+            verify: as for `KVConsumer.get`.
             device: where the tensors are to be.
             admit: called with the actual size in bytes; raises if the budget has no room for it.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVConsumer, Payload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.budget import Budget
@@ -18,7 +18,6 @@ from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.kv.kv_source import KVSource
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link import Payload
 
 _RECONNECT = 0.2
 """Seconds that a receive may take to reconnect to a producer that went away."""
@@ -38,7 +37,7 @@ class DiffusionKVManager:
 
     def __init__(
         self,
-        connector: KVLink | KVSource | None,
+        connector: KVConsumer | KVSource | None,
         config: KVConfig | None = None,
         *,
         device: torch.device | str = "cpu",
@@ -94,7 +93,7 @@ class DiffusionKVManager:
 
     def receive_from_connector(
         self,
-        connector: KVLink | KVSource,
+        connector: KVConsumer | KVSource,
         request: OmniDiffusionRequest,
         *,
         timeout: float | None = None,
@@ -268,5 +267,5 @@ class DiffusionKVManager:
             raise ClosedError("the KV manager is closed")
 
 
-def _source(connector: KVLink | KVSource) -> KVSource:
+def _source(connector: KVConsumer | KVSource) -> KVSource:
     return connector if isinstance(connector, KVSource) else KVSource(connector)

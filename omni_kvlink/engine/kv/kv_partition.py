@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, PrefixOf, SameAs, Shard
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, Payload, PrefixOf, SameAs, Shard
 from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link import Payload
 from omni_kvlink.topology import Part, Topology, shard_of
 
 

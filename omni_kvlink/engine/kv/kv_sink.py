@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-from omni_kvlink import KVCacheBundle, KVLink
+from omni_kvlink import KVCacheBundle, KVLink, Payload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.outputs import KVSent
-from omni_kvlink.link import Payload
 
 
 class KVSink:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from omni_kvlink import KVLink, Received
+from omni_kvlink import KVConsumer, KVLink, Payload, Received, Verify
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.device_copy import empty_like
-from omni_kvlink.link import Payload, Verify
+from omni_kvlink.lowlevel import begin_get, open_delivery
 
 
 class KVGet(Protocol):
@@ -61,7 +61,7 @@ class KVSource:
         link: the consumer's end; `close` closes it.
     """
 
-    def __init__(self, link: KVLink):
+    def __init__(self, link: KVConsumer):
         self.link = link
 
     @classmethod
@@ -85,7 +85,7 @@ class KVSource:
         Raises:
             PeerLostError: the producer is gone and did not come back in time.
         """
-        return self.link.begin_get(request_id, timeout=timeout)
+        return begin_get(self.link, request_id, timeout=timeout)
 
     def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
         """Check a KV that has come, and make views of it; after an error nothing is held.
@@ -93,14 +93,14 @@ class KVSource:
         Args:
             get: of `begin_get`; its future has ended.
             started: when the waiting began, on `time.perf_counter`'s clock.
-            verify: as for `KVLink.get`.
+            verify: as for `KVConsumer.get`.
 
         Raises:
             TransferFailed, PeerLostError: it did not come.
             IntegrityError, WireError: it is not what was sent.
         """
         delivery = get.wait(timeout=0.0)
-        return ReceivedKV(self.link.open_delivery(delivery, started=started, verify=verify))
+        return ReceivedKV(open_delivery(self.link, delivery, started=started, verify=verify))
 
     def abort(self, request_id: str, reason: str) -> None:
         """Tell the producer to keep no KV for this consumer; raises ClosedError once closed."""

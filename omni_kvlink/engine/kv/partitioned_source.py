@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from omni_kvlink import KVLink, Received, Shard
-from omni_kvlink.connectors.base import Delivery, PendingGet
+from omni_kvlink import KVConsumer, KVLink, Payload, Received, Shard, Verify
 from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
 from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link import Payload, Verify
+from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
 from omni_kvlink.topology import blank_heads, head_targets
 
 
@@ -52,7 +51,7 @@ class PartitionedKVSource(KVSource):
         shard: the heads of this rank, which all parts make together.
     """
 
-    def __init__(self, parts: Sequence[tuple[KVLink, KVPart]], shard: Shard):
+    def __init__(self, parts: Sequence[tuple[KVConsumer, KVPart]], shard: Shard):
         self._parts, self._shard = list(parts), shard
         self._links = list({id(link): link for link, _ in parts}.values())
 
@@ -61,7 +60,7 @@ class PartitionedKVSource(KVSource):
         cls, config: KVConfig, partition: KVPartition, coords: RankCoords
     ) -> PartitionedKVSource:
         """Connect to those senders that have a part for a rank; see `connect_source`."""
-        parts, links = partition.sent_to(coords), dict[int, KVLink]()
+        parts, links = partition.sent_to(coords), dict[int, KVConsumer]()
         deadline = time.monotonic() + config.connect_timeout
         try:
             for sender in {part.sender for part in parts}:
@@ -82,7 +81,7 @@ class PartitionedKVSource(KVSource):
         gets: list[PendingGet] = []
         try:
             for link, part in self._parts:
-                gets.append(link.begin_get(part.key(request_id), timeout=timeout))
+                gets.append(begin_get(link, part.key(request_id), timeout=timeout))
         except BaseException as error:
             for get in gets:
                 get.cancel()
@@ -102,7 +101,7 @@ class PartitionedKVSource(KVSource):
             verify = "auto"
         try:
             for (link, _), delivery in zip(self._parts, deliveries, strict=True):
-                received.append(link.open_delivery(delivery, started=started, verify=verify))
+                received.append(open_delivery(link, delivery, started=started, verify=verify))
         except BaseException:
             for one in received:
                 one.give_back()

@@ -7,6 +7,16 @@ from pathlib import Path
 
 import torch
 
+from omni_kvlink import (
+    BundleBranch,
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVMetadata,
+    Payload,
+    PrefixOf,
+    SameAs,
+    Shard,
+)
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
@@ -18,16 +28,11 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link import Payload
+from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.model import Stage
 from omni_kvlink.models.bagel.shards import Split
-from omni_kvlink.payload.branch import Shard
-from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.dtypes import dtype_name
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.topology import shard_of
 
 BRANCHES = ("gen", "cfg_text", "cfg_img")

@@ -6,13 +6,12 @@ from collections.abc import Iterator, MutableMapping
 
 import torch
 
+from omni_kvlink import KVCacheTransferData, KVMetadata
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.errors import CapacityError, SchemaError
 from omni_kvlink.models.bagel import NaiveCache
 from omni_kvlink.models.bagel.cache import Layer, joined
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
 
 
 class SequenceBlocks:

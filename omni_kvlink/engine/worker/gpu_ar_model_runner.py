@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
@@ -16,7 +17,6 @@ from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
-from omni_kvlink.link import Payload
 
 
 class GPUARModelRunner:

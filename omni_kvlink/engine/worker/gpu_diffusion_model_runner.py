@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError, as_engine_error
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
@@ -19,7 +20,6 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
-from omni_kvlink.link import Payload
 
 
 class GPUDiffusionModelRunner:

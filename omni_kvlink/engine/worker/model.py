@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.link import Payload
 
 _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 """Models by name, as "module:Class"; imported when a configuration names them."""
