@@ -43,15 +43,15 @@ class Request:
 
 
 def run_stages(args: argparse.Namespace, requests: list[Request]) -> dict[str, int]:
-    """Both stages at once, their words in one stream; returns those that failed."""
-    told, telling = os.pipe()
-    stages = {stage: start_stage(args, stage, telling) for stage in ("ar", "dit")}
-    os.close(telling)
+    """Run both stages, their events in one stream; returns those that failed."""
+    read_end, write_end = os.pipe()
+    stages = {stage: start_stage(args, stage, write_end) for stage in ("ar", "dit")}
+    os.close(write_end)
     ends = link_ends(args)
     order(stages["ar"], ends["ar"], requests)
     for stage, other in (("ar", "dit"), ("dit", "ar")):
         threading.Thread(target=end_together, args=(stages[stage], stages[other])).start()
-    with os.fdopen(told) as events:
+    with os.fdopen(read_end) as events:
         for line in events:
             event = json.loads(line)
             if event["event"] == "serving":  # only now is it known at which port
@@ -149,7 +149,7 @@ def show(event: dict[str, Any]) -> None:
     print(f"     ms: {phases}\n")
 
 
-def tell(event: str, **facts: Any) -> None:
+def report(event: str, **facts: Any) -> None:
     # One write a line: both stages speak into the same pipe.
     sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""BAGEL in two processes: the AR stage reads the prompt, the DiT stage paints the image.
+"""BAGEL in two processes: the AR stage reads the prompt, the DiT stage generates the image.
 
 Between them crosses one KV bundle. At the end every byte of K and V, and every pixel, is compared
 with a run in a single process; the exit status says whether all of it is equal.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bagel_director import Request, bundle_path, image_path, orders, run_stages, tell, verdict
+from bagel_director import Request, bundle_path, image_path, orders, report, run_stages, verdict
 from PIL import Image
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Receipt, SchemaError
@@ -50,12 +50,12 @@ def run_ar(args: argparse.Namespace) -> None:
     pipeline = load(args, "ar")
     end, requests = orders()
     with KVLink.serve(**end) as link:
-        tell("serving", url=link.url)
+        report("serving", url=link.url)
         receipts, refused = [], []
         for request in requests:
             try:
                 receipts.append(send(args, link, pipeline, request))
-            except SchemaError as error:  # such as: over capacity
+            except SchemaError as error:  # noqa: PERF203 - such as: over capacity
                 link.fail(request.request_id, str(error))  # so that nobody waits for it
                 refused.append(f"{request.request_id}: {error}")
         for receipt in receipts:
@@ -76,7 +76,7 @@ def send(
         receipt = stream(link, bundle)
     else:
         receipt = link.put(bundle, direct=args.direct, timeout=args.timeout)
-    tell(
+    report(
         "put",
         request=request.request_id,
         prefill_ms=1e3 * (prefilled - start),
@@ -97,24 +97,24 @@ def allocate(
     generator: torch.Generator,
 ) -> dict[str, InPlaceCache]:
     """Empty caches in the link's memory, before it is known how many tokens there will be."""
-    rooms = {"gen": args.capacity}
+    capacities = {"gen": args.capacity}
     if request.image:  # without one, cfg_img is the same as gen
-        rooms["cfg_img"] = len(pipeline.encode_prompt(request.prompt))
+        capacities["cfg_img"] = len(pipeline.encode_prompt(request.prompt))
     llm, layers = pipeline.config.llm, pipeline.num_layers
     row = (llm.num_key_value_heads, llm.head_dim)
     blank = partial(KVCacheTransferData.blank, request.request_id, row=row, dtype=pipeline.dtype)
-    # The header needs room too: for the same words as later, a generator's state among them.
-    words = {"num_layers": layers, "extra": extra(request, generator)}
+    # The header needs memory, too: for the same metadata as later, with a generator's state.
+    common = {"num_layers": layers, "extra": extra(request, generator)}
     plan = {
-        name: blank(metadata={"kv_lens": [tokens], "ropes": [tokens], **words})
-        for name, tokens in rooms.items()
+        name: blank(metadata={"kv_lens": [tokens], "ropes": [tokens], **common})
+        for name, tokens in capacities.items()
     }
     data = link.allocate(KVCacheBundle(request.request_id, plan), timeout=args.timeout).data
-    return {name: InPlaceCache(**data[name].layer_blocks) for name in rooms}
+    return {name: InPlaceCache(**data[name].layer_blocks) for name in capacities}
 
 
 def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
-    """Layer by layer; what a branch shares with `gen` is said, not sent."""
+    """Send layer by layer; what a branch shares with `gen` is a reference, and not sent."""
     with link.stream_put(bundle) as out:
         for name, branch in bundle.branches.items():
             if isinstance(branch, KVCacheTransferData) and not branch.is_empty:
@@ -125,7 +125,7 @@ def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
 
 
 def run_dit(args: argparse.Namespace) -> None:
-    """Receive caches, and paint; the cache is used where it lies, nothing is copied out."""
+    """Receive caches and generate images; the cache stays in the link's memory."""
     pipeline = load(args, "dit")
     end, requests = orders()  # not before the AR stage serves
     with KVLink.connect(**end, timeout=args.timeout) as link:
@@ -143,14 +143,14 @@ def run_dit(args: argparse.Namespace) -> None:
                     contexts,
                     params,
                     generator=generator,
-                    on_step=lambda done, total: tell("step", done=done, total=total),
+                    on_step=lambda done, total: report("step", done=done, total=total),
                 )
                 seconds = time.perf_counter() - start
                 Image.fromarray(image.numpy()).save(image_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
             del contexts, bundle, data
             pipeline.forget()  # the last view is gone: the memory goes back
-            tell(
+            report(
                 "painted",
                 request=request.request_id,
                 render_ms=1e3 * seconds,
@@ -165,7 +165,7 @@ def prefill(
     generator: torch.Generator,
     caches: Mapping[str, NaiveCache] | None = None,
 ) -> KVCacheBundle:
-    """The AR half, with all that the DiT half needs to paint the same image."""
+    """The AR half, with all that the DiT half needs to generate the same image."""
     contexts = pipeline.prefill(request.inputs(), generator=generator, caches=caches)
     return BagelAdapter().export_contexts(
         {name: getattr(contexts, name) for name in ("gen", "cfg_text", "cfg_img")},
@@ -215,10 +215,10 @@ def main() -> int:
 def direct(args: argparse.Namespace) -> int:
     print(f"BAGEL from {args.checkpoint}, {args.dtype}, two processes over {args.connector}\n")
     alone = SingleProcess(args)
-    paint = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
-    edit = Request("image-edit", "make it night", image=alone.run(paint), steps=args.steps)
+    image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
+    edit = Request("image-edit", "make it night", image=alone.run(image_request), steps=args.steps)
     alone.run(edit)
-    requests = [paint, edit]
+    requests = [image_request, edit]
     failed = run_stages(args, requests)
     for stage, status in failed.items():
         print(f"the {stage} stage failed with status {status}; no verdict")
@@ -270,7 +270,7 @@ def parse_arguments() -> argparse.Namespace:
         "--capacity",
         default=512,
         type=int,
-        help="tokens there is room for in place; an edit with published weights needs about 9000",
+        help="capacity in tokens, in place; an edit with published weights needs about 9000",
     )
     parser.add_argument("--stream", action="store_true", help="send and receive layer by layer")
     parser.add_argument("--direct", action="store_true", help="put without a copy (zmq, ucx)")

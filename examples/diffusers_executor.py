@@ -82,20 +82,20 @@ def _clip() -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
     letters = [chr(code) for code in range(33, 127)]
-    words = [*letters, *(f"{letter}</w>" for letter in letters), *_ENDS]
+    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), *_ENDS]
     config = CLIPTextConfig(
-        vocab_size=len(words),
+        vocab_size=len(vocabulary),
         hidden_size=_WIDTH,
         intermediate_size=_WIDTH,
         projection_dim=_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=_HEADS,
         max_position_embeddings=_TOKENS,
-        bos_token_id=len(words) - 2,
-        eos_token_id=len(words) - 1,
-        pad_token_id=len(words) - 1,
+        bos_token_id=len(vocabulary) - 2,
+        eos_token_id=len(vocabulary) - 1,
+        pad_token_id=len(vocabulary) - 1,
     )
-    vocab = {word: number for number, word in enumerate(words)}
+    vocab = {word: number for number, word in enumerate(vocabulary)}
     tokenizer = CLIPTokenizer(vocab, [], model_max_length=_TOKENS)
     return CLIPTextModelWithProjection(config), tokenizer
 
@@ -103,20 +103,20 @@ def _clip() -> tuple[Any, Any]:
 def _t5() -> tuple[Any, Any]:
     from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
-    words = ["<pad>", "</s>", "<unk>", "▁", *(chr(code) for code in range(33, 127))]
+    vocabulary = ["<pad>", "</s>", "<unk>", "▁", *(chr(code) for code in range(33, 127))]
     config = T5Config(
-        vocab_size=len(words),
+        vocab_size=len(vocabulary),
         d_model=2 * _WIDTH,
         d_kv=_WIDTH // _HEADS,
         d_ff=_WIDTH,
         num_layers=1,
         num_heads=_HEADS,
     )
-    tokenizer = T5Tokenizer(vocab=[(word, 0.0) for word in words], extra_ids=0)
+    tokenizer = T5Tokenizer(vocab=[(word, 0.0) for word in vocabulary], extra_ids=0)
     return T5EncoderModel(config), tokenizer
 
 
-def paint(args: argparse.Namespace, checkpoint: Path) -> list[torch.Tensor]:
+def generate_images(args: argparse.Namespace, checkpoint: Path) -> list[torch.Tensor]:
     """Every request's image, uint8 [H, W, 3], by the engine."""
     config = OmniDiffusionConfig(
         str(checkpoint),
@@ -177,8 +177,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = args.checkpoint or make_tiny_pipeline(Path(scratch) / "tiny")
-        images = paint(args, checkpoint)
-        again = paint(args, checkpoint)
+        images = generate_images(args, checkpoint)
+        again = generate_images(args, checkpoint)
         worst = compare(args, checkpoint, images)
     same = all(map(torch.equal, images, again))
     different = len({image.numpy().tobytes() for image in images}) == len(images)

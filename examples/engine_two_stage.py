@@ -64,7 +64,7 @@ def on_ray(args: argparse.Namespace, extra: dict[str, str]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, name: str, deploy: Any, checkpoint: str) -> bool:
     prompts = [f"a red fox, number {number}" for number in range(args.requests)]
-    wishes = [
+    params = [
         {"height": h, "width": w, "num_inference_steps": args.steps, "seed": number}
         for number in range(args.requests)
         for h, w in [SIZES[number * len(SIZES) // args.requests]]
@@ -72,20 +72,20 @@ def run(args: argparse.Namespace, name: str, deploy: Any, checkpoint: str) -> bo
     with OmniDiffusion(checkpoint, deploy, dtype="float32", num_threads=1) as omni:
         started = time.perf_counter()
         images = omni.generate(
-            prompts, wishes, timeout=args.timeout, progress=sys.stderr.isatty(), output_type="pt"
+            prompts, params, timeout=args.timeout, progress=sys.stderr.isatty(), output_type="pt"
         )
         seconds = time.perf_counter() - started
         dit = omni.stats()[1]
     print(f"{name}: {args.requests} requests in {dit['steps']} batches, {seconds:.2f} s")
     print(f"  {dit['kv']['nbytes']:,} bytes of KV received, {dit['kv']['charged']} held at the end")
-    return compare(checkpoint, prompts, wishes, images)
+    return compare(checkpoint, prompts, params, images)
 
 
-def compare(checkpoint: str, prompts: list[str], wishes: list[Any], images: list[Any]) -> bool:
+def compare(checkpoint: str, prompts: list[str], params: list[Any], images: list[Any]) -> bool:
     """Against the same requests, one by one; in batches, sums may be in another order."""
     pipeline = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
     worst = exact = 0
-    for prompt, wish, image in zip(prompts, wishes, images, strict=True):
+    for prompt, wish, image in zip(prompts, params, images, strict=True):
         params = DenoiseParams.for_text_to_image()
         expected = pipeline.generate(
             prompt,

@@ -1,7 +1,6 @@
-"""The reference engine: schedulers, workers, runners and a KV manager, on the public library.
+"""The reference engine: schedulers, a KV manager, executors, workers and model runners.
 
-One request's path: scheduler → KV manager → executor → worker → runner → pipeline; drawn in
-docs/engine.md.
+A request passes scheduler → executor → worker → runner → pipeline; docs/engine.md walks it.
 """
 
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
@@ -24,9 +23,9 @@ from omni_kvlink.engine.errors import RequestAborted as RequestAborted
 from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
+from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_entry import KVState as KVState
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
-from omni_kvlink.engine.kv.kv_manager import KVManager as KVManager
 from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput

@@ -1,4 +1,4 @@
-"""How a stage of the engine is set up. All of it is plain values, to travel to worker processes."""
+"""Configuration of stages: plain values that are sent to worker processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omni_kvlink.link import Verify
+from omni_kvlink import Verify
 
 C = TypeVar("C", bound="StageConfig")
 
@@ -17,12 +17,12 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionParallelConfig:
-    """How many ranks share the work of a diffusion stage; each degree divides it another way.
+    """How a diffusion stage divides its work among ranks.
 
     Attributes:
-        data_parallel_size: groups that paint different requests.
-        cfg_parallel_size: ranks that compute one guidance branch each; 1, 2 or 3.
-        tensor_parallel_size: ranks that hold a share of the heads each.
+        data_parallel_size: groups that run different requests.
+        cfg_parallel_size: ranks that divide the guidance branches; 1, 2 or 3.
+        tensor_parallel_size: ranks that divide the heads.
         sequence_parallel_size: 1; latent rows are not divided here.
     """
 
@@ -45,29 +45,27 @@ class DiffusionParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.data_parallel_size * self.cfg_parallel_size * self.tensor_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)
 class KVConfig:
-    """Where a stage's KV comes from and goes to, and how much of it may be held.
+    """The links of a stage, and how much received KV it may hold.
 
     Attributes:
-        sources: URLs to connect to, of each tensor rank of the stage before; none if there is no
-            such stage.
-        sinks: URLs to serve, of each tensor rank, for the stage after; none if there is no such
-            stage.
+        sources: URLs of the tensor ranks of the stage before; empty if there is none.
+        sinks: URLs that the tensor ranks serve for the next stage; empty if there is none.
         source_options, sink_options: fields of the connectors' `Options`.
-        receivers: how the stage after divides its work: each of its ranks is sent only its part.
+        receivers: how the next stage divides its work; each of its ranks receives its part.
         budget: bytes of received KV that may be held at once.
-        reserve: bytes set aside for a KV whose size nobody said; a share of the budget if 0.
+        reserve: bytes reserved for a KV of unknown size; an eighth of the budget if 0.
         timeout: seconds until a request's KV must have come.
         connect_timeout: seconds until the stage before must serve.
-        put_timeout: seconds to wait for room in the sink.
-        ttl: seconds in which the next stage must fetch what was sent.
+        put_timeout: seconds to wait for free memory in the sink.
+        ttl: seconds in which the next stage must receive what was sent.
         prefetch: receive for waiting requests while others run.
-        verify: "full" checks every byte that comes; "auto" what `KVLink.get` checks.
+        verify: "full" checks every byte; "auto" checks what `get` does by default.
     """
 
     sources: tuple[str, ...] = ()
@@ -92,9 +90,9 @@ class RayConfig:
     Attributes:
         address: "auto", "host:port" of a cluster, or "local" to start one.
         num_cpus: of each rank.
-        num_gpus: of each rank; one if None and the stage wants a GPU.
-        resources: of each rank besides, by Ray's names for them.
-        strategy: how ranks are spread over nodes, in Ray's words.
+        num_gpus: of each rank; one if None and the stage uses a GPU.
+        resources: further resources of each rank, by their names in Ray.
+        strategy: of the ranks' placement group, as Ray names it.
     """
 
     address: str = "auto"
@@ -111,28 +109,28 @@ class RayConfig:
         amounts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or 0, **self.resources}
         low = [name for name, amount in amounts.items() if amount < 0]
         if low or not any(amounts.values()):
-            raise ValueError(f"{amounts}: a rank takes something of its node, nothing below 0")
+            raise ValueError(f"{amounts}: a rank needs something of its node, nothing below 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """What every stage has.
+    """The configuration of any stage.
 
     Attributes:
         model: directory of the checkpoint.
-        model_class_name: whose `ModelUtility` loads and serves it; "bagel", or "module:Class".
-        stage: the share of the model, in the model's own words.
+        model_class_name: the `ModelUtility`: "bagel", or "module:Class".
+        stage: which part of the model, as the model names it.
         dtype: "bfloat16" or "float32".
         device: such as "cuda:1"; "auto" takes the rank's CUDA device, or the CPU.
         max_num_seqs: requests that may run at once.
-        num_threads: of torch, on the CPU; as it finds them if 0.
+        num_threads: of torch, on the CPU; torch's default if 0.
         kv: see `KVConfig`.
         parallel_config: see `DiffusionParallelConfig`.
         distributed_executor_backend: "uni", "mp", "ray", "diffusers" or "module:Class"; by the
             number of ranks if empty.
-        distributed_init_method: where ranks meet, "file:///…" or "tcp://127.0.0.1:port"; found by
-            the executor if empty.
-        distributed_timeout: seconds in which the other ranks must come to what all do together.
+        distributed_init_method: the rendezvous of the ranks, "file:///…" or
+            "tcp://127.0.0.1:port"; chosen by the executor if empty.
+        distributed_timeout: seconds in which all ranks must join a collective operation.
         ray: see `RayConfig`.
     """
 
@@ -162,20 +160,21 @@ class StageConfig:
             raise ValueError(f"{len(self.kv.sinks)} kv.sinks for {ranks} tensor ranks: one each")
         if self.kv.sinks and self.parallel_config.world_size > ranks:
             raise ValueError(
-                "a stage that hands KV on divides its heads alone: use tensor_parallel_size"
+                "a stage that sends KV divides its heads alone: use tensor_parallel_size"
             )
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype of torch."""
         return _DTYPES[self.dtype]
 
     def served_at(self: C, urls: tuple[str, ...]) -> C:
-        """The same, for a next life: where the system chose ports, it is at those again."""
+        """The configuration for a restart at the same URLs and ports."""
         kv = dataclasses.replace(self.kv, sinks=urls or self.kv.sinks)
         return dataclasses.replace(self, kv=kv)
 
     def device_of(self, local_rank: int) -> torch.device:
-        """The device of a rank on this machine."""
+        """The device of the rank with this number on this machine."""
         if self.device != "auto":
             return torch.device(self.device)
         return torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
@@ -186,10 +185,10 @@ class OmniDiffusionConfig(StageConfig):
     """A diffusion stage.
 
     Attributes:
-        request_batch_max_wait_ms: milliseconds that a first request may wait for companions.
-        step_execution: scheduling between denoising steps; this engine has none.
+        request_batch_max_wait_ms: milliseconds that a first request may wait for a full batch.
+        step_execution: scheduling between denoising steps; not supported, must be False.
         cache_backend: "none", or the name of a `CacheBackend`.
-        cache_config: the backend's own settings.
+        cache_config: settings of the backend.
     """
 
     request_batch_max_wait_ms: float = 0.0
@@ -211,7 +210,7 @@ class OmniARConfig(StageConfig):
 
     Attributes:
         num_blocks, block_size: of the paged KV pool: blocks, and tokens in each.
-        think: write a plan first, which becomes part of the prompt.
+        think: let the model write a plan first, which becomes part of the prompt.
     """
 
     stage: str = "ar"

@@ -1,8 +1,9 @@
-"""What comes back: from a pipeline, a worker, a runner; and what a scheduler hands out."""
+"""What a scheduler gives an executor, and what comes back."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,15 +11,16 @@ import torch
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.request import OmniDiffusionRequest
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class KVSent:
-    """A request's KV that went to the next stage.
+    """A request's KV that was sent to the next stage.
 
     Attributes:
-        nbytes: the most that one rank of that stage gets, as `OmniDiffusionRequest.kv_nbytes` wants
-            it.
-        image_shape: (height, width) in pixels of the image to be made of it.
+        nbytes: the largest size that a rank of that stage receives.
+        image_shape: (height, width) of the image, in pixels.
         tokens: of its longest context.
     """
 
@@ -29,15 +31,16 @@ class KVSent:
 
 @dataclasses.dataclass
 class DiffusionOutput:
-    """What became of one request: an output or an error, never both.
+    """The result of one request: an output or an error, never both.
 
     Attributes:
+        request_id: whose result it is.
         output: images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU.
         error: why there is none.
         text: what the model wrote, in think mode.
-        kv_sent: its KV went to the next stage.
+        kv_sent: the KV that was sent to the next stage.
         seconds: by phase, such as "queued", "kv_wait", "execute".
-        stages: what each stage gave, where there are several.
+        stages: each stage's output, if there are several.
     """
 
     request_id: str = ""
@@ -53,13 +56,22 @@ class DiffusionOutput:
         if self.error is not None:
             raise self.error
         if self.output is None:
-            raise EngineError(f"request {self.request_id!r} has no image: no stage was to paint it")
+            raise EngineError(f"request {self.request_id!r} has no image: no stage generates one")
         return self.output
+
+    def clear_traceback(self) -> None:
+        """Drop the frames of `error`, whose locals would keep the KV; logged at level DEBUG."""
+        error: BaseException | None = self.error
+        if error is not None:
+            _log.debug("request %r ended in an error", self.request_id, exc_info=error)
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
 
 
 @dataclasses.dataclass
 class RunnerOutput:
-    """One request's result, on its way from a worker."""
+    """One request's result, as a worker returns it."""
 
     request_id: str
     result: DiffusionOutput
@@ -67,7 +79,7 @@ class RunnerOutput:
 
 @dataclasses.dataclass
 class BatchRunnerOutput:
-    """The results of a batch, one for each request that was in it."""
+    """The results of a batch, one for each of its requests."""
 
     runner_outputs: list[RunnerOutput]
 
@@ -75,16 +87,17 @@ class BatchRunnerOutput:
     def of(
         cls, request_ids: Sequence[str], outputs: Mapping[str, DiffusionOutput]
     ) -> BatchRunnerOutput:
-        """Results in the batch's order.
+        """Results in the order of `request_ids`.
 
         Raises:
-            EngineError: a request has none, or one came that was not in the batch.
+            EngineError: a request has none, or there is one of another request.
         """
         if set(request_ids) != set(outputs):
             raise EngineError(f"results of {sorted(outputs)} for a batch of {list(request_ids)}")
         return cls([RunnerOutput(key, outputs[key]) for key in request_ids])
 
     def as_model_output(self) -> ModelRunnerOutput:
+        """The same as an executor returns it."""
         return ModelRunnerOutput(
             req_ids=[output.request_id for output in self.runner_outputs],
             pooler_output=[output.result.output for output in self.runner_outputs],
@@ -94,14 +107,13 @@ class BatchRunnerOutput:
 
 @dataclasses.dataclass
 class ModelRunnerOutput:
-    """What `EngineCore` sees of a step, whichever stage ran it.
+    """What an executor returns for a step, in either kind of stage.
 
     Attributes:
-        req_ids: of the scheduled requests.
+        req_ids: the scheduled requests.
         pooler_output: images of a diffusion stage, hidden states of an AR stage; None where there
             are none.
-        results: errors, texts and what was sent on; a request may be missing that has just an
-            output.
+        results: errors, texts and `kv_sent`; a request that has just an output may be missing.
     """
 
     req_ids: list[str]
@@ -110,14 +122,11 @@ class ModelRunnerOutput:
 
     @property
     def req_id_to_index(self) -> dict[str, int]:
+        """The position of each request."""
         return {request_id: index for index, request_id in enumerate(self.req_ids)}
 
     def result_of(self, request_id: str) -> DiffusionOutput:
-        """The result of a scheduled request.
-
-        Raises:
-            EngineError: there is none for it.
-        """
+        """The result of a scheduled request; raises EngineError if there is none."""
         if request_id in self.results:
             return self.results[request_id]
         index = self.req_id_to_index.get(request_id)
@@ -128,7 +137,7 @@ class ModelRunnerOutput:
 
 @dataclasses.dataclass
 class DiffusionSchedulerOutput:
-    """What is to run now: requests that fit into one batch."""
+    """The requests of a step; they make one batch."""
 
     requests: list[OmniDiffusionRequest]
     step_id: int = 0
@@ -136,19 +145,21 @@ class DiffusionSchedulerOutput:
 
     @property
     def request_ids(self) -> list[str]:
+        """The ids, in the order of the requests."""
         return [request.request_id for request in self.requests]
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing can run now."""
         return not self.requests
 
 
 @dataclasses.dataclass
 class ARSchedulerOutput(DiffusionSchedulerOutput):
-    """The same for the AR stage, with the blocks that each request's KV goes to.
+    """The requests of a step of an AR stage.
 
     Attributes:
-        block_ids: by request, then by branch of its cache, in the order of the tokens.
+        block_ids: the blocks for each request's KV, by branch of its cache, in token order.
     """
 
     block_ids: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)

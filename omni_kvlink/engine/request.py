@@ -1,4 +1,4 @@
-"""One request, and the batch that a pipeline runs at once."""
+"""A request, and a batch of requests that a pipeline runs in one pass."""
 
 from __future__ import annotations
 
@@ -12,28 +12,33 @@ import torch
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
 
 Prompt: TypeAlias = str | torch.Tensor | Sequence[str | torch.Tensor]
-"""Texts and images (uint8 [H, W, 3]) in their order."""
+"""A text, an image (uint8 [H, W, 3]), or several of them in order."""
 
 
 def never() -> bool:
+    """False."""
     return False
 
 
 def always() -> bool:
+    """True."""
     return True
 
 
 @dataclasses.dataclass(eq=False)
 class OmniDiffusionRequest:
-    """One prompt, one id, one set of wishes.
+    """A prompt with an id and sampling params.
 
     Attributes:
-        need_kv_receive: its KV comes from the stage before; without it nothing is painted.
-        need_kv_transfer: its KV goes on to the next stage when it is done.
-        kv_nbytes: of the KV to come, at the most to one rank, where the stage before said it.
-        kv_timeout: seconds until its KV must be there; the engine's choice if None.
-        past_key_values: its KV in the model's own form; put there by the runner for one forward.
-        is_cancelled: asked when the runner begins; then between denoising steps, of the runner.
+        prompt: texts and images.
+        sampling_params: its seed is drawn here if it is None, so that all ranks have the same.
+        request_id: unique among the requests that have not ended.
+        need_kv_receive: its KV comes from the stage before; without that KV it fails.
+        need_kv_transfer: its KV is sent to the next stage when it is done.
+        kv_nbytes: size of the KV to come, the largest of any rank; None if it is unknown.
+        kv_timeout: seconds until its KV must have come; `kv.timeout` if None.
+        past_key_values: its KV in the model's form; set by the runner for one forward pass.
+        is_cancelled: read when the runner begins, and between denoising steps.
     """
 
     prompt: Prompt
@@ -49,12 +54,12 @@ class OmniDiffusionRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise ValueError("request_id: a string that is not empty")
-        if self.sampling_params.seed is None:  # here, so that all ranks draw the same noise
+        if self.sampling_params.seed is None:
             self.sampling_params.seed = random.getrandbits(31)
 
     @property
     def key(self) -> SamplingParamsKey:
-        """Which requests it may share a batch with."""
+        """Requests with equal keys may share a batch."""
         return SamplingParamsKey.of(self.sampling_params)
 
 
@@ -62,7 +67,7 @@ class DiffusionRequestBatch:
     """Requests with one `SamplingParamsKey`, for one forward pass.
 
     Raises:
-        ValueError: none, two of one id, or keys that differ.
+        ValueError: no requests, two of one id, or keys that differ.
     """
 
     def __init__(self, requests: Sequence[OmniDiffusionRequest]):
@@ -70,27 +75,20 @@ class DiffusionRequestBatch:
         if not self.requests:
             raise ValueError("a batch has at least one request")
         if len(set(self.request_ids)) != len(self.requests):
-            raise ValueError(f"a request stands twice in the batch {self.request_ids}")
+            raise ValueError(f"two requests of one id in the batch {self.request_ids}")
         odd = [r.request_id for r in self.requests if r.key != self.requests[0].key]
         if odd:
             raise ValueError(f"{', '.join(odd)}: other sampling params than the batch's first")
 
     @property
     def request_ids(self) -> list[str]:
+        """The ids, in the order of the requests."""
         return [request.request_id for request in self.requests]
 
     @property
-    def prompts(self) -> list[Prompt]:
-        return [request.prompt for request in self.requests]
-
-    @property
     def sampling_params(self) -> OmniDiffusionSamplingParams:
-        """What all of them share is the same in the first; seeds are not shared."""
+        """The first request's; those of its key are the same in all requests, seeds are not."""
         return self.requests[0].sampling_params
-
-    @property
-    def sampling_params_list(self) -> list[OmniDiffusionSamplingParams]:
-        return [request.sampling_params for request in self.requests]
 
     def __iter__(self) -> Iterator[OmniDiffusionRequest]:
         return iter(self.requests)

@@ -1,4 +1,4 @@
-"""How an image is to be made, and which of these wishes may share a batch."""
+"""Sampling params of a request, and which of them decide whether requests share a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclasses.dataclass
 class OmniDiffusionSamplingParams:
-    """Wishes of one request; None leaves a choice to the model.
+    """How an image is to be generated; None leaves a choice to the model.
 
     Attributes:
         height, width: of the image, in pixels.
@@ -18,12 +18,12 @@ class OmniDiffusionSamplingParams:
         guidance_scale_2: guidance by the images of the prompt (BAGEL's cfg_img_scale).
         cfg_interval: (low, high] times that are guided.
         cfg_renorm_type, cfg_renorm_min, timestep_shift: as in `DenoiseParams`.
-        num_outputs_per_prompt: images, each of noise of its own.
+        num_outputs_per_prompt: how many images, each from noise of its own.
         seed: of everything random in the request; drawn if None.
-        lora_int_id, lora_scale: which adapter, and how much of it.
+        lora_int_id, lora_scale: an adapter, and its weight.
         max_tokens: of the text that think mode writes.
         temperature: of that text; 0 takes the likeliest token.
-        generator: where the noise comes from, once the prompt has been read. Stays in its process.
+        generator: the source of noise, once the prompt has been read. It never leaves its process.
     """
 
     height: int | None = None
@@ -48,24 +48,19 @@ class OmniDiffusionSamplingParams:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingParamsKey:
-    """Requests with equal keys fit into one batch: one shape, one schedule, one guidance."""
+_OWN = ("seed", "max_tokens", "temperature", "generator")
+KEY_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(OmniDiffusionSamplingParams)
+    if field.name not in _OWN
+)
+"""The params that requests of one batch have in common."""
 
-    height: int | None
-    width: int | None
-    num_inference_steps: int | None
-    guidance_scale: float | None
-    guidance_scale_2: float | None
-    cfg_interval: tuple[float, float] | None
-    cfg_renorm_type: str | None
-    cfg_renorm_min: float | None
-    timestep_shift: float | None
-    num_outputs_per_prompt: int
-    lora_int_id: int | None
-    lora_scale: float
+
+class SamplingParamsKey(tuple[object, ...]):
+    """The values of `KEY_FIELDS`; requests with equal keys may share a batch."""
 
     @classmethod
     def of(cls, params: OmniDiffusionSamplingParams) -> SamplingParamsKey:
-        """The key of a request's wishes; seeds and texts are the request's own."""
-        return cls(**{field.name: getattr(params, field.name) for field in dataclasses.fields(cls)})
+        """The key of sampling params."""
+        return cls(getattr(params, name) for name in KEY_FIELDS)

@@ -22,15 +22,15 @@ def run(name: str, where: Path, *args: str) -> str:
 
 
 def test_many_requests_over_three_connectors(tmp_path: Path) -> None:
-    said = run("engine_two_stage.py", tmp_path, "--requests", "6", "--steps", "4", "--batch", "1")
-    assert said.count("6 of 6 images bit-exact") == 3
-    assert said.count(" 0 held at the end") == 3
+    output = run("engine_two_stage.py", tmp_path, "--requests", "6", "--steps", "4", "--batch", "1")
+    assert output.count("6 of 6 images bit-exact") == 3
+    assert output.count(" 0 held at the end") == 3
 
 
 def test_the_same_with_workers_in_processes_of_their_own(tmp_path: Path) -> None:
     how = ("--executor", "mp", "--requests", "2", "--steps", "3", "--batch", "1")
-    said = run("engine_two_stage.py", tmp_path, *how)
-    assert said.count("2 of 2 images bit-exact") == 3
+    output = run("engine_two_stage.py", tmp_path, *how)
+    assert output.count("2 of 2 images bit-exact") == 3
 
 
 def test_three_stages(tmp_path: Path) -> None:

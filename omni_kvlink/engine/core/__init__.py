@@ -1,0 +1,1 @@
+"""The engine's loop, and the engine of each kind of stage."""

@@ -1,4 +1,4 @@
-"""`AREngine`: an AR stage, from prompts to KV that was sent."""
+"""`AREngine`: the engine of an AR stage, from prompts to KV sent to the next stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from omni_kvlink.engine.core.stage_engine import StageEngine
 from omni_kvlink.engine.executor import Executor
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
-from omni_kvlink.engine.worker.model import model_utility
 
 _ANSWER = 5.0
 """Seconds to count a prompt's tokens, in which nothing else is scheduled."""
 
 
 class AREngine(StageEngine[OmniARConfig]):
-    """Reads prompts; each output says what was sent on, as `kv_sent`."""
+    """Reads prompts; each output describes the KV that was sent, as `kv_sent`."""
 
     def _make(self) -> tuple[OmniARScheduler, Executor]:
         executor = Executor.get_class(self.config)(self.config)
@@ -25,6 +24,3 @@ class AREngine(StageEngine[OmniARConfig]):
             return counted
 
         return OmniARScheduler(self.config, count_tokens), executor
-
-    def _prepare(self, request: OmniDiffusionRequest) -> None:
-        model_utility(self.config).prepare(request)

@@ -1,0 +1,1 @@
+"""Deployments of several stages, and the public entry point."""

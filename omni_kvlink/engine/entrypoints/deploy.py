@@ -1,4 +1,4 @@
-"""A deployment of several stages, read from YAML in the shape of vLLM-Omni's deploy files.
+"""`DeployConfig`: a deployment of several stages, read from vLLM-Omni's deploy files (YAML).
 
     stages:
       - stage_id: 0
@@ -11,7 +11,7 @@
     connectors:
       shared_memory_connector: {name: SharedMemoryConnector}
 
-Fields that mean nothing here (`enforce_eager`, `gpu_memory_utilization`, …) are kept in `ignored`.
+Fields that this engine does not use (`gpu_memory_utilization`, …) are listed in `ignored`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError, UnavailableError
 
 PIPELINES = {"bagel": "ar, dit", "bagel_think": "ar, dit", "bagel_single_stage": "all"}
-"""Known topologies: the kinds of their stages. More stages than kinds repeat the last."""
+"""Pipelines, and the kinds of their stages; further stages are of the last kind."""
 
 _OWN = {"stage_id", "devices", "input_connectors", "output_connectors", "default_sampling_params"}
 _USED = {
@@ -57,7 +57,7 @@ class ConnectorSpec:
     """One entry under `connectors:`.
 
     Attributes:
-        name: of the kind of connector.
+        name: the kind of connector.
         extra: its settings.
     """
 
@@ -71,10 +71,10 @@ class StageDeploy:
 
     Attributes:
         devices: such as "0" or "0,1".
-        connector: what its KV comes by; None for the first stage.
-        sampling: wishes that requests leave open.
-        settings: what this engine uses of the rest.
-        ignored: names of what it does not.
+        connector: by which its KV comes; None for the first stage.
+        sampling: defaults of the sampling params.
+        settings: the other fields that this engine uses.
+        ignored: names of fields that it does not use.
     """
 
     stage_id: int
@@ -98,18 +98,18 @@ class DeployConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
-        """Read a file, and the `base_config` that it builds upon.
+        """Read a file, and its `base_config`.
 
         Raises:
-            FileNotFoundError
-            SchemaError: it is no such file; says what is wrong.
+            FileNotFoundError: there is no such file.
+            SchemaError: it is not a deploy file; the text names the field.
             UnavailableError: PyYAML is not installed.
         """
         return cls.from_dict(_read(Path(path)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeployConfig:
-        """The same from what a YAML parser gives."""
+        """Check what a YAML parser returned; raises SchemaError as `load`."""
         pipeline = values.get("pipeline", "bagel")
         if pipeline not in PIPELINES:
             raise SchemaError(f"pipeline {pipeline!r}; there are {', '.join(PIPELINES)}")
@@ -118,10 +118,12 @@ class DeployConfig:
         }
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
-            raise SchemaError("stages: wanted a list with at least one stage")
+            raise SchemaError("stages: a list with at least one stage is needed")
         stages = sorted((_stage(entry, connectors) for entry in entries), key=lambda s: s.stage_id)
         if [stage.stage_id for stage in stages] != list(range(len(stages))):
-            raise SchemaError(f"stage_ids {[stage.stage_id for stage in stages]}: wanted 0, 1, …")
+            raise SchemaError(
+                f"stage_ids {[stage.stage_id for stage in stages]}: they must be 0, 1, …"
+            )
         return cls(pipeline, tuple(stages))
 
     def kinds(self) -> list[str]:
@@ -133,13 +135,13 @@ class DeployConfig:
 def _stage(entry: Any, connectors: Mapping[str, ConnectorSpec]) -> StageDeploy:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("stage_id"), int):
         raise SchemaError(f"a stage is a map with a stage_id, not {entry!r:.100}")
-    stage_id, wired = entry["stage_id"], entry.get("input_connectors") or {}
-    strange = sorted(set(wired) - {f"from_stage_{stage_id - 1}"})
-    if strange:
+    stage_id, inputs = entry["stage_id"], entry.get("input_connectors") or {}
+    unknown = sorted(set(inputs) - {f"from_stage_{stage_id - 1}"})
+    if unknown:
         raise SchemaError(
-            f"stage {stage_id}: input_connectors {strange}; wanted from_stage_{stage_id - 1}"
+            f"stage {stage_id}: input_connectors {unknown}; only from_stage_{stage_id - 1} is known"
         )
-    names = list(wired.values())
+    names = list(inputs.values())
     if names and names[0] not in connectors:
         raise SchemaError(f"stage {stage_id}: no connector {names[0]!r} under connectors:")
     sampling = entry.get("default_sampling_params") or {}
@@ -156,7 +158,7 @@ def _stage(entry: Any, connectors: Mapping[str, ConnectorSpec]) -> StageDeploy:
 
 
 def _sampling(values: dict[str, Any]) -> dict[str, Any]:
-    """`top_k: 1` is the likeliest token, whatever the temperature; other values have no effect."""
+    """Replace `top_k: 1` by temperature 0, which is the same; other values have no effect."""
     if values.pop("top_k", None) == 1:
         values["temperature"] = 0.0
     return values
@@ -164,7 +166,7 @@ def _sampling(values: dict[str, Any]) -> dict[str, Any]:
 
 def _connector(name: str, spec: Any) -> ConnectorSpec:
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-        raise SchemaError(f"connector {name!r}: wanted a map with the connector's name")
+        raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
     return ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
 
 
@@ -180,6 +182,6 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise SchemaError(f"{path.name}: {error}") from None
     if not isinstance(values, dict):
-        raise SchemaError(f"{path.name}: wanted a map at the top")
+        raise SchemaError(f"{path.name}: must be a map at the top level")
     base = values.pop("base_config", None)
     return values if base is None else {**_read(path.parent / base), **values}

@@ -1,4 +1,4 @@
-"""`OmniDiffusion`: prompts in, images out, over all stages of a deployment."""
+"""`OmniDiffusion`: generates images for prompts, over all stages of a deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
-from omni_kvlink.engine.entrypoints.stage_configs import environment, fed_by, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import environment, stage_configs, with_sources
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -27,24 +27,24 @@ from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.errors import KVLinkError, TransferTimeout
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
-Wishes: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
+Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
 
 
 class OmniDiffusion:
-    """Every stage of a model, started and wired; thread-safe; a context manager.
+    """Starts all stages of a model and connects them; thread-safe; a context manager.
 
-    All stages but the last run in processes of their own, or where Ray puts them.
+    All stages but the last run in processes of their own, or in Ray actors.
 
     Args:
         model: directory of the checkpoint.
-        deploy_config: a file, or what is in it; two stages over shared memory if None.
+        deploy_config: a file, or its contents; two stages over shared memory if None.
         on_death: called with a stage's number and the error when a stage is gone.
         overrides: fields of every stage's configuration, such as `dtype="float32"`.
 
     Raises:
-        SchemaError: the deployment does not fit; and what starting a stage raises.
+        SchemaError: the deployment is not valid; and what starting a stage raises.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OmniDiffusion:
     def generate(
         self,
         prompts: Any,
-        sampling_params: Wishes | Sequence[Wishes] = None,
+        sampling_params: Params | Sequence[Params] = None,
         *,
         timeout: float | None = None,
         progress: bool | Callable[[int, int], None] = False,
@@ -83,31 +83,31 @@ class OmniDiffusion:
         on_error: Literal["raise", "return"] = "raise",
         request_ids: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Images of prompts, in their order.
+        """Generate the images of prompts, in their order; blocks until all are done.
 
         Args:
             prompts: one, or a list of them; each a text, an image, or a list of texts and images
                 (a tuple or list inside the list of prompts). Images are PIL's, or uint8 [H, W, 3].
             sampling_params: for all prompts, or one for each.
-            timeout: seconds for all of it; what is not done then is aborted.
+            timeout: seconds for all prompts; those that are not done then are aborted.
             progress: show a bar, or call this with (done, total).
             output_type: "pil" gives a list of PIL images a prompt (one of `num_outputs_per_prompt`
                 is one image), "pt" the uint8 tensor [num_outputs_per_prompt, H, W, 3].
             on_error: "raise" the first prompt's error when all have ended; or "return" a
                 `DiffusionOutput` for each, whose `result()` raises its own.
-            request_ids: for `abort`; made up if None.
+            request_ids: for `abort`; generated if None.
 
         Raises:
             TransferTimeout: not done in time.
             KVLinkError: why a prompt has no image.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
-        wishes = _each(sampling_params, len(many))
+        params = _each(sampling_params, len(many))
         names = request_ids or [uuid.uuid4().hex for _ in many]
         bar = _Bar(len(many), progress)
         futures = []
-        for name, prompt, wish in zip(names, many, wishes, strict=True):
-            futures.append(self.submit(prompt, wish, request_id=name))
+        for name, prompt, one_params in zip(names, many, params, strict=True):
+            futures.append(self.submit(prompt, one_params, request_id=name))
             futures[-1].add_done_callback(bar.count)
         late = wait(futures, timeout).not_done
         if late:
@@ -125,7 +125,7 @@ class OmniDiffusion:
         return images if output_type == "pt" else [from_tensor(image) for image in images]
 
     def submit(
-        self, prompt: Any, sampling_params: Wishes = None, *, request_id: str
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str
     ) -> Future[DiffusionOutput]:
         """Queue one prompt; its future has the output, which may hold its error.
 
@@ -133,8 +133,8 @@ class OmniDiffusion:
             EngineError: this id is in use.
             EngineDeadError: the first stage is gone: `restart` it.
         """
-        wishes = self._wishes(sampling_params, 0)
-        request = OmniDiffusionRequest(as_tensors(prompt), wishes, request_id)
+        params = self._params(sampling_params, 0)
+        request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
         request.need_kv_transfer = len(self.stages) > 1
         done: Future[DiffusionOutput] = Future()
         done.set_running_or_notify_cancel()
@@ -150,7 +150,7 @@ class OmniDiffusion:
         return done
 
     def abort(self, request_id: str) -> None:
-        """End a prompt in whichever stage it is; unknown ones are left alone."""
+        """Abort a prompt in any stage; unknown ids are ignored."""
         with self._lock:
             if request_id in self._open:
                 self._aborted.add(request_id)
@@ -158,9 +158,9 @@ class OmniDiffusion:
             stage.abort(request_id)
 
     def restart(self, number: int) -> None:
-        """Start a stage again that died; its prompts of before have ended with it.
+        """Restart a stage that is gone; the prompts that it had have ended in errors.
 
-        If Ray has put it elsewhere, the next stage starts again, too, to find it there.
+        If Ray places it on another node, the next stage is restarted, too, to connect to it there.
         """
         stage = self.stages[number]
         before = stage.sink_urls
@@ -168,15 +168,15 @@ class OmniDiffusion:
         if stage.sink_urls != before:
             following = self.stages[number + 1]
             assert isinstance(following.config, OmniDiffusionConfig)
-            following.config = fed_by(following.config, stage.sink_urls, stage.config.kv)
+            following.config = with_sources(following.config, stage.sink_urls, stage.config.kv)
             self.restart(number + 1)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each stage's queues and what it holds."""
+        """The statistics of each stage."""
         return [stage.stats() for stage in self.stages]
 
     def close(self) -> None:
-        """End every prompt, and every stage, the last one first."""
+        """Close every stage, the last one first; prompts that are not done end in ClosedError."""
         for stage in reversed(self.stages):
             stage.close()
 
@@ -186,24 +186,22 @@ class OmniDiffusion:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Inside.
-
     def _make(self, number: int) -> Stage:
         config, deploy = self._configs[number], self.deploy.stages[number]
         on_death = None if self._on_death is None else partial(self._on_death, number)
         if isinstance(config, OmniDiffusionConfig) and number:
             before = self.stages[number - 1].sink_urls
-            config = fed_by(config, before, self._configs[number - 1].kv)
+            config = with_sources(config, before, self._configs[number - 1].kv)
         is_last = number == len(self._configs) - 1
-        apart = deploy.settings.get("own_process", not is_last)
-        if apart == "ray":
+        own_process = deploy.settings.get("own_process", not is_last)
+        if own_process == "ray":
             return StageActor(config, on_death=on_death)
-        if apart or isinstance(config, OmniARConfig):
+        if own_process or isinstance(config, OmniARConfig):
             return StageProcess(config, on_death=on_death, environment=environment(deploy))
         return DiffusionEngine(config, on_death=on_death)
 
-    def _wishes(self, given: Wishes, number: int) -> OmniDiffusionSamplingParams:
-        """What the request says, then what the stage says."""
+    def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
+        """The given params, completed with the stage's defaults."""
         defaults = dict(self.deploy.stages[number].sampling)
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
@@ -215,18 +213,18 @@ class OmniDiffusion:
         self,
         number: int,
         request: OmniDiffusionRequest,
-        given: Wishes,
+        given: Params,
         done: Future[DiffusionOutput],
         stages: list[DiffusionOutput],
         finished: Future[DiffusionOutput],
     ) -> None:
-        """A stage is done with a request: the next one's turn, or the end."""
+        """Called when a stage is done with a request: submit it to the next, or resolve it."""
         output = finished.result()
         stages.append(output)
         if output.error is not None and number:
             self.stages[number - 1].discard(request.request_id, str(output.error))
         if output.error is not None or number == len(self.stages) - 1:
-            self._finish(request.request_id, output, stages, done)
+            self._resolve(request.request_id, output, stages, done)
             return
         try:
             following = self._following(number + 1, request, given, output)
@@ -234,11 +232,11 @@ class OmniDiffusion:
         except Exception as error:
             self.stages[number].discard(request.request_id, str(error))
             failed = DiffusionOutput(request.request_id, error=error)
-            self._finish(request.request_id, failed, stages, done)
+            self._resolve(request.request_id, failed, stages, done)
             return
         with self._lock:
             aborted = request.request_id in self._aborted
-        if aborted:  # between two stages: the next one gives its KV back
+        if aborted:  # between two stages: the next one releases its KV
             self.stages[number + 1].abort(request.request_id)
         coming.add_done_callback(
             partial(self._on_stage, number + 1, following, given, done, stages)
@@ -248,25 +246,25 @@ class OmniDiffusion:
         self,
         number: int,
         request: OmniDiffusionRequest,
-        given: Wishes,
+        given: Params,
         output: DiffusionOutput,
     ) -> OmniDiffusionRequest:
-        """The same request for the next stage: it takes the KV that was sent."""
+        """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
-        assert sent is not None  # a stage with a sink says what it sent, or why it did not
-        wishes = self._wishes(given, number)
+        assert sent is not None  # a stage with a sink returns it, or an error
+        params = self._params(given, number)
         if sent.image_shape is not None:
-            wishes.height, wishes.width = sent.image_shape
+            params.height, params.width = sent.image_shape
         return OmniDiffusionRequest(
             request.prompt,
-            wishes,
+            params,
             request.request_id,
             need_kv_receive=True,
             need_kv_transfer=number < len(self.stages) - 1,
             kv_nbytes=sent.nbytes,
         )
 
-    def _finish(
+    def _resolve(
         self,
         request_id: str,
         output: DiffusionOutput,
@@ -281,7 +279,7 @@ class OmniDiffusion:
 
 
 class _Bar:
-    """How many prompts are done, on standard error or to a function."""
+    """Reports how many prompts are done, on standard error or to a function."""
 
     def __init__(self, total: int, show: bool | Callable[[int, int], None]):
         self._total, self._show, self._done = total, show, 0
@@ -295,7 +293,8 @@ class _Bar:
             elif self._show:
                 bar = "█" * (30 * self._done // self._total)
                 end = "\n" if self._done == self._total else ""
-                print(f"\r{bar:<30} {self._done}/{self._total}", end=end, file=sys.stderr)
+                sys.stderr.write(f"\r{bar:<30} {self._done}/{self._total}{end}")
+                sys.stderr.flush()
 
 
 def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
@@ -306,7 +305,7 @@ def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> 
     return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
 
 
-def _each(given: Wishes | Sequence[Wishes], count: int) -> Sequence[Wishes]:
+def _each(given: Params | Sequence[Params], count: int) -> Sequence[Params]:
     if given is None or isinstance(given, (OmniDiffusionSamplingParams, Mapping)):
         return [given] * count
     if len(given) != count:

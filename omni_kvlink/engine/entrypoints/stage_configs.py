@@ -1,4 +1,4 @@
-"""From a deployment to the configuration of each stage, and the links between them."""
+"""Makes the configuration of each stage of a deployment, and the URLs of the links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import torch
 
-from omni_kvlink.connectors.base import Options
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
     KVConfig,
@@ -22,10 +21,11 @@ from omni_kvlink.engine.config import (
 )
 from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.lowlevel import Options
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
 NODE = "{node}"
-"""Stands in a URL for the address of the node on which Ray puts a stage, or a rank of it."""
+"""Placeholder in a URL: the address of the node on which Ray places a stage or a rank."""
 
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
@@ -49,18 +49,19 @@ def stage_configs(
     """A configuration for each stage; a stage's sink is what the next one's connector names.
 
     Args:
+        deploy: the deployment.
         model: directory of the checkpoint.
         overrides: fields for every stage, such as dtype.
 
     Raises:
-        SchemaError: a setting does not fit.
+        SchemaError: a setting is not valid.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
     ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
     for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
         values = {**stage.settings, **overrides}
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
-        _check_place(stage, sinks)
+        _check_placement(stage, sinks)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
@@ -80,22 +81,22 @@ def stage_configs(
     return configs
 
 
-def fed_by(
+def with_sources(
     config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
 ) -> OmniDiffusionConfig:
-    """A stage's configuration, now that the ranks of the stage before serve at `urls`."""
-    options = {**_reader(before.sink_options), **config.kv.source_options}
+    """A stage's configuration with the URLs that the ranks of the stage before serve."""
+    options = {**_consumer_options(before.sink_options), **config.kv.source_options}
     kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
     return dataclasses.replace(config, kv=kv)
 
 
 def rank_urls(url: str, ranks: int) -> tuple[str, ...]:
-    """A URL for each tensor rank: ports counted up from the given one, names with a number."""
+    """A URL for each tensor rank: with consecutive ports, or with the rank in the name."""
     return (url, *(_of_rank(url, rank) for rank in range(1, ranks)))
 
 
 def environment(stage: StageDeploy) -> dict[str, str]:
-    """What a process of this stage may see of the machine."""
+    """Environment variables that limit a process to the stage's devices."""
     return {"CUDA_VISIBLE_DEVICES": stage.devices} if stage.devices and _has_cuda() else {}
 
 
@@ -114,11 +115,13 @@ def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
     return config
 
 
-def _check_place(stage: StageDeploy, sinks: Sequence[str]) -> None:
-    """Raises SchemaError if a setting for Ray has no meaning, or none that is known."""
-    where, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
-    if where not in (True, False, "ray"):
-        raise SchemaError(f"stage {stage.stage_id}: own_process {where!r}; true, false or ray")
+def _check_placement(stage: StageDeploy, sinks: Sequence[str]) -> None:
+    """Raises SchemaError if a setting for Ray is unknown, or used without Ray."""
+    own_process, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
+    if own_process not in (True, False, "ray"):
+        raise SchemaError(
+            f"stage {stage.stage_id}: own_process {own_process!r}; true, false or ray"
+        )
     if "ray" in stage.settings and not is_on_ray:
         raise SchemaError(
             f"stage {stage.stage_id}: ray: is for own_process: ray, or for "
@@ -134,8 +137,8 @@ def _is_on_ray(stage: StageDeploy) -> bool:
 
 
 def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str, Any]]:
-    """The URL that a stage serves, and its options, of a connector by any of its known names."""
-    if spec is None and _is_on_ray(stage):  # by memory if both come to one node, else by network
+    """The URL that a stage serves and its options, for a connector of any known name."""
+    if spec is None and _is_on_ray(stage):  # shared memory on one node, else the network
         return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
     if spec is None or spec.name == "SharedMemoryConnector":
         own = {} if spec is None else spec.extra
@@ -144,7 +147,9 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
         return _mooncake(spec.extra)
     if spec.name == "KVLinkConnector":
         if "url" not in spec.extra:
-            raise SchemaError("KVLinkConnector: extra needs a url, such as zmq+tcp://127.0.0.1:0")
+            raise SchemaError(
+                "KVLinkConnector: extra must have a url, such as zmq+tcp://127.0.0.1:0"
+            )
         return str(spec.extra["url"]), _options(spec.extra)
     raise SchemaError(
         f"no connector {spec.name!r}; there are SharedMemoryConnector, Mooncake…Connector and "
@@ -153,7 +158,7 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
 
 
 def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The same network by this library's connectors: rdma by UCX, tcp by ZMQ."""
+    """This library's connector for the same network: UCX for rdma, ZMQ for tcp."""
     host, port = extra.get("host", "auto"), extra.get("zmq_port", 0)
     scheme = "ucx" if extra.get("protocol", "rdma") == "rdma" else "zmq+tcp"
     options = _options(extra)
@@ -165,8 +170,8 @@ def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _of_rank(url: str, rank: int) -> str:
-    place, question, query = url.partition("?")
-    own = place if _PORT.search(place) else f"{place}-{rank}"
+    authority, question, query = url.partition("?")
+    own = authority if _PORT.search(authority) else f"{authority}-{rank}"
     return _PORT.sub(
         lambda found: f":{int(found[1]) and int(found[1]) + rank}", own + question + query
     )
@@ -176,13 +181,13 @@ def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in _OPTIONS}
 
 
-def _reader(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Both ends find each other by the directory; keys are each end's own."""
+def _consumer_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that both ends have in common; keys are each end's own."""
     return {name: value for name, value in options.items() if name in ("directory", "mode")}
 
 
 def _device(stage: StageDeploy, kind: str) -> str:
-    """A process that sees only its own devices counts from 0; this one counts all."""
+    """A stage in a process of its own sees only its devices, and selects by rank."""
     if not (stage.devices and _has_cuda()) or kind == "ar" or _is_on_ray(stage):
         return "auto"
     return f"cuda:{stage.devices.split(',')[0]}"

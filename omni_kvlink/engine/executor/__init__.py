@@ -1,4 +1,4 @@
-"""Executors: between an engine and whoever does its work."""
+"""Executors: run what a scheduler chose, in this process or in others."""
 
 from omni_kvlink.engine.executor.base import Executor as Executor
 from omni_kvlink.engine.executor.base import FailureCallback as FailureCallback

@@ -1,4 +1,4 @@
-"""The contract of an executor: between an engine and whoever does its work."""
+"""`Executor`: the interface between an engine and its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_manager import KVManager
+from omni_kvlink.engine.kv.interface import KVManager
 from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionSchedulerOutput,
@@ -20,26 +20,27 @@ from omni_kvlink.engine.worker.model import model_utility
 
 FailureCallback: TypeAlias = Callable[[EngineError], None]
 
-_ROWS = {
+_EXECUTORS = {
     "uni": "omni_kvlink.engine.executor.uniproc:UniprocExecutor",
     "mp": "omni_kvlink.engine.executor.multiproc:MultiprocExecutor",
     "ray": "omni_kvlink.engine.ray.executor:RayExecutor",
     "diffusers": "omni_kvlink.engine.executor.diffusers:DiffusersPipelineExecutor",
 }
+"""Executors by name, as "module:Class"; imported when a configuration names them."""
 
-_AR_ROWS = {**_ROWS, "uni": "omni_kvlink.engine.executor.uniproc:ARExecutor"}
+_AR_EXECUTORS = {**_EXECUTORS, "uni": "omni_kvlink.engine.executor.uniproc:ARExecutor"}
 
 
 class Executor(ABC):
-    """Runs what a scheduler hands out, on one worker or many.
+    """Runs what a scheduler chose, on one worker or several.
 
-    Calls come from one thread, but `abort`, `fail_kv`, `check_health` and
-    `register_failure_callback` may come from any.
+    Calls come from one thread, except `abort`, `fail_kv`, `check_health` and
+    `register_failure_callback`, which may come from any.
 
     Attributes:
-        supports_request_batch: whether the pipeline takes a batch in one pass.
-        kv_manager: what the scheduler owns: the runner's own where there is one process, and what
-            speaks for the workers' where there are several. None if no KV comes from elsewhere.
+        supports_request_batch: whether the pipeline runs a batch in one pass.
+        kv_manager: for the scheduler: the runner's own, or a proxy of those in other processes;
+            None if no KV comes from another stage.
     """
 
     supports_request_batch: bool = False
@@ -51,18 +52,19 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(config: StageConfig) -> type[Executor]:
-        """The executor that the configuration names: "uni" for one rank, "mp" for more.
+        """The executor class that a configuration names; "uni" for one rank, "mp" for more.
 
         Raises:
-            ValueError: no such executor, or it is no executor.
-            ImportError: its module, or what it needs, is not installed.
+            ValueError: there is no such executor, or the named class is none.
+            ImportError: its module, or what that needs, is not installed.
         """
         ranks = config.parallel_config.world_size
         name = config.distributed_executor_backend or ("uni" if ranks == 1 else "mp")
-        rows = _AR_ROWS if isinstance(config, OmniARConfig) else _ROWS
-        module, separator, attribute = rows.get(name, name).partition(":")
+        table = _AR_EXECUTORS if isinstance(config, OmniARConfig) else _EXECUTORS
+        module, separator, attribute = table.get(name, name).partition(":")
         if not separator:
-            raise ValueError(f"no executor {name!r}; there are {', '.join(_ROWS)}, 'module:Class'")
+            names = ", ".join(_EXECUTORS)
+            raise ValueError(f"no executor {name!r}; there are {names}, 'module:Class'")
         found = getattr(importlib.import_module(module), attribute)
         if not (isinstance(found, type) and issubclass(found, Executor)):
             raise ValueError(f"{name} is no Executor")
@@ -70,21 +72,21 @@ class Executor(ABC):
 
     @abstractmethod
     def _init_executor(self) -> None:
-        """Start the workers, and load their models; called once."""
+        """Start the workers and load their models; called once."""
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
-        """Complete a request before it is queued, with the model's defaults; in any thread.
+        """Fill in the model's defaults before a request is queued; from any thread.
 
         Raises:
-            EngineError: it cannot run here.
+            EngineError: the request cannot run here.
         """
         model_utility(self.config).prepare(request)
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
-        """Run everything that was scheduled. A request's own error is in its result.
+        """Run all scheduled requests. A request's own error is in its output.
 
         Raises:
-            EngineDeadError: the workers are gone; nothing came of any request.
+            EngineDeadError: the workers are gone; no request has an output.
         """
         batch = self.supports_request_batch and len(scheduler_output.requests) > 1
         run = self.execute_batch if batch else self.execute_request
@@ -92,11 +94,11 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        """One call of the workers for each request."""
+        """Run each request in a call of its own."""
 
     @abstractmethod
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        """One call of the workers for all of them: one forward pass."""
+        """Run all requests in one call: one forward pass."""
 
     @abstractmethod
     def collective_rpc(
@@ -107,25 +109,28 @@ class Executor(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker; the answers in the order of the ranks.
+        """Call a method of every worker; returns the answers in the order of the ranks.
 
         Args:
+            method: its name.
             timeout: seconds in which all must have answered; no limit if None.
+            args: positional arguments.
+            kwargs: keyword arguments.
 
         Raises:
             TransferTimeout: a worker did not answer in time.
             EngineDeadError: a worker is gone.
-            Exception: what the method raised.
             NotImplementedError: this executor has no workers.
+            Exception: what the method raised.
         """
 
     @abstractmethod
     def register_failure_callback(self, callback: FailureCallback) -> None:
-        """Call this, from any thread, once, when a worker is gone; at once if it is already."""
+        """Call `callback` once, from any thread, when a worker is gone; at once if one is."""
 
     @abstractmethod
     def check_health(self, *, timeout: float) -> None:
-        """Return if every worker lives and answers.
+        """Return if every worker answers within `timeout` seconds.
 
         Raises:
             EngineDeadError: one does not.
@@ -133,19 +138,19 @@ class Executor(ABC):
 
     @abstractmethod
     def determine_available_memory(self) -> list[int]:
-        """Bytes that each worker's device could still take."""
+        """Bytes free on each worker's device."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """A running request ends at its next denoising step, in RequestAborted; no other does."""
+        """End a running request with RequestAborted, at its next denoising step."""
 
     def fail_kv(self, request_id: str, reason: str) -> None:
-        """Tell the next stage, where there is one, that this request's KV will not come."""
+        """Tell the next stage, if there is one, that this request's KV will not come."""
         if self.config.kv.sinks:
             self.collective_rpc("fail_kv", args=(request_id, reason))
 
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of every worker's memory: 1 keeps them elsewhere, 2 drops them."""
+        """Take the weights out of every worker's memory: level 1 keeps them elsewhere, 2 not."""
         return all(self.collective_rpc("sleep", args=(level,)))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
@@ -154,4 +159,4 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers, give back their memory; a second call does nothing."""
+        """Shut the workers down and release their memory; idempotent."""

@@ -1,4 +1,4 @@
-"""`DiffusersPipelineExecutor`: a pipeline of diffusers, without a worker."""
+"""`DiffusersPipelineExecutor`: runs a pipeline of diffusers in this process, without a worker."""
 
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ import torch
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import (
-    EngineAsleepError,
     EngineDeadError,
     EngineError,
     NoWorkersError,
-    forget_frames,
 )
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, DiffusionSchedulerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, give_memory_back
+from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.errors import UnavailableError
 
 INSTALL = "pip install 'omni-kvlink[diffusers]'"
 
 
 class DiffusersPipelineExecutor(Executor):
-    """Paints requests that need no KV; one that does is refused, and never painted without.
+    """Generates images for requests that need no KV; one that needs KV ends in an error.
 
-    `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may have its
-    pipeline from elsewhere. `config.model_class_name` and `config.stage` mean nothing here.
+    `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may load its
+    pipeline from elsewhere. `config.model_class_name` and `config.stage` are ignored.
 
     Raises:
         UnavailableError: diffusers is not installed.
         FileNotFoundError: `config.model` is no such directory.
-        EngineError: a setting that has no meaning for this executor.
+        EngineError: a setting has no meaning for this executor.
     """
 
     config: OmniDiffusionConfig
 
     def load_pipeline(self) -> Any:
-        """A pipeline of diffusers, anew; called once, and once for each waking from level 2.
+        """Load the pipeline; called once, and again by `wake_up` after sleep level 2.
 
-        Neither the network is asked nor code of the directory run, and weights are safetensors.
+        Reads safetensors alone, runs no code of the directory, and does not use the network.
         """
         directory = Path(self.config.model)
         if not (directory / "model_index.json").is_file():
@@ -67,17 +65,19 @@ class DiffusersPipelineExecutor(Executor):
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
-        self._level, self._is_shut = 0, False
-        self._parked: ParkedWeights | None = None
+        self._is_shut_down = False
         self.device = self.config.device_of(0)
         self.pipeline: DiffusersPipeline | None = self._load()
         self.supports_request_batch = self.pipeline.supports_request_batch
+        self._weights = OffloadableWeights(
+            modules=self._modules, drop=self._drop_pipeline, reload=self._reload_pipeline
+        )
 
     def _load(self) -> DiffusersPipeline:
         return DiffusersPipeline(self.load_pipeline().to(self.device))
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
-        """Nothing is filled in: what a request leaves open is the pipeline's choice.
+        """Check a request; the params that it leaves open are the pipeline's choice.
 
         Raises:
             EngineError: the request needs KV.
@@ -86,19 +86,19 @@ class DiffusersPipelineExecutor(Executor):
         if error is not None:
             raise error
 
-    # One batch.
-
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run each request in a call of its own."""
         single = [self._execute([request]) for request in scheduler_output.requests]
         return BatchRunnerOutput([output for batch in single for output in batch.runner_outputs])
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run all requests in one call of the pipeline."""
         return self._execute(scheduler_output.requests)
 
     def _execute(self, requests: Sequence[OmniDiffusionRequest]) -> BatchRunnerOutput:
         self.check_health(timeout=0.0)
-        if self._level or self.pipeline is None:
-            raise EngineAsleepError(f"asleep at level {self._level}: wake_up() first")
+        self._weights.check_awake()
+        assert self.pipeline is not None
         started = time.perf_counter()
         batch = DiffusionRequestBatch(requests)
         outputs = {
@@ -115,7 +115,7 @@ class DiffusersPipelineExecutor(Executor):
             self._end(ready)
         for output in outputs.values():
             output.seconds["execute"] = time.perf_counter() - started
-            forget_frames(output.error)
+            output.clear_traceback()
         return BatchRunnerOutput.of(batch.request_ids, outputs)
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
@@ -131,11 +131,10 @@ class DiffusersPipelineExecutor(Executor):
                 self._cancelled.discard(request.request_id)
 
     def abort(self, request_id: str) -> None:
+        """End a running request at its next denoising step."""
         with self._lock:
             if request_id in self._running:
                 self._cancelled.add(request_id)
-
-    # What there are no workers for.
 
     def collective_rpc(
         self,
@@ -145,66 +144,56 @@ class DiffusersPipelineExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
+        """Raises NoWorkersError."""
         raise NoWorkersError(
             f"{method}: a pipeline of diffusers runs without workers, in the engine's own process;"
             " distributed_executor_backend 'uni' or 'mp' has workers"
         )
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
-        """The pipeline lives as long as the process: there is nothing to report."""
+        """Does nothing: the pipeline lives as long as this process."""
 
     def check_health(self, *, timeout: float) -> None:
-        if self._is_shut:
+        """Raises EngineDeadError after `shutdown`."""
+        if self._is_shut_down:
             raise EngineDeadError("the executor was shut down")
 
     def determine_available_memory(self) -> list[int]:
+        """Bytes free on the device."""
         return [available_memory(self.device)]
 
-    # Memory.
-
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of the device's memory: 1 keeps them elsewhere, 2 drops them.
+        """Take the weights out of memory: 1 keeps them elsewhere, 2 drops the pipeline.
 
         Returns:
             Whether it was awake.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level {level}; there are 1 and 2")
-        if self._level or self.pipeline is None:
-            return False
-        if level == 1:
-            self._parked = ParkedWeights(self.pipeline.modules())
-        else:
-            self._drop_pipeline()
-        self._level = level
-        return True
+        return self._weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Bring back what `sleep` took; there is no "kv_cache" here to bring back.
+        """Bring back what `sleep` took; there is no "kv_cache" to bring back.
 
         Returns:
             Whether anything was asleep.
         """
-        if not self._level or (tags is not None and "weights" not in tags):
-            return False
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-        else:
-            self.pipeline = self._load()
-        self._level = 0
-        return True
+        return (tags is None or "weights" in tags) and self._weights.wake_up()
 
     def shutdown(self) -> None:
-        self._is_shut = True
-        if self._parked is not None:
-            self._parked.drop()
-            self._parked = None
+        """Release the pipeline; idempotent."""
+        self._is_shut_down = True
+        self._weights.close()
         self._drop_pipeline()
+
+    def _modules(self) -> Mapping[str, torch.nn.Module]:
+        assert self.pipeline is not None  # dropped by level 2 alone
+        return self.pipeline.modules()
+
+    def _reload_pipeline(self) -> None:
+        self.pipeline = self._load()
 
     def _drop_pipeline(self) -> None:
         self.pipeline = None
-        give_memory_back()
+        trim_memory()
 
 
 def _diffusers() -> Any:
@@ -215,7 +204,7 @@ def _diffusers() -> Any:
 
 
 def _check(config: OmniDiffusionConfig) -> None:
-    """What this executor has no use for is refused, not passed over."""
+    """Raises EngineError if a setting is used that this executor ignores."""
     useless = {
         "kv.sources": config.kv.sources,
         "kv.sinks": config.kv.sinks,
@@ -231,6 +220,6 @@ def _needs_kv(request: OmniDiffusionRequest) -> EngineError | None:
     if not (request.need_kv_receive or request.need_kv_transfer):
         return None
     return EngineError(
-        f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither takes nor"
-        " gives any: use distributed_executor_backend 'uni' or 'mp'"
+        f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither receives nor"
+        " sends any: use distributed_executor_backend 'uni' or 'mp'"
     )

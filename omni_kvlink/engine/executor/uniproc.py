@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from threading import Thread
 from typing import Any
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.outputs import (
@@ -17,29 +17,47 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
 )
-from omni_kvlink.engine.worker.base import WorkerBase
+from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
 from omni_kvlink.errors import TransferTimeout
 
 
-class InProcess(Executor):
-    """What executors with their one worker in this process have in common."""
+class UniprocExecutor(Executor):
+    """Runs a diffusion stage on one worker in this process.
 
-    worker: WorkerBase[Any]
+    Attributes:
+        worker: the worker, its model loaded.
+    """
 
-    @staticmethod
-    def make_worker(config: StageConfig) -> WorkerBase[Any]:
-        """The worker of a stage's kind."""
-        raise NotImplementedError
+    worker: GPUDiffusionWorker | GPUARWorker
 
     def _init_executor(self) -> None:
-        self._is_shut = False
-        self.worker = self.make_worker(self.config)
+        self._is_shut_down = False
+        self.worker = self._make_worker()
         self.worker.init_device()
         self.kv_manager = self.worker.runner.kv_manager
         pipeline = self.worker.runner.utility.pipeline
         self.supports_request_batch = getattr(pipeline, "supports_request_batch", False)
+
+    def _make_worker(self) -> GPUDiffusionWorker | GPUARWorker:
+        assert isinstance(self.config, OmniDiffusionConfig)
+        return GPUDiffusionWorker(0, 0, self.config)
+
+    def prepare(self, request: OmniDiffusionRequest) -> None:
+        """Fill in the loaded model's defaults; see `Executor.prepare`."""
+        self.worker.runner.utility.prepare(request)
+
+    def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run each request in a call of its own."""
+        assert isinstance(self.worker, GPUDiffusionWorker)
+        single = [self.worker.execute_model([request]) for request in scheduler_output.requests]
+        return BatchRunnerOutput([output for batch in single for output in batch.runner_outputs])
+
+    def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run all requests in one call."""
+        assert isinstance(self.worker, GPUDiffusionWorker)
+        return self.worker.execute_model(scheduler_output.requests)
 
     def collective_rpc(
         self,
@@ -49,74 +67,54 @@ class InProcess(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
+        """Call a method of the worker; with a timeout, in a thread of its own."""
         call = partial(getattr(self.worker, method), *args, **(kwargs or {}))
         if timeout is None:
             return [call()]
         answer: Future[Any] = Future()
-        threading.Thread(target=_answer, args=(answer, call), daemon=True).start()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
         if not wait([answer], timeout).done:
             raise TransferTimeout(f"{method} took more than {timeout:g} s", waited=timeout)
         return [answer.result()]
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
-        """This worker lives as long as the process: there is nothing to report."""
+        """Does nothing: the worker lives as long as this process."""
 
     def check_health(self, *, timeout: float) -> None:
-        if self._is_shut:
+        """Raises EngineDeadError after `shutdown`."""
+        if self._is_shut_down:
             raise EngineDeadError("the executor was shut down")
 
     def determine_available_memory(self) -> list[int]:
+        """Bytes free on the worker's device."""
         return [self.worker.determine_available_memory()]
 
     def abort(self, request_id: str) -> None:
+        """End a running request at its next denoising step."""
         self.worker.abort(request_id)
 
     def shutdown(self) -> None:
-        self._is_shut = True
+        """Shut the worker down; idempotent."""
+        self._is_shut_down = True
         self.worker.shutdown()
 
 
-class UniprocExecutor(InProcess):
-    """A diffusion stage in this process."""
+class ARExecutor(UniprocExecutor):
+    """Runs an AR stage on one worker in this process."""
 
-    worker: GPUDiffusionWorker
-
-    @staticmethod
-    def make_worker(config: StageConfig) -> GPUDiffusionWorker:
-        assert isinstance(config, OmniDiffusionConfig)
-        return GPUDiffusionWorker(0, 0, config)
-
-    def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        single = [self.worker.execute_model([request]) for request in scheduler_output.requests]
-        return BatchRunnerOutput([output for batch in single for output in batch.runner_outputs])
-
-    def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        return self.worker.execute_model(scheduler_output.requests)
-
-
-class ARExecutor(InProcess):
-    """An AR stage in this process."""
-
-    worker: GPUARWorker
-
-    @staticmethod
-    def make_worker(config: StageConfig) -> GPUARWorker:
-        assert isinstance(config, OmniARConfig)
-        return GPUARWorker(0, 0, config)
+    def _make_worker(self) -> GPUARWorker:
+        assert isinstance(self.config, OmniARConfig)
+        return GPUARWorker(0, 0, self.config)
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+        """Read the scheduled prompts."""
         assert isinstance(scheduler_output, ARSchedulerOutput)
+        assert isinstance(self.worker, GPUARWorker)
         return self.worker.execute_model(scheduler_output)
-
-    def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        raise NotImplementedError("prompts are read by execute_model")
-
-    def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        raise NotImplementedError("prompts are read by execute_model")
-
-
-def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:
-        answer.set_exception(error)

@@ -1,0 +1,1 @@
+"""KV of requests: sources, sinks, and what is held between them."""

@@ -1,4 +1,4 @@
-"""Paged KV of an AR stage: the pools, and who has which of their blocks."""
+"""Paged KV of an AR stage: its memory, and which blocks of it are free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from omni_kvlink.errors import CapacityError
 
 
 class BlockManager:
-    """Which blocks are free; asked before it is told, by the scheduler alone.
+    """Which blocks of the pools are free. Not thread-safe: the scheduler alone uses it.
 
     Args:
-        num_blocks: of the pools.
+        num_blocks: how many blocks there are.
         block_size: tokens in each.
     """
 
@@ -27,24 +27,26 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
+        """How many blocks are free."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens fill."""
+        """How many blocks a number of tokens needs."""
         return -(-tokens // self.block_size)
 
     def can_allocate(self, blocks: int) -> bool:
+        """Whether so many blocks are free."""
         return blocks <= len(self._free)
 
     def allocate(self, blocks: int) -> list[int]:
-        """Take so many blocks.
+        """Take blocks.
 
         Raises:
             CapacityError: fewer are free.
         """
         if not self.can_allocate(blocks):
             raise CapacityError(
-                f"{blocks} blocks of {self.block_size} tokens wanted, {len(self._free)} of "
+                f"{blocks} blocks of {self.block_size} tokens needed, {len(self._free)} of "
                 f"{self.num_blocks} are free: raise num_blocks",
                 asked=blocks,
                 free=len(self._free),
@@ -54,14 +56,14 @@ class BlockManager:
         return taken
 
     def free(self, blocks: list[int]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
-            ValueError: one is not taken.
+            ValueError: one is free already, or named twice.
         """
-        strange = sorted(set(blocks) - self._taken)
-        if strange or len(set(blocks)) != len(blocks):
-            raise ValueError(f"blocks {strange or blocks} are not taken, or stand twice")
+        unknown = sorted(set(blocks) - self._taken)
+        if unknown or len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks {unknown or blocks} are free already, or named twice")
         self._taken.difference_update(blocks)
         self._free.extend(blocks)
 
@@ -91,25 +93,22 @@ class KVPools:
 
     @property
     def keys(self) -> list[torch.Tensor]:
-        """A pool for each layer.
-
-        Raises:
-            EngineAsleepError: the pools were given back.
-        """
+        """K, a pool for each layer; raises EngineAsleepError while the pools are asleep."""
         self._check_awake()
         return self._keys
 
     @property
     def values(self) -> list[torch.Tensor]:
+        """V, a pool for each layer; raises EngineAsleepError while the pools are asleep."""
         self._check_awake()
         return self._values
 
     def sleep(self) -> None:
-        """Give the memory back, and all that is in it."""
+        """Release the memory and its contents."""
         self._keys, self._values = [], []
 
     def wake_up(self) -> None:
-        """Take memory again; what is in it is nobody's yet."""
+        """Allocate the memory again, uninitialized."""
         if not self._keys:
             self._keys, self._values = (
                 [self._pool() for _ in range(self.num_layers)] for _ in range(2)

@@ -1,4 +1,4 @@
-"""One request's KV, from the room that is set aside for it until it is given back."""
+"""`KVEntry`: one request's KV, from its reservation until its release."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
+from omni_kvlink import Payload, Verify
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_source import KVNeeds, KVSource, ReceivedKV
+from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 from omni_kvlink.errors import ClosedError, TransferTimeout
-from omni_kvlink.link import Payload, Verify
 
 
 class KVState(enum.Enum):
-    """How far a request's KV has come."""
+    """The state of a request's KV."""
 
     ABSENT = "absent"
     ALLOCATED = "allocated"
@@ -27,142 +27,139 @@ class KVState(enum.Enum):
 
 
 class KVEntry:
-    """One request's KV; thread-safe: the receiver's thread works on it, and others may end it.
+    """One request's KV; thread-safe: the receiver's thread fills it, other threads may close it.
 
     Args:
-        nbytes: room set aside; what it really takes once that is known.
-        limit: seconds from `begin` until it must have come.
+        request_id: whose KV it is.
+        nbytes: bytes reserved.
+        timeout: seconds from `begin` until it must have come.
 
     Attributes:
+        nbytes: bytes reserved; the actual size once that is known.
         data: the KV, while the state is READY.
         error: why it did not come, while the state is FAILED.
+        seconds: how long the receive took.
     """
 
-    def __init__(self, request_id: str, nbytes: int, limit: float):
-        self.request_id, self.nbytes, self.limit = request_id, nbytes, limit
+    def __init__(self, request_id: str, nbytes: int, timeout: float):
+        self.request_id, self.nbytes, self.timeout = request_id, nbytes, timeout
         self.state = KVState.ALLOCATED
         self.data: Payload | None = None
         self.error: Exception | None = None
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._source: KVSource | None = None
-        self._wants: KVNeeds | None = None
-        self._arrival: ReceivedKV | None = None
+        self._get: KVGet | None = None
+        self._received: ReceivedKV | None = None
         self._started = 0.0
-        self._answered = self._closed = False
+        self._has_come = self._closed = False
 
     @property
     def deadline(self) -> float | None:
-        """When the receive fails of itself; what came in time may be looked at for longer."""
-        waits = self.state is KVState.RECEIVING and not self._answered
-        return self._started + self.limit if waits else None
+        """When the receive times out, in monotonic seconds; None once the payload has come."""
+        pending = self.state is KVState.RECEIVING and not self._has_come
+        return self._started + self.timeout if pending else None
 
     def begin(self, source: KVSource) -> None:
-        """The receive begins, and so does its limit."""
+        """Start the receive and its timeout; raises EngineError if it was started before."""
         with self._lock:
             if self.state is not KVState.ALLOCATED:
                 raise EngineError(f"the KV of {self.request_id!r} is {self.state.value} already")
             self._source, self._started = source, time.monotonic()
             self.state = KVState.RECEIVING
 
-    def expire(self) -> bool:
-        """End the receive if its deadline has passed; True if it was this call that did."""
-        with self._lock:
-            if self.deadline is None or time.monotonic() < self.deadline:
-                return False
-            self.state = KVState.FAILED
-            self.error = TransferTimeout(
-                f"the KV of {self.request_id!r} did not come within {self.limit:g} s{self._as()}",
-                key=self.request_id,
-                waited=self.limit,
-                phase="asked for" if self._wants else "connecting",
-            )
-        self._withdraw("its deadline passed")
-        return True
+    def request(self, timeout: float) -> KVGet | None:
+        """Request the KV, without waiting for it; None if the entry was closed meanwhile.
 
-    def close(self) -> None:
-        """Give back what came, or ask for it no more; once."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            unanswered = self.deadline is not None
-            if self.state is KVState.RECEIVING:  # and the receiver gives back what it looks at
-                self.state, self.error = KVState.FAILED, ClosedError("the request was ended")
-            arrival, self._arrival, self.data = self._arrival, None, None
-        if unanswered:
-            self._withdraw("the request was ended")
-        if arrival is not None:
-            arrival.release()
-
-    # In the receiver's thread.
-
-    def ask(self, timeout: float) -> KVNeeds | None:
-        """Ask the producer, without waiting for the answer; None if nobody wants it any more.
+        Runs in the receiver's thread.
 
         Args:
-            timeout: seconds to find a producer again that went away.
+            timeout: seconds to reconnect in, if the producer is gone.
         """
         if self.state is not KVState.RECEIVING or self._source is None:
             return None
-        wants = self._source.begin_get(self.request_id, timeout=timeout)
+        get = self._source.begin_get(self.request_id, timeout=timeout)
         with self._lock:
             if self.state is KVState.RECEIVING:
-                self._wants = wants
-                return wants
-        wants.cancel()
+                self._get = get
+                return get
+        get.cancel()
         return None
 
-    def take(self, verify: Verify, device: torch.device, admit: Callable[[int], None]) -> None:
-        """What came, every byte checked, on the device that wants it.
+    def open(self, verify: Verify, device: torch.device, admit: Callable[[int], None]) -> None:
+        """Check the KV that has come and put it on `device`; runs in the receiver's thread.
 
         Args:
-            admit: told the true size; raises if there is no room.
+            verify: as for `KVConsumer.get`.
+            device: where the tensors are to be.
+            admit: called with the actual size in bytes; raises if the budget has no room for it.
         """
         with self._lock:
             if self.state is not KVState.RECEIVING:
                 return
             assert self._source is not None
-            assert self._wants is not None
-            self._answered = True
+            self._has_come = True
         started = time.perf_counter() - (time.monotonic() - self._started)
-        arrival = self._source.open(self._wants, started=started, verify=verify)
+        received = self._source.open(self._get, started=started, verify=verify)
         try:
-            admit(arrival.nbytes)
-            data = arrival.placed_on(device)
+            admit(received.nbytes)
+            data = received.to(device)
         except BaseException:
-            arrival.release()
+            received.release()
             raise
         with self._lock:
             if not self._closed:
-                self._arrival, self.data, self.state = arrival, data, KVState.READY
+                self._received, self.data, self.state = received, data, KVState.READY
                 self.seconds = time.monotonic() - self._started
                 return
-        arrival.release()
+        received.release()
 
     def fail(self, error: Exception) -> bool:
-        """The receive ended with an error; False if it had ended before."""
+        """End the receive with an error; False if it had ended before."""
         with self._lock:
             if self.state is not KVState.RECEIVING:
                 return False
             self.state, self.error = KVState.FAILED, error
-        if self._source is not None and self._source.is_divided:
-            self._withdraw(f"another part did not come: {error}")
+            return True
+
+    def expire(self) -> bool:
+        """Fail the receive if its deadline has passed; whether this call did so."""
+        with self._lock:
+            if self.deadline is None or time.monotonic() < self.deadline:
+                return False
+            assert self._source is not None
+            self.state, names = KVState.FAILED, self._source.keys(self.request_id)
+            text = f"the KV of {self.request_id!r} did not come within {self.timeout:g} s"
+            if names != [self.request_id]:
+                text += f" as {', '.join(names)}: check kv.receivers of the stage before"
+            self.error = TransferTimeout(
+                text,
+                key=self.request_id,
+                waited=self.timeout,
+                phase="asked for" if self._get else "connecting",
+            )
+        self._abort("its deadline passed")
         return True
 
-    def _as(self) -> str:
-        """Under which other names it was asked for, and what to look at if nobody sent those."""
-        keys = [] if self._source is None else self._source.keys(self.request_id)
-        if keys == [self.request_id]:
-            return ""
-        return (
-            f" as {', '.join(keys)}: the stage before must have this one's division, kv.receivers"
-        )
+    def close(self) -> None:
+        """Release the KV, or cancel its receive; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            pending = self.deadline is not None
+            if self.state is KVState.RECEIVING:  # `open`, if it runs, then releases the payload
+                self.state, self.error = KVState.FAILED, ClosedError("the request has ended")
+            received, self._received, self.data = self._received, None, None
+        if pending:
+            self._abort("the request has ended")
+        if received is not None:
+            received.release()
 
-    def _withdraw(self, why: str) -> None:
-        """Nobody waits here any more; and the producer shall not keep it for us."""
-        if self._wants is not None:
-            self._wants.cancel()
+    def _abort(self, reason: str) -> None:
+        """Cancel the get, and tell the producer not to keep the KV."""
+        if self._get is not None:
+            self._get.cancel()
         if self._source is not None:
             with contextlib.suppress(ClosedError):  # a closed link keeps nothing
-                self._source.abort(self.request_id, why)
+                self._source.abort(self.request_id, reason)

@@ -1,85 +1,53 @@
-"""`DiffusionKVManager`: the KV of requests that wait or run: received, held, given back once."""
+"""`DiffusionKVManager`: receives and holds the KV of requests that wait or run."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from omni_kvlink import KVConsumer, Payload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv.budget import Budget
 from omni_kvlink.engine.kv.kv_entry import KVEntry, KVState
 from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.kv.kv_source import KVSource
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.sched.budget import Budget
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link import KVLink, Payload
 
 _RECONNECT = 0.2
-"""Seconds that a receive may spend on finding a producer again that went away."""
-
-
-class KVManager(Protocol):
-    """What a scheduler asks of whoever holds its requests' KV, here or in worker processes."""
-
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Call this, from any thread, when a receive came to its end."""
-
-    def can_allocate(self, request: OmniDiffusionRequest) -> bool:
-        """Whether there is room for a request's KV now."""
-
-    def allocate(self, request: OmniDiffusionRequest) -> None:
-        """Set room aside; CapacityError if there is none."""
-
-    def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Begin to receive, and return."""
-
-    def state(self, request_id: str) -> KVState:
-        """How far a request's KV has come; asking changes nothing."""
-
-    def error(self, request_id: str) -> Exception | None:
-        """Why a receive failed."""
-
-    def next_deadline(self) -> float | None:
-        """When the next receive fails of itself, on `time.monotonic`'s clock."""
-
-    def free(self, request: OmniDiffusionRequest) -> None:
-        """Give back a request's KV and room, however far it came; the second time does nothing."""
-
-    def stats(self) -> dict[str, Any]:
-        """What is held, and what became of all the rest, as JSON values."""
+"""Seconds that a receive may take to reconnect to a producer that went away."""
 
 
 class DiffusionKVManager:
     """Holds the KV of each request from before it runs until after; thread-safe.
 
-    One thread receives and verifies, while the engine's thread computes; it also ends what is late.
+    One thread of its own receives, verifies and enforces deadlines, while the engine's computes.
 
     Args:
-        connector: where KV comes from: the consumer's end of the link to the stage before, or a
-            source of parts; None to use only `receive_from_connector`.
+        connector: where KV comes from: the consumer of the link to the stage before, or a
+            `KVSource`; None to use only `receive_from_connector`. It stays its caller's to close.
         config: budget, timeout, how to verify.
-        device: where the pipeline wants the tensors. On the CPU they stay in the link's memory.
+        device: where the pipeline needs the tensors. On the CPU they stay in the link's memory.
     """
 
     def __init__(
         self,
-        connector: KVLink | KVSource | None,
+        connector: KVConsumer | KVSource | None,
         config: KVConfig | None = None,
         *,
         device: torch.device | str = "cpu",
     ):
-        self.connector = KVSource.whole(connector) if isinstance(connector, KVLink) else connector
+        self.connector = None if connector is None else _source(connector)
         self.config = config or KVConfig()
         self._device = torch.device(device)
-        self._verify = self.config.verify
         self._changed = threading.Condition()
         self._budget = Budget(self.config)
-        self._held: dict[str, KVEntry] = {}
+        self._entries: dict[str, KVEntry] = {}
         self._listeners: list[Callable[[], None]] = []
         self._receiver = KVReceiver(
             "kv-receiver", next_deadline=self.next_deadline, on_deadline=self._on_deadline
@@ -88,33 +56,33 @@ class DiffusionKVManager:
         self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
 
     def listen(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, from any thread, whenever a receive has ended."""
         self._listeners.append(callback)
 
-    # Room.
+    # Before a request runs.
 
     def can_allocate(self, request: OmniDiffusionRequest) -> bool:
+        """Whether the budget has room for a request's KV now."""
         with self._changed:
             return self._budget.has_room(request)
 
     def allocate(self, request: OmniDiffusionRequest) -> None:
-        """Set room aside for a request's KV: as much as the stage before said, or a reserve.
+        """Reserve memory for a request's KV: its `kv_nbytes`, or `kv.reserve` if that is None.
 
         Raises:
-            CapacityError: more than what is free; asked and free bytes are its attributes.
-            EngineError: the request has room already.
+            CapacityError: more than what is free; `asked` and `free` are in bytes.
+            EngineError: the request has a reservation already.
         """
         with self._changed:
             self._check_open()
-            if request.request_id in self._held:
+            if request.request_id in self._entries:
                 raise EngineError(f"request {request.request_id!r} holds KV already: free it first")
             nbytes = self._budget.take(request)
-            limit = self.config.timeout if request.kv_timeout is None else request.kv_timeout
-            self._held[request.request_id] = KVEntry(request.request_id, nbytes, limit)
-
-    # Receiving.
+            timeout = self.config.timeout if request.kv_timeout is None else request.kv_timeout
+            self._entries[request.request_id] = KVEntry(request.request_id, nbytes, timeout)
 
     def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Begin to receive a request's KV, for which there is room, and return.
+        """Begin to receive the KV of a request that has a reservation, and return.
 
         Raises:
             EngineError: `allocate` it first; or this manager has no connector.
@@ -125,90 +93,94 @@ class DiffusionKVManager:
 
     def receive_from_connector(
         self,
-        connector: KVLink | KVSource,
+        connector: KVConsumer | KVSource,
         request: OmniDiffusionRequest,
         *,
         timeout: float | None = None,
     ) -> None:
-        """Fetch a request's KV and hold it; returns when every byte is there.
+        """Receive a request's KV and hold it; blocks until every byte is there.
 
         Args:
+            connector: where it comes from.
+            request: whose KV; memory is reserved for it if it has no reservation.
             timeout: seconds; the request's own, or the configured one, if None.
 
         Raises:
             TransferTimeout, TransferFailed, PeerLostError: it did not come; the request holds
                 nothing then.
             IntegrityError, WireError: what came is not what was sent.
-            CapacityError: no room for it.
+            CapacityError: the budget has no room for it.
         """
         if self.state(request.request_id) is KVState.ABSENT:
             self.allocate(request)
+        entry = self._entry(request.request_id)
         if timeout is not None:
-            self._find(request.request_id).limit = timeout
+            entry.timeout = timeout
         try:
-            source = KVSource.whole(connector) if isinstance(connector, KVLink) else connector
-            self._begin(source, request)
-            self._wait(request.request_id)
+            self._begin(_source(connector), request)
+            with self._changed:
+                while entry.state is KVState.RECEIVING:
+                    self._changed.wait()  # the receiver's thread enforces the deadline
+            if entry.error is not None:
+                raise entry.error
         except BaseException:
             self.free(request)
             raise
 
     def state(self, request_id: str) -> KVState:
-        with self._changed:
-            holding = self._held.get(request_id)
-        return KVState.ABSENT if holding is None else holding.state
+        """The state of a request's KV."""
+        entry = self._entries.get(request_id)
+        return KVState.ABSENT if entry is None else entry.state
 
     def error(self, request_id: str) -> Exception | None:
-        with self._changed:
-            holding = self._held.get(request_id)
-        return None if holding is None else holding.error
+        """Why a request's receive failed; None if it did not."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.error
 
     def nbytes(self, request_id: str) -> int:
-        """Bytes that are set aside for a request's KV, which it has once it is there."""
-        with self._changed:
-            holding = self._held.get(request_id)
-        return 0 if holding is None else holding.nbytes
+        """Bytes reserved for a request's KV; its actual size once it has come."""
+        entry = self._entries.get(request_id)
+        return 0 if entry is None else entry.nbytes
 
     def next_deadline(self) -> float | None:
+        """When the next receive times out, in monotonic seconds; None if none is pending."""
         with self._changed:
-            ends = [holding.deadline for holding in self._held.values()]
-            return min((end for end in ends if end is not None), default=None)
+            deadlines = [entry.deadline for entry in self._entries.values()]
+            return min((one for one in deadlines if one is not None), default=None)
 
-    # Holding.
+    # While it runs, and after.
 
     def get_kv_cache(self, request_id: str) -> Payload:
         """The KV as it came, a `KVCacheTransferData` or `KVCacheBundle`; never blocks.
 
         Raises:
-            EngineError: it was never asked for, or is not there yet.
+            EngineError: it was not requested, or is not there yet.
             KVLinkError: why it did not come.
         """
-        state = self.state(request_id)
-        with self._changed:
-            holding = self._held.get(request_id)
-        if holding is not None and holding.error is not None:
-            raise holding.error
-        if holding is None or holding.data is None:
-            raise EngineError(
-                f"the KV of {request_id!r} is {state.value}; a request runs when it is ready"
-            )
-        return holding.data
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.error is not None:
+            raise entry.error
+        if entry is None or entry.data is None:
+            state = self.state(request_id).value
+            raise EngineError(f"the KV of {request_id!r} is {state}: wait until it is ready")
+        return entry.data
 
     def free(self, request: OmniDiffusionRequest) -> None:
-        """Give back a request's KV and room, however far it came; the second time does nothing.
+        """Release a request's KV and its reservation, in any state; idempotent.
 
-        Tensors that somebody still holds keep the memory until they are gone.
+        Tensors that are still referenced keep their memory until they are gone.
         """
         with self._changed:
-            holding = self._held.pop(request.request_id, None)
+            entry = self._entries.pop(request.request_id, None)
             self._budget.give_back(request.request_id)
-        if holding is not None:
-            holding.close()
+        if entry is not None:
+            entry.close()
             self._count("freed")
 
     def stats(self) -> dict[str, Any]:
+        """Bytes and entries held, and counters, as JSON values."""
         with self._changed:
-            states = [holding.state.value for holding in self._held.values()]
+            states = [entry.state.value for entry in self._entries.values()]
             return {
                 "budget": self.config.budget,
                 "charged": self._budget.charged,
@@ -217,94 +189,83 @@ class DiffusionKVManager:
             }
 
     def close(self) -> None:
-        """Give back everything; a second call does nothing. The connector stays open."""
+        """Release everything; idempotent. The connector stays open."""
         with self._changed:
             self._closed = True
-            held, self._held = list(self._held.values()), {}
+            entries, self._entries = list(self._entries.values()), {}
             self._budget = Budget(self.config)
-            self._changed.notify_all()
-        for holding in held:
-            holding.close()
+        for entry in entries:
+            entry.close()
             self._count("freed")
         self._receiver.close()
 
-    # The receiver's side.
+    # Receiving.
 
     def _begin(self, source: KVSource, request: OmniDiffusionRequest) -> None:
-        holding = self._find(request.request_id)
-        holding.begin(source)
-        self._receiver.submit(self._ask, holding)
+        entry = self._entry(request.request_id)
+        entry.begin(source)
+        self._receiver.submit(self._request, entry)
 
-    def _ask(self, holding: KVEntry) -> None:
-        """In the receiver: ask the producer. No thread waits for the answer."""
+    def _request(self, entry: KVEntry) -> None:
+        """Runs in the receiver's thread; no thread waits for the answer."""
         try:
-            wants = holding.ask(min(_RECONNECT, holding.limit))
+            get = entry.request(min(_RECONNECT, entry.timeout))
         except Exception as error:
-            self._fail(holding, error)
+            self._end(entry, error)
             return
-        if wants is not None:
-            wants.future.add_done_callback(partial(self._on_answer, holding))
+        if get is not None:  # the callback runs in a thread of the connector, which must not block
+            get.future.add_done_callback(lambda _: self._receiver.submit(self._open, entry))
 
-    def _on_answer(self, holding: KVEntry, _: object) -> None:
-        """In a thread of the connector, which must not wait."""
-        self._receiver.submit(self._take, holding)
+    def _open(self, entry: KVEntry) -> None:
+        """Runs in the receiver's thread, when a get has ended."""
+        try:
+            entry.open(self.config.verify, self._device, partial(self._admit, entry))
+        except Exception as error:
+            self._end(entry, error)
+        else:
+            self._end(entry, None)
+
+    def _admit(self, entry: KVEntry, nbytes: int) -> None:
+        with self._changed:
+            if self._entries.get(entry.request_id) is entry:  # else it was freed meanwhile
+                self._budget.correct(entry.request_id, nbytes)
+            entry.nbytes = nbytes
 
     def _on_deadline(self) -> None:
         with self._changed:
-            held = list(self._held.values())
-        for holding in held:
-            if holding.expire():
+            entries = list(self._entries.values())
+        for entry in entries:
+            if entry.expire():
                 self._count("failed")
-        self._tell()
+        self._notify()
 
-    def _take(self, holding: KVEntry) -> None:
-        """In the receiver: the answer is there."""
-        try:
-            holding.take(self._verify, self._device, partial(self._admit, holding))
-        except Exception as error:
-            self._fail(holding, error)
-            return
-        if holding.state is KVState.READY:
-            self._count("received", holding.nbytes)
-        self._tell()
-
-    def _admit(self, holding: KVEntry, nbytes: int) -> None:
-        with self._changed:
-            if self._held.get(holding.request_id) is holding:  # else it was given back meanwhile
-                self._budget.correct(holding.request_id, nbytes)
-            holding.nbytes = nbytes
-
-    def _fail(self, holding: KVEntry, error: Exception) -> None:
-        if holding.fail(error):
+    def _end(self, entry: KVEntry, error: Exception | None) -> None:
+        if error is not None and entry.fail(error):
             self._count("failed")
-        self._tell()
+        elif entry.state is KVState.READY:
+            self._count("received", entry.nbytes)
+        self._notify()
 
-    def _count(self, what: str, nbytes: int = 0) -> None:
+    def _count(self, counter: str, nbytes: int = 0) -> None:
         with self._changed:
-            self._counts[what] += 1
+            self._counts[counter] += 1
             self._counts["nbytes"] += nbytes
-
-    def _tell(self) -> None:
-        with self._changed:
             self._changed.notify_all()
+
+    def _notify(self) -> None:
         for callback in self._listeners:
             callback()
 
-    def _wait(self, request_id: str) -> None:
-        """Sleep until a receive is over; raises its error."""
-        with self._changed:
-            while self.state(request_id) is KVState.RECEIVING:
-                self._changed.wait(self._find(request_id).limit)  # the receiver ends what is late
-        error = self.error(request_id)
-        if error is not None:
-            raise error
-
-    def _find(self, request_id: str) -> KVEntry:
+    def _entry(self, request_id: str) -> KVEntry:
         self._check_open()
-        if request_id not in self._held:
-            raise EngineError(f"request {request_id!r} has no room: allocate it first")
-        return self._held[request_id]
+        if request_id not in self._entries:
+            raise EngineError(f"request {request_id!r} has no memory reserved: allocate it first")
+        return self._entries[request_id]
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the KV manager is closed")
+
+
+def _source(connector: KVConsumer | KVSource) -> KVSource:
+    return connector if isinstance(connector, KVSource) else KVSource(connector)

@@ -1,27 +1,24 @@
-"""Which part of a request's KV each rank of the next stage gets: its branches, and its heads."""
+"""Which branches and heads of a request's KV each rank of the next stage receives."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, Payload, PrefixOf, SameAs, Shard
 from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link import Payload
-from omni_kvlink.payload.branch import Shard
-from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.topology import Part, Topology, shard_of
 
 
 @dataclasses.dataclass(frozen=True)
 class KVPart:
-    """What is put, and got, as one payload.
+    """A part of a request's KV that is sent as one payload.
 
     Attributes:
-        guidance: the guidance rank that gets it.
-        of: how many there are.
-        part: which heads; None if one tensor rank sends all of them to one.
+        guidance: the guidance rank that receives it.
+        of: how many guidance ranks there are.
+        part: its heads; None if one tensor rank sends all heads to one.
     """
 
     guidance: int = 0
@@ -30,48 +27,46 @@ class KVPart:
 
     @property
     def sender(self) -> int:
-        """The tensor rank that has it."""
+        """The tensor rank that sends it."""
         return 0 if self.part is None else self.part.shard.rank
 
     @property
     def readers(self) -> int:
+        """How many ranks receive it."""
         return 1 if self.part is None else len(self.part.receivers)
 
     def key(self, request_id: str) -> str:
-        """Under which it is put: the request's own id where nothing is divided."""
-        own = self._branches_key(request_id)
-        return own if self.part is None else self.part.key(own)
+        """The key under which it is put; the request's id if the KV is not divided."""
+        key = self._branches_key(request_id)
+        return key if self.part is None else self.part.key(key)
 
     def cut(self, payload: Payload) -> Payload:
-        """This part of the sender's payload, borrowed.
+        """This part of the sender's payload; its tensors are views.
 
         Raises:
-            SchemaError: it has no branches for this rank, or not these heads.
+            SchemaError: the payload has no branches for this guidance rank, or not these heads.
         """
         if self.of > 1:
             key = self._branches_key(payload.request_id)
-            payload = _some_branches(payload, key, self.guidance, self.of)
+            payload = _select_branches(payload, key, self.guidance, self.of)
         return payload if self.part is None else self.part.of(payload)
 
     def _branches_key(self, request_id: str) -> str:
         return request_id if self.of == 1 else f"{request_id}/cfg{self.guidance}of{self.of}"
 
 
-WHOLE = KVPart()
-
-
 @dataclasses.dataclass(frozen=True)
 class KVPartition:
-    """How a stage's KV goes to the ranks of the next one.
+    """How a stage's KV is divided among the ranks of the next stage.
 
     Args:
         heads: KV heads of the whole model; 1 for latents.
-        senders: tensor ranks of the stage.
-        receivers: how the next one divides its work. Its data-parallel groups are all alike: each
-            request is one group's.
+        senders: tensor ranks of the sending stage.
+        receivers: the parallelism of the receiving stage. Its data-parallel groups are alike: each
+            request goes to one of them.
 
     Raises:
-        SchemaError: the heads cannot be dealt evenly to one of the stages.
+        SchemaError: the heads cannot be divided evenly among the ranks of one of the stages.
     """
 
     heads: int
@@ -82,58 +77,65 @@ class KVPartition:
         Topology(self.heads, self.senders, self.receivers.tensor_parallel_size)
 
     def receiver(self, tensor: int) -> Shard:
-        """The heads that a tensor rank of the next stage holds."""
+        """The heads of a tensor rank of the receiving stage."""
         return shard_of(tensor, self.receivers.tensor_parallel_size, heads=self.heads)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each KV is one payload, under its request's id."""
+        return self.parts() == [KVPart()]
+
+    @property
     def parts_each(self) -> int:
-        """Payloads that a rank of the next stage gets, all with as many heads."""
+        """How many parts a rank of the receiving stage gets; all have as many heads."""
         return len(self.sent_to(RankCoords(0, 0, 0)))
 
     def sent_by(self, tensor: int) -> tuple[KVPart, ...]:
-        """What a tensor rank of the stage sends."""
-        return tuple(share for share in self._shares() if share.sender == tensor)
+        """The parts that a tensor rank of the sending stage sends."""
+        return tuple(part for part in self.parts() if part.sender == tensor)
 
-    def sent_to(self, place: RankCoords) -> tuple[KVPart, ...]:
-        """What a rank of the next stage gets, in the order of the heads."""
+    def sent_to(self, coords: RankCoords) -> tuple[KVPart, ...]:
+        """The parts that a rank of the receiving stage gets, in the order of the heads."""
         return tuple(
-            share
-            for share in self._shares()
-            if share.guidance == place.guidance
-            and (share.part is None or place.tensor in share.part.receivers)
+            one
+            for one in self.parts()
+            if one.guidance == coords.guidance
+            and (one.part is None or coords.tensor in one.part.receivers)
         )
 
-    def _shares(self) -> list[KVPart]:
+    def parts(self) -> list[KVPart]:
+        """All parts of a KV."""
         tensor, guidance = self.receivers.tensor_parallel_size, self.receivers.cfg_parallel_size
-        parts: tuple[Part | None, ...] = (None,)
+        heads: tuple[Part | None, ...] = (None,)
         if not self.senders == tensor == 1:
-            parts = Topology(self.heads, self.senders, tensor).parts()
-        return [KVPart(rank, guidance, part) for rank in range(guidance) for part in parts]
+            heads = Topology(self.heads, self.senders, tensor).parts()
+        return [KVPart(rank, guidance, part) for rank in range(guidance) for part in heads]
 
 
-def _some_branches(payload: Payload, key: str, rank: int, of: int) -> KVCacheBundle:
-    """Each `of`-th branch from `rank` on; where one refers to a branch that is not among them, its
-    tensors are views of that one's.
+def _select_branches(payload: Payload, key: str, rank: int, of: int) -> KVCacheBundle:
+    """Each `of`-th branch from `rank` on.
 
-    What the payload's first branch carries as `extra` is for everybody.
+    Where a branch refers to one that is not selected, its tensors are views of that one's. The
+    `extra` metadata of the payload's first branch goes to every rank.
     """
     names = list(payload)[rank::of] if isinstance(payload, KVCacheBundle) else []
     if not isinstance(payload, KVCacheBundle) or not names:
         raise SchemaError(f"{payload!r} has no branch for guidance rank {rank} of {of}")
     caches = {name: payload[name] for name in names}
-    about = {name: cache.metadata for name, cache in caches.items()}
-    extra = payload[next(iter(payload))].metadata.extra | about[names[0]].extra
-    about[names[0]] = dataclasses.replace(about[names[0]], extra=extra)
-    found: dict[str, BundleBranch] = {}
+    metadata = {name: cache.metadata for name, cache in caches.items()}
+    extra = payload[next(iter(payload))].metadata.extra | metadata[names[0]].extra
+    metadata[names[0]] = dataclasses.replace(metadata[names[0]], extra=extra)
+    branches: dict[str, KVCacheTransferData | SameAs | PrefixOf] = {}
     owners: dict[str, str] = {}
-    for name in sorted(names, key=lambda one: -about[one].seq_len):  # the longest has the tensors
-        declared, cache, tokens = payload.branches[name], caches[name], about[name].seq_len
+    # The longest branch comes first: it has the tensors that shorter ones refer to.
+    for name in sorted(names, key=lambda one: -metadata[one].seq_len):
+        declared, cache, own = payload.branches[name], caches[name], metadata[name]
         source = name if isinstance(declared, KVCacheTransferData) else declared.branch
         owner = source if source in names else owners.setdefault(source, name)
         if owner == name:
-            found[name] = KVCacheTransferData(key, cache.layer_blocks, cache.block_ids, about[name])
-        elif tokens == about[owner].seq_len:
-            found[name] = SameAs(owner, about[name])
+            branches[name] = KVCacheTransferData(key, cache.layer_blocks, cache.block_ids, own)
+        elif own.seq_len == metadata[owner].seq_len:
+            branches[name] = SameAs(owner, own)
         else:
-            found[name] = PrefixOf(owner, tokens, about[name])
-    return KVCacheBundle(key, {name: found[name] for name in names})
+            branches[name] = PrefixOf(owner, own.seq_len, own)
+    return KVCacheBundle(key, {name: branches[name] for name in names})

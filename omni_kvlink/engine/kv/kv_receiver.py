@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other, and looks up when a deadline passes."""
+"""`KVReceiver`: the thread that receives KV and enforces deadlines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 
 class KVReceiver:
-    """Jobs in their order, none of which raises; sleeps while there are none.
+    """A thread that runs jobs in order and reacts to a deadline; sleeps while there are none.
 
     Args:
-        next_deadline: on `time.monotonic`'s clock; asked again after each job and each `look`.
-        on_deadline: called when it passed.
+        name: of the thread.
+        next_deadline: in monotonic seconds, or None; called again after each job.
+        on_deadline: called in the thread when the deadline has passed.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class KVReceiver:
         self._thread.start()
 
     def submit(self, call: Callable[..., Any], *args: Any) -> None:
-        """Do this after all that was submitted before; after `close`, nothing is done."""
+        """Run a job, which must not raise, after those submitted before; ignored once closed."""
         with self._changed:
             self._jobs.append(partial(call, *args))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish the job at hand, leave the others; again does nothing."""
+        """Stop after the current job; the others are not run. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

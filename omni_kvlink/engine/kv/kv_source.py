@@ -1,249 +1,120 @@
-"""Where a rank's KV comes from: one payload as it lies there, or several parts put together."""
+"""`KVSource`: the link from which a stage receives the KV of its requests."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from omni_kvlink.connectors.base import Delivery, PendingGet
+from omni_kvlink import KVConsumer, KVLink, Payload, Received, Verify
 from omni_kvlink.engine.config import KVConfig
-from omni_kvlink.engine.kv.kv_partition import WHOLE, KVPart, KVPartition
-from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.link import KVLink, Payload, Received, Verify
-from omni_kvlink.payload.branch import Shard
-from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
-from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.topology import blank_heads, head_targets
+from omni_kvlink.engine.kv.device_copy import empty_like
+from omni_kvlink.lowlevel import begin_get, open_delivery
 
 
-class KVSource:
-    """The links to the stage before, and what this rank gets over each.
-
-    Args:
-        asked: each part, and its sender's link.
-        shard: the heads of this rank, which several parts make together.
-    """
-
-    def __init__(self, asked: Sequence[tuple[KVLink, KVPart]], shard: Shard):
-        self._asked, self._shard = list(asked), shard
-
-    @classmethod
-    def whole(cls, link: KVLink) -> KVSource:
-        """Every KV comes undivided, over this link."""
-        return cls([(link, WHOLE)], Shard(0, 1, (0, 1)))
-
-    @classmethod
-    def connect(cls, config: KVConfig, division: KVPartition, place: RankCoords) -> KVSource:
-        """Connect to those senders that have a part for this rank.
-
-        Raises:
-            TransferTimeout: one does not serve within `connect_timeout`.
-            UnavailableError, VersionError, ConnectorError
-        """
-        shares = division.sent_to(place)
-        deadline, links = time.monotonic() + config.connect_timeout, dict[int, KVLink]()
-        try:
-            for sender in {share.sender for share in shares}:
-                left = max(0.0, deadline - time.monotonic())
-                url = config.sources[sender]
-                links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-        return cls(
-            [(links[share.sender], share) for share in shares], division.receiver(place.tensor)
-        )
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether a request's KV comes in several parts."""
-        return len(self._asked) > 1
-
-    def keys(self, request_id: str) -> list[str]:
-        """What is asked for."""
-        return [share.key(request_id) for _, share in self._asked]
-
-    def begin_get(self, request_id: str, *, timeout: float) -> KVNeeds:
-        """Ask for every part, without waiting; `timeout` bounds a reconnection only.
-
-        Raises:
-            PeerLostError: a producer is gone and did not come back in time.
-        """
-        wants: list[PendingGet] = []
-        try:
-            for link, share in self._asked:
-                wants.append(link.begin_get(share.key(request_id), timeout=timeout))
-        except BaseException:
-            for want in wants:
-                want.cancel()
-            raise
-        return KVNeeds(wants)
-
-    def open(self, wants: KVNeeds, *, started: float, verify: Verify) -> ReceivedKV:
-        """What came, checked; after an error nothing of it is held.
-
-        Several parts are checked while they are put together: `ReceivedKV.placed_on`.
-
-        Args:
-            started: when the waiting began, on `time.perf_counter`'s clock.
-
-        Raises:
-            TransferFailed, PeerLostError: one of them did not come.
-            IntegrityError, WireError: one is not what was sent.
-        """
-        deliveries, parts = wants.take(), list[Received]()
-        how: Verify = "auto" if self.is_divided and verify == "full" else verify
-        try:
-            for (link, _), delivery in zip(self._asked, deliveries, strict=True):
-                parts.append(link.open_delivery(delivery, started=started, verify=how))
-        except BaseException:
-            for part in parts:
-                part.give_back()
-            for delivery in deliveries[len(parts) + 1 :]:
-                delivery.give_back()
-            raise
-        return ReceivedKV(parts, self._shard)
-
-    def abort(self, request_id: str, reason: str) -> None:
-        """No producer shall keep a part of it for this rank.
-
-        Raises:
-            ClosedError: the links are closed; they keep nothing.
-        """
-        for link, share in self._asked:
-            link.abort(share.key(request_id), reason)
-
-    def stats(self) -> dict[str, Any]:
-        """Of each link, and how many payloads are awaited over all of them."""
-        links = [link.stats() for link in self._links()]
-        return {"waiting": sum(one["waiting"] for one in links), "links": links}
-
-    def close(self) -> None:
-        for link in self._links():
-            link.close()
-
-    def _links(self) -> list[KVLink]:
-        return list({id(link): link for link, _ in self._asked}.values())
-
-
-class KVNeeds:
-    """Payloads that were asked for together.
+class KVGet(Protocol):
+    """A get in progress.
 
     Attributes:
-        future: ends when all have come, or one will not.
+        future: ends, in a thread of the connector, when the KV has come or will not come.
     """
 
-    def __init__(self, wants: list[PendingGet]):
-        self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # only an answer ends it
-        self._wants, self._missing = wants, len(wants)
-        self._lock = threading.Lock()
-        for want in wants:
-            want.future.add_done_callback(self._on_answer)
-
-    def take(self) -> list[Delivery]:
-        """What came, in the order in which it was asked for; `future` has ended.
-
-        Raises:
-            What one of them ended with; the others were given back.
-        """
-        wants, self._wants = self._wants, []
-        order = sorted(range(len(wants)), key=lambda at: _outcome(wants[at]))
-        found: dict[int, Delivery] = {}
-        try:
-            for at in order:
-                found[at] = wants[at].wait(timeout=0.0)
-        except BaseException:
-            for delivery in found.values():
-                delivery.give_back()
-            for at in order[len(found) + 1 :]:  # the one that raised is over
-                wants[at].cancel()
-            raise
-        return [found[at] for at in range(len(wants))]
+    future: Future[Any]
 
     def cancel(self) -> None:
-        """Ask for them no more; what came meanwhile goes back. Again does nothing."""
-        wants, self._wants = self._wants, []
-        for want in wants:
-            want.cancel()
-
-    def _on_answer(self, answer: Future[Any]) -> None:
-        """In a thread of a connector, which must not wait."""
-        with self._lock:
-            self._missing -= 1
-            is_over = not self.future.done() and (not self._missing or bool(answer.exception()))
-        if is_over:
-            self.future.set_result(None)
-
-
-def _outcome(want: PendingGet) -> int:
-    """Failed ones sort first: one of them is the error that all end with."""
-    if not want.future.done():
-        return 2
-    return 0 if want.future.exception() is not None else 1
+        """Stop waiting; a payload that came meanwhile goes back to the producer."""
 
 
 class ReceivedKV:
-    """The parts of a request's KV that are all there."""
+    """A request's KV in the link's memory.
 
-    def __init__(self, parts: list[Received], shard: Shard):
-        self._parts, self._shard = parts, shard
+    Attributes:
+        nbytes: its size there.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return sum(part.manifest.nbytes for part in self._parts)
+    def __init__(self, received: Received):
+        self._received, self.nbytes = received, received.manifest.nbytes
 
-    def placed_on(self, device: torch.device) -> Payload:
-        """One part on the CPU as it lies in the link's memory; else a copy, every byte checked.
+    def to(self, device: torch.device) -> Payload:
+        """The KV on a device: views of the link's memory on the CPU, else a verified copy.
 
         Raises:
-            IntegrityError: these are not the bytes that were sent.
-            SchemaError: the parts are not of one cache, or some are missing.
+            IntegrityError: the bytes are not those that were sent.
         """
-        if len(self._parts) == 1 and device.type == "cpu":
-            return self._parts[0].data
-        found = [part.data for part in self._parts]
-        if len(found) == 1:
-            target = _empty_like(found[0], device)
-            places = [target]
-        else:
-            target = blank_heads(found[0], self._shard, device=device)
-            places = head_targets(found, into=target)
-        for part, place in zip(self._parts, places, strict=True):
-            part.scatter(place)
+        if device.type == "cpu":
+            return self._received.data
+        target = empty_like(self._received.data, device)
+        self._received.scatter(target)
         self.release()
         return target
 
     def release(self) -> None:
-        """Give back what is still held; again does nothing."""
-        parts, self._parts = self._parts, []
-        for part in parts:
-            part.release()
+        """Release the link's memory; idempotent."""
+        self._received.release()
 
 
-def _empty_like(data: Payload, device: torch.device) -> Payload:
-    if isinstance(data, KVCacheTransferData):
-        return _empty_cache(data, device)
-    branches: dict[str, BundleBranch] = {
-        name: _empty_cache(branch, device) if isinstance(branch, KVCacheTransferData) else branch
-        for name, branch in data.branches.items()
-    }
-    return KVCacheBundle(data.request_id, branches)
+class KVSource:
+    """Receives the KV of each request as one payload over one link.
 
+    Args:
+        link: the consumer's end; `close` closes it.
+    """
 
-def _empty_cache(data: KVCacheTransferData, device: torch.device) -> KVCacheTransferData:
-    blocks = {
-        name: [
-            None if layer is None else torch.empty(layer.shape, dtype=layer.dtype, device=device)
-            for layer in layers
-        ]
-        for name, layers in data.layer_blocks.items()
-    }
-    return KVCacheTransferData(data.request_id, blocks, data.block_ids, data.metadata)
+    def __init__(self, link: KVConsumer):
+        self.link = link
+
+    @classmethod
+    def connect(cls, config: KVConfig) -> KVSource:
+        """Connect to the first of `config.sources`; blocks until it serves.
+
+        Raises:
+            TransferTimeout: it does not serve within `config.connect_timeout` seconds.
+            UnavailableError, VersionError, ConnectorError: as `KVLink.connect`.
+        """
+        url, timeout = config.sources[0], config.connect_timeout
+        return cls(KVLink.connect(url, timeout=timeout, **config.source_options))
+
+    def begin_get(self, request_id: str, *, timeout: float) -> KVGet:
+        """Request a KV from the producer, without waiting for it.
+
+        Args:
+            request_id: whose KV.
+            timeout: seconds to reconnect in, if the producer is gone.
+
+        Raises:
+            PeerLostError: the producer is gone and did not come back in time.
+        """
+        return begin_get(self.link, request_id, timeout=timeout)
+
+    def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
+        """Check a KV that has come, and make views of it; after an error nothing is held.
+
+        Args:
+            get: of `begin_get`; its future has ended.
+            started: when the waiting began, on `time.perf_counter`'s clock.
+            verify: as for `KVConsumer.get`.
+
+        Raises:
+            TransferFailed, PeerLostError: it did not come.
+            IntegrityError, WireError: it is not what was sent.
+        """
+        delivery = get.wait(timeout=0.0)
+        return ReceivedKV(open_delivery(self.link, delivery, started=started, verify=verify))
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Tell the producer to keep no KV for this consumer; raises ClosedError once closed."""
+        self.link.abort(request_id, reason)
+
+    def keys(self, request_id: str) -> list[str]:
+        """The keys under which a request's KV is requested."""
+        return [request_id]
+
+    def stats(self) -> dict[str, Any]:
+        """The statistics of each link, and how many gets wait in all."""
+        links = [self.link.stats()]
+        return {"waiting": links[0]["waiting"], "links": links}
+
+    def close(self) -> None:
+        """Close the link."""
+        self.link.close()

@@ -1,0 +1,1 @@
+"""Models for the engine, named by the table in `worker.model`."""

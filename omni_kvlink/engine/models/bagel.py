@@ -1,4 +1,4 @@
-"""BAGEL for the engine: loaded, its cache converted to and from the schema."""
+"""`BagelUtility`: BAGEL for the engine; its cache is converted to and from the schema."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from pathlib import Path
 
 import torch
 
+from omni_kvlink import (
+    BundleBranch,
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVMetadata,
+    Payload,
+    PrefixOf,
+    SameAs,
+    Shard,
+)
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
@@ -18,49 +28,48 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link import Payload
+from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.model import Stage
 from omni_kvlink.models.bagel.shards import Split
-from omni_kvlink.payload.branch import Shard
-from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.dtypes import dtype_name
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.topology import shard_of
 
 BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 
 class BagelUtility(ModelUtility):
-    """`config.stage` is "ar", "dit", or "all" for both in one process."""
+    """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
     branches = BRANCHES
 
     def __init__(
-        self, config: StageConfig, device: torch.device, mates: ProcessGroup | None = None
+        self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
     ):
-        super().__init__(config, device, mates)
+        super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
-        rank, of = self.mates.place.tensor, self.mates.parallel.tensor_parallel_size
-        self._split = Split(rank, of, self.mates.total) if of > 1 else Split()
+        rank, of = self.process_group.place.tensor, self.process_group.parallel.tensor_parallel_size
+        self._split = Split(rank, of, self.process_group.total) if of > 1 else Split()
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
 
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:
+        """Set the published defaults; see `ModelUtility.prepare`."""
         fill_params(request.sampling_params, request.prompt)
 
     @property
     def pipeline(self) -> OmniBagelPipeline:
+        """The loaded pipeline."""
         return self._pipeline
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The language model and the autoencoder."""
         return {"model": self._pipeline.model, "autoencoder": self._pipeline.autoencoder}
 
     def reload(self) -> None:
+        """Read the weights from the checkpoint again, into the existing modules."""
         own, root = self._pipeline, Path(self.config.model)
         where = load_config(root), own.stage, self.config.torch_dtype, self.device
         model = load_model(root, *where, self._split)
@@ -71,24 +80,26 @@ class BagelUtility(ModelUtility):
                 old.data = tensors[key]
 
     def convert(self, payload: Payload, request: OmniDiffusionRequest) -> BagelContexts:
-        """The three contexts, and into the sampling params the generator that made them.
+        """The three contexts; also sets the sampling params' generator.
 
-        Those that other guidance ranks have are `BagelContext.elsewhere`.
+        Contexts of other guidance ranks are `BagelContext.elsewhere`.
         """
         own = self._own_branches()
         if not isinstance(payload, KVCacheBundle):
-            raise SchemaError(f"{payload!r} is one cache; BAGEL paints from {', '.join(own)}")
+            raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
         missing = [name for name in own if name not in payload.branches]
         if missing:
             raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
         self._check_heads(payload, request)
-        metadata, wishes = payload[own[0]].metadata, request.sampling_params
-        shape, wanted = metadata.image_shape, (wishes.height, wishes.width)
-        if wanted not in (shape, (None, None)):
-            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {wanted}")
+        metadata, params = payload[own[0]].metadata, request.sampling_params
+        shape, expected = metadata.image_shape, (params.height, params.width)
+        if expected not in (shape, (None, None)):
+            raise SchemaError(
+                f"the KV of {request.request_id!r} is for {shape}, not for {expected}"
+            )
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
-        wishes.generator = unpack_generator(metadata.extra["generator"])
+        params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
             BagelContext(**loaded[name]) if name in own else BagelContext.elsewhere(name)
@@ -97,9 +108,10 @@ class BagelUtility(ModelUtility):
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)
 
     def extract(self, request: OmniDiffusionRequest) -> KVCacheBundle:
+        """The three contexts, by name; see `ModelUtility.extract`."""
         contexts = request.past_key_values
         if not isinstance(contexts, BagelContexts):
-            raise SchemaError(f"request {request.request_id!r} has no KV to hand on")
+            raise SchemaError(f"request {request.request_id!r} has no KV to send")
         if isinstance(contexts.gen.past_key_values, PagedNaiveCache):
             return _paged_bundle(request.request_id, contexts, self._shard())
         return BagelAdapter().export_contexts(
@@ -111,6 +123,7 @@ class BagelUtility(ModelUtility):
         )
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        """The most tokens that a prompt can put into each context."""
         return self._pipeline.count_tokens(
             request.prompt,
             think=self._think,
@@ -118,25 +131,28 @@ class BagelUtility(ModelUtility):
         )
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
+        """Layers, and `(heads of this rank, head_dim)`."""
         heads = len(self._pipeline.model.kv_heads)
         return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
 
     def kv_heads(self) -> int:
+        """KV heads of the whole model."""
         return self._pipeline.config.llm.num_key_value_heads
 
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
     ) -> DiffusionOutput:
-        wishes = request.sampling_params
-        generator = torch.Generator().manual_seed(wishes.seed or 0)
+        """Read a prompt into blocks; see `ModelUtility.prefill`."""
+        params = request.sampling_params
+        generator = torch.Generator().manual_seed(params.seed or 0)
         contexts = self._pipeline.prefill(
             request.prompt,
             think=self._think,
-            image_shape=_shape(wishes.height, wishes.width),
+            image_shape=_shape(params.height, params.width),
             generator=generator,
-            max_think_tokens=wishes.max_tokens,
-            do_sample=wishes.temperature > 0,
-            temperature=wishes.temperature,
+            max_think_tokens=params.max_tokens,
+            do_sample=params.temperature > 0,
+            temperature=params.temperature,
             caches={
                 name: PagedNaiveCache(SequenceBlocks(pools, blocks))
                 for name, blocks in block_ids.items()
@@ -152,24 +168,26 @@ class BagelUtility(ModelUtility):
         return isinstance(self.config, OmniARConfig) and self.config.think
 
     def _own_branches(self) -> tuple[str, ...]:
-        return BRANCHES[self.mates.place.guidance :: self.mates.parallel.cfg_parallel_size]
+        return BRANCHES[
+            self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size
+        ]
 
     def _shard(self) -> Shard | None:
-        """The heads on this rank; None where it has all."""
+        """The heads on this rank; None if it has all."""
         if self._split.of == 1:
             return None
         return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        """As many heads of other numbers would give an image, too."""
-        held = self._pipeline.model.kv_heads
+        """Raises SchemaError if the KV has other heads than this rank."""
+        heads = self._pipeline.model.kv_heads
         for name in payload:
             shard = payload[name].metadata.shard
             found = (0, self.kv_heads()) if shard is None else shard.heads
-            if found != (held.start, held.stop):
+            if found != (heads.start, heads.stop):
                 raise SchemaError(
                     f"the KV of {request.request_id!r} has heads {found[0]}…{found[1]} in {name}, "
-                    f"this rank computes with {held.start}…{held.stop}"
+                    f"this rank computes with {heads.start}…{heads.stop}"
                 )
 
 
@@ -182,7 +200,7 @@ def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
 
 
 def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:
-    """The contexts where their blocks lie; what is a piece of gen's table is sent as such."""
+    """The contexts in their blocks; a prefix of `gen` is a reference to it."""
     gen = contexts.gen.past_key_values
     assert isinstance(gen, PagedNaiveCache)
     branches: dict[str, BundleBranch] = {}
@@ -204,7 +222,7 @@ def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None)
             blocks = {"key_cache": empty, "value_cache": empty}
             branches[name] = KVCacheTransferData(request_id, blocks, (), metadata)
         elif not isinstance(cache, PagedNaiveCache):
-            raise SchemaError(f"{name} of {request_id!r} left its blocks")
+            raise SchemaError(f"{name} of {request_id!r} is not in its blocks")
         elif name == "gen" or cache.table is not gen.table:
             branches[name] = cache.export(request_id, metadata)
         elif tokens == gen.tokens:

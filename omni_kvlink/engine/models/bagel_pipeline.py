@@ -1,4 +1,4 @@
-"""The BAGEL pipeline as an engine runs it: requests and batches in, `DiffusionOutput`s out."""
+"""`OmniBagelPipeline`: the BAGEL pipeline with the interface of the engine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from omni_kvlink.models.bagel.pipeline import BagelPipeline
 
 
 class OmniBagelPipeline(BagelPipeline):
-    """`BagelPipeline` with the engine's `forward`."""
+    """A `BagelPipeline` that is a `DiffusionPipeline`."""
 
     supports_request_batch = True
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """The images of a request, or of a batch in one pass; see `requests.generate`."""
+        """Generate the images of a request, or of a batch in one pass; see `generate`."""
         batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch([req])
         outputs, self._last = generate(self, batch, self._read)
         return outputs
 
     def _read(self, request: OmniDiffusionRequest) -> BagelContexts:
-        """The prompt of a request that no other stage has read."""
-        wishes = request.sampling_params
-        shape = None if wishes.height is None else (wishes.height, wishes.width or wishes.height)
-        return self.prefill(request.prompt, image_shape=shape, generator=wishes.generator)
+        """Read the prompt of a request that has no KV."""
+        params = request.sampling_params
+        shape = None if params.height is None else (params.height, params.width or params.height)
+        return self.prefill(request.prompt, image_shape=shape, generator=params.generator)

@@ -1,4 +1,4 @@
-"""Requests of an engine: what each of them wants, painted together."""
+"""Runs a batch of engine requests on a BAGEL pipeline."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FIELDS = {
     "timestep_shift": "timestep_shift",
     "num_inference_steps": "num_timesteps",
 }
-"""The engine's names, and this model's."""
+"""Sampling params: the engine's names, and BAGEL's."""
 
 
 @dataclass
-class _Job:
-    """A request that has all it needs: its contexts, and noise for each of its images."""
+class _PreparedRequest:
+    """A request with its contexts, and noise for each of its images."""
 
     request: OmniDiffusionRequest
     contexts: BagelContexts
@@ -43,7 +43,7 @@ class _Job:
 
 
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
-    """Put the published defaults where a request leaves the choice to the model."""
+    """Set the params that are None to the published defaults for the kind of prompt."""
     edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
     defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
     for name, own in _FIELDS.items():
@@ -52,16 +52,16 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
 
 
 def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
-    """The wishes of a request as this model takes them.
+    """Sampling params in BAGEL's form.
 
     Raises:
-        SchemaError: it cannot do one of them.
+        SchemaError: the model does not support one of them.
     """
     if params.lora_int_id is not None:
         raise SchemaError(f"LoRA {params.lora_int_id}: this pipeline holds no adapters")
-    wishes = {own: getattr(params, name) for name, own in _FIELDS.items()}
+    values = {own: getattr(params, name) for name, own in _FIELDS.items()}
     try:
-        return DenoiseParams(**{name: wish for name, wish in wishes.items() if wish is not None})
+        return DenoiseParams(**{own: value for own, value in values.items() if value is not None})
     except ValueError as error:
         raise SchemaError(str(error)) from error
 
@@ -71,32 +71,34 @@ def generate(
     batch: DiffusionRequestBatch,
     read: Callable[[OmniDiffusionRequest], BagelContexts],
 ) -> tuple[list[DiffusionOutput], BagelContexts | None]:
-    """One output for each request; images of one size go through the model together.
+    """Generate the images of a batch; those of one size are denoised together.
 
-    What one request lacks is its own error. One that is cancelled ends when the batch does, so that
-    its mates' images do not depend on it; when all are cancelled, the batch ends at once.
+    A request's error is in its own output. A cancelled request stays in the batch until the batch
+    ends, so that other images do not depend on it; when all are cancelled, the batch ends at once.
 
     Args:
-        read: the contexts of a request whose prompt is to be read here.
+        pipeline: the loaded model.
+        batch: the requests.
+        read: reads the prompt of a request without KV; returns its contexts.
 
     Returns:
-        The outputs in the batch's order, and the contexts of the last request painted.
+        The outputs in the batch's order, and the contexts of the last request denoised.
     """
     outputs: dict[str, DiffusionOutput] = {}
-    jobs: list[_Job] = []
+    jobs: list[_PreparedRequest] = []
     for request in batch:
         try:
             params = denoise_params(request.sampling_params)
             jobs.append(_prepared(pipeline, request, params, read))
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - each request has its own error
             outputs[request.request_id] = _failed(request.request_id, error)
     _settle(pipeline, outputs)
     jobs = [job for job in jobs if job.key not in outputs]
     for shape in dict.fromkeys(job.contexts.image_shape for job in jobs):
         group = [job for job in jobs if job.contexts.image_shape == shape]
-        painted = _painted(pipeline, group, params)
-        _settle(pipeline, painted)
-        outputs.update(painted)
+        denoised = _denoise(pipeline, group, params)
+        _settle(pipeline, denoised)
+        outputs.update(denoised)
     last = jobs[-1].contexts if jobs else None
     return [outputs[request_id] for request_id in batch.request_ids], last
 
@@ -106,27 +108,27 @@ def _prepared(
     request: OmniDiffusionRequest,
     params: DenoiseParams,
     read: Callable[[OmniDiffusionRequest], BagelContexts],
-) -> _Job:
-    contexts, wishes = request.past_key_values, request.sampling_params
+) -> _PreparedRequest:
+    contexts, own = request.past_key_values, request.sampling_params
     if contexts is None:
         if request.need_kv_receive or pipeline.stage != "all":
             raise SchemaError(f"request {request.request_id!r} came without its KV cache")
-        wishes.generator = torch.Generator().manual_seed(wishes.seed or 0)
+        own.generator = torch.Generator().manual_seed(own.seed or 0)
         contexts = request.past_key_values = read(request)
     if not isinstance(contexts, BagelContexts):
-        raise SchemaError(f"past_key_values is a {type(contexts).__name__}, wanted BagelContexts")
-    if wishes.generator is None:
+        raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")
+    if own.generator is None:
         raise SchemaError(f"request {request.request_id!r}: its KV came without a generator")
     noise = [
-        pipeline.initial_noise(contexts.image_shape, wishes.generator)
-        for _ in range(wishes.num_outputs_per_prompt)
+        pipeline.initial_noise(contexts.image_shape, own.generator)
+        for _ in range(own.num_outputs_per_prompt)
     ]
     pipeline.check_request(contexts, noise[0], params)
-    return _Job(request, contexts, noise)
+    return _PreparedRequest(request, contexts, noise)
 
 
-def _painted(
-    pipeline: BagelSteps, jobs: Sequence[_Job], params: DenoiseParams
+def _denoise(
+    pipeline: BagelSteps, jobs: Sequence[_PreparedRequest], params: DenoiseParams
 ) -> dict[str, DiffusionOutput]:
     rows = [(job.contexts, noise) for job in jobs for noise in job.noise]
 
@@ -145,7 +147,7 @@ def _painted(
     except Exception as error:
         return {job.key: _failed(job.key, error) for job in jobs}
     return {
-        job.key: _failed(job.key, RequestAborted("aborted while its batch was painted"))
+        job.key: _failed(job.key, RequestAborted("aborted while its batch ran"))
         if job.request.is_cancelled()
         else DiffusionOutput(job.key, images.get(job.key), text=job.contexts.text)
         for job in jobs
@@ -153,7 +155,7 @@ def _painted(
 
 
 def _settle(pipeline: BagelSteps, outputs: dict[str, DiffusionOutput]) -> None:
-    """What failed on one of several ranks has failed on all."""
+    """If several ranks share the batch, add the errors of the others."""
     if pipeline.hooks.settle is None:
         return
     errors = {key: output.error for key, output in outputs.items() if output.error is not None}

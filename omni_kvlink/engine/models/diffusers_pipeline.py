@@ -1,8 +1,7 @@
-"""`DiffusersPipeline`: a pipeline of diffusers as the engine wants one."""
+"""`DiffusersPipeline`: a pipeline of diffusers with the interface of the engine."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,18 +11,18 @@ import torch
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
+from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
-"""Wishes that diffusers calls by another name."""
+"""Sampling params that diffusers calls by another name."""
 
 
 class DiffusersPipeline:
-    """Paints texts. All randomness of a request comes from a generator with its seed.
+    """Generates images for texts; all noise of a request comes from a generator with its seed.
 
     Args:
-        pipe: of diffusers; it reads a `prompt` and gives `images`.
+        pipe: a pipeline of diffusers that takes a `prompt` and returns `images`.
 
     Attributes:
         supports_request_batch: whether it takes lists of prompts and generators.
@@ -43,14 +42,14 @@ class DiffusersPipeline:
         pipe.set_progress_bar_config(disable=True)
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """The networks, by name."""
+        """The networks by name."""
         components = self.pipe.components.items()
         return {name: each for name, each in components if isinstance(each, torch.nn.Module)}
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """One output for each request, in their order; one's error never touches another's.
+        """One output for each request, in their order; a request's error is in its own output.
 
-        Where a batch fails, its requests run one by one: so the error finds its owner.
+        If a batch fails, its requests run again one by one, to find the one that caused it.
         """
         requests = list(req) if isinstance(req, DiffusionRequestBatch) else [req]
         errors = {request.request_id: self._refusal(request) for request in requests}
@@ -61,13 +60,11 @@ class DiffusersPipeline:
             for key, error in errors.items()
         ]
 
-    # One batch.
-
     def _refusal(self, request: OmniDiffusionRequest) -> KVLinkError | None:
-        """Why a request cannot run, if so."""
+        """Why a request cannot run; None if it can."""
         try:
             _text(request)
-            self._wishes(request.sampling_params)
+            self._arguments(request.sampling_params)
         except KVLinkError as error:
             return error
         return _aborted(request) if request.is_cancelled() else None
@@ -76,28 +73,28 @@ class DiffusersPipeline:
         if not requests:
             return []
         try:
-            painted = list(self._paint(requests))
+            images = list(self._run(requests))
         except Exception as error:
             if len(requests) > 1 and not isinstance(error, RequestAborted):
                 return [output for request in requests for output in self.forward(request)]
             return [DiffusionOutput(r.request_id, error=self._failure(error)) for r in requests]
         return [
-            self._output(request, images) for request, images in zip(requests, painted, strict=True)
+            self._output(request, images) for request, images in zip(requests, images, strict=True)
         ]
 
-    def _paint(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
+    def _run(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
         """Each request's images, float [num_outputs_per_prompt, H, W, 3] from 0 to 1."""
         params = requests[0].sampling_params
         each = params.num_outputs_per_prompt
         texts = [_text(request) for request in requests]
-        # A request's images draw from one generator in turn, whoever else is in the batch.
+        # A request's images draw from one generator in turn, whatever else is in the batch.
         noise = [random for request in requests for random in [_generator(request)] * each]
         many = self.supports_request_batch
         how: dict[str, Any] = {
             "prompt": texts if many else texts[0],
             "generator": noise if many else noise[0],
             "output_type": "np",
-            **self._wishes(params),
+            **self._arguments(params),
         }
         if "callback_on_step_end" in self._parameters:
             how["callback_on_step_end"] = _ending(requests)
@@ -111,14 +108,16 @@ class DiffusersPipeline:
 
     def _output(self, request: OmniDiffusionRequest, images: torch.Tensor) -> DiffusionOutput:
         params, size = request.sampling_params, images.shape[1:3]
-        wanted = params.height or size[0], params.width or size[1]
+        expected = params.height or size[0], params.width or size[1]
         error: EngineError | None = None
         if request.is_cancelled():
             error = _aborted(request)
         elif not images.isfinite().all():
             error = RequestFailed(f"{self.name} computed NaN or infinity: try dtype float32")
-        elif tuple(size) != wanted:
-            error = RequestFailed(f"{self.name} paints {tuple(size)}, not {wanted}: ask for that")
+        elif tuple(size) != expected:
+            error = RequestFailed(
+                f"{self.name} makes {tuple(size)}, not {expected}: request that size"
+            )
         if error is not None:
             return DiffusionOutput(request.request_id, error=error)
         levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
@@ -131,19 +130,19 @@ class DiffusersPipeline:
         failure.__cause__ = error
         return failure
 
-    def _wishes(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
-        """What the requests ask for, in the pipeline's words.
+    def _arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+        """The sampling params that are set, as arguments of the pipeline.
 
         Raises:
-            EngineError: it has no word for something.
+            EngineError: the pipeline has no such parameter.
         """
-        default, found = SamplingParamsKey.of(OmniDiffusionSamplingParams()), {}
-        for field in dataclasses.fields(SamplingParamsKey):
-            value, name = getattr(params, field.name), _NAMES.get(field.name, field.name)
-            if value == getattr(default, field.name):
+        default, found = OmniDiffusionSamplingParams(), {}
+        for field in KEY_FIELDS:
+            value, name = getattr(params, field), _NAMES.get(field, field)
+            if value == getattr(default, field):
                 continue
             if name not in self._parameters:
-                raise EngineError(f"{self.name} takes no {name}: leave {field.name} as it is")
+                raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
             found[name] = value
         return found
 
@@ -160,7 +159,7 @@ def _text(request: OmniDiffusionRequest) -> str:
 
 
 def _generator(request: OmniDiffusionRequest) -> torch.Generator:
-    """A fresh one: who runs again gets the same noise. On the CPU, for the same on any device."""
+    """A new generator, so that a second run has the same noise; on the CPU, for any device."""
     params = request.sampling_params
     if params.generator is not None:
         return params.generator.clone_state()
@@ -173,7 +172,7 @@ def _aborted(request: OmniDiffusionRequest) -> RequestAborted:
 
 
 def _ending(requests: Sequence[OmniDiffusionRequest]) -> Callable[..., dict[str, Any]]:
-    """A mate that is aborted stays in the batch; when all are, the batch ends."""
+    """A callback that ends the batch once all its requests are aborted."""
 
     def on_step_end(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
         if all(request.is_cancelled() for request in requests):

@@ -1,4 +1,4 @@
-"""Before and after: a user's images as tensors, and tensors as a user's images."""
+"""Conversions between a user's images and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BAGEL's cache in the blocks of an AR stage: what the model writes lies where it is sent from."""
+"""`PagedNaiveCache`: BAGEL's cache in the blocks of an AR stage, sent from there without a copy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, MutableMapping
 
 import torch
 
+from omni_kvlink import KVCacheTransferData, KVMetadata
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.errors import CapacityError, SchemaError
 from omni_kvlink.models.bagel import NaiveCache
 from omni_kvlink.models.bagel.cache import Layer, joined
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
 
 
 class SequenceBlocks:
-    """One sequence in the pools: its blocks, and how many of their slots are claimed.
+    """One sequence in the pools: its blocks, and how many of their slots are used.
 
     Args:
-        block_ids: in the order of the tokens.
+        pools: the memory.
+        block_ids: in token order.
     """
 
     def __init__(self, pools: KVPools, block_ids: list[int]):
@@ -29,10 +29,10 @@ class SequenceBlocks:
         self._slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(pools.device)
 
     def claim(self, rows: int) -> range:
-        """So many slots behind those that are claimed.
+        """Use the next `rows` slots.
 
         Raises:
-            CapacityError: the blocks have no more.
+            CapacityError: the blocks have fewer left.
         """
         start, stop = self.claimed, self.claimed + rows
         if stop > len(self._slots):
@@ -45,10 +45,11 @@ class SequenceBlocks:
         return range(start, stop)
 
     def read(self, pool: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The first tokens of a pool, as a new tensor; torch attends to no pages."""
+        """Copy the first tokens of a pool into a new tensor, for attention."""
         return pool.flatten(0, 1)[self._slots[:tokens]]
 
     def write(self, pool: torch.Tensor, rows: range, new: torch.Tensor) -> None:
+        """Write rows to the slots that `claim` returned."""
         slots = pool.flatten(0, 1)  # a view: pools are contiguous
         if new.dtype != slots.dtype or new.shape != (len(rows), *slots.shape[1:]):
             raise SchemaError(
@@ -59,10 +60,10 @@ class SequenceBlocks:
 
 
 class PagedNaiveCache(NaiveCache):
-    """A NaiveCache whose rows lie in blocks; reading a layer gathers it.
+    """A NaiveCache whose rows are in blocks; reading a layer gathers it.
 
-    As with every NaiveCache, what extends it gives is a cache of its own; here a longer piece of
-    the same table. One that does not end where the table does is continued in memory elsewhere.
+    Extending it returns a new cache: a longer prefix of the same table if this cache ends where the
+    table does, else a copy in memory of its own.
     """
 
     def __init__(self, table: SequenceBlocks, tokens: int = 0, *, is_snapshot: bool = False):
@@ -74,13 +75,14 @@ class PagedNaiveCache(NaiveCache):
 
     @property
     def seq_lens(self) -> int:
+        """How many tokens it has."""
         return self.tokens
 
     def after(self, rows: int) -> NaiveCache:
-        """A longer piece of the table, its rows claimed.
+        """A prefix of the table that is longer by `rows`.
 
         Raises:
-            CapacityError: the blocks have no room for them.
+            CapacityError: the blocks have fewer slots left.
         """
         if self._is_snapshot or self.tokens != self.table.claimed:
             return super().after(rows)
@@ -90,23 +92,24 @@ class PagedNaiveCache(NaiveCache):
         return cache
 
     def merge(self, layer: int, past: Layer | None, k: torch.Tensor, v: torch.Tensor) -> Layer:
-        """Writes the new rows to their slots; returns all of them for this once."""
+        """Write the new rows to their slots; returns all rows of the layer, for attention."""
         self.table.write(self.table.pools.keys[layer], self._rows, k)
         self.table.write(self.table.pools.values[layer], self._rows, v)
         return joined(past, k, v)
 
     def snapshot(self) -> NaiveCache:
+        """A cache of the same rows that is continued elsewhere."""
         return PagedNaiveCache(self.table, self.tokens, is_snapshot=True)
 
     def export(self, request_id: str, metadata: KVMetadata) -> KVCacheTransferData:
-        """The rows where they lie, for a transfer that reads the blocks themselves."""
+        """The rows in their blocks, for a transfer that reads from there."""
         pools, table = self.table.pools, self.table
         cache = PagedCache(pools.keys, pools.values, pools.block_size, table.block_ids)
         return PagedAdapter().export(cache, request_id=request_id, metadata=metadata)
 
 
 class _Layers(MutableMapping[int, torch.Tensor | None]):
-    """K or V by layer, gathered when it is read; written by `merge` alone."""
+    """K or V by layer, gathered when it is read; `merge` alone writes it."""
 
     def __init__(self, table: SequenceBlocks, pools: list[torch.Tensor], tokens: int):
         self._table, self._pools, self._tokens = table, pools, tokens

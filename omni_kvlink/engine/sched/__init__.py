@@ -1,0 +1,1 @@
+"""Schedulers: which requests run next."""

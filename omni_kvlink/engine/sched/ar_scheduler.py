@@ -1,4 +1,4 @@
-"""`OmniARScheduler`: which prompts are read next, and into which blocks."""
+"""`OmniARScheduler`: schedules prompts and allocates their KV blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Blocks = dict[str, list[int]]
 
 
 class OmniARScheduler(Scheduler):
-    """First come, first served; a request runs when there are blocks for the whole of its prompt.
+    """First come, first served; a request runs once there are blocks for its whole prompt.
 
     Args:
-        count_tokens: the most tokens of each branch of a request's cache.
+        config: of the stage.
+        count_tokens: returns the most tokens of each branch of a request's cache.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class OmniARScheduler(Scheduler):
         self._tables: dict[str, Blocks] = {}
 
     def stats(self) -> dict[str, Any]:
+        """Queue lengths, the number of steps, and free blocks."""
         return {**super().stats(), "free_blocks": self.blocks.num_free}
 
     def _choose(self) -> list[RequestState]:
@@ -40,7 +42,7 @@ class OmniARScheduler(Scheduler):
         for state in list(self._waiting.values())[: self.max_num_seqs]:
             try:
                 needed = self._needed(state.request)
-            except Exception as error:  # a prompt that cannot be read is its own error
+            except Exception as error:  # such as: a prompt that cannot be read
                 del self._waiting[state.request_id]
                 self._end(state, error)
                 continue
@@ -53,13 +55,13 @@ class OmniARScheduler(Scheduler):
         return chosen
 
     def _on_waiting(self) -> None:
-        """Nothing is begun before a prompt is read."""
+        """Does nothing: waiting prompts need no preparation."""
 
     def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        """Blocks of each branch.
+        """How many blocks each branch needs.
 
         Raises:
-            CapacityError: more than there are at all.
+            CapacityError: more than the pools have.
         """
         tokens = self._count_tokens(request)
         needed = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}

@@ -1,4 +1,4 @@
-"""What schedulers have in common: requests that wait, run and end; thread-safe."""
+"""`Scheduler`: the queues that all schedulers share; thread-safe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted
@@ -17,11 +17,12 @@ from omni_kvlink.errors import KVLinkError
 
 @dataclasses.dataclass(eq=False)
 class RequestState:
-    """A request on its way through a scheduler.
+    """A request in a scheduler.
 
     Attributes:
-        queued_at, ready_at, started_at: on `time.monotonic`'s clock; 0 until then.
-        aborted: it runs still, and its result will not be wanted.
+        request: the request.
+        queued_at, ready_at, started_at: monotonic seconds; 0 until then.
+        aborted: it is still running, and its output will be replaced by RequestAborted.
     """
 
     request: OmniDiffusionRequest
@@ -32,84 +33,34 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
+        """The request's id."""
         return self.request.request_id
 
 
 class Scheduler(ABC):
-    """Decides which requests run next. Requests and aborts come from any thread, steps from one.
+    """Decides which requests run next.
+
+    Requests and aborts may come from any thread; `schedule` and `update_from_output` are called by
+    the engine's thread alone.
 
     Args:
-        max_num_seqs: requests that may run at once.
+        max_num_seqs: how many requests may run at once.
     """
 
     def __init__(self, max_num_seqs: int):
         self.max_num_seqs = max_num_seqs
         self._changed = threading.Condition()
-        self._waiting: dict[str, RequestState] = {}  # in the order of their coming
+        self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
         self._ended: list[DiffusionOutput] = []
         self._listeners: list[Callable[[], None]] = []
-        self._is_stopped = self._is_woken = False
+        self.is_stopped = self._is_woken = False
         self._steps = 0
 
-    # Asked.
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
-
-    def stats(self) -> dict[str, Any]:
-        """Queues and steps, as JSON values."""
-        with self._changed:
-            return {
-                "waiting": len(self._waiting),
-                "running": len(self._running),
-                "steps": self._steps,
-            }
-
-    # Told.
-
-    def add_request(self, request: OmniDiffusionRequest) -> None:
-        """Put a request behind those that wait.
-
-        Raises:
-            EngineError: one of this id waits or runs already, or the engine stops.
-        """
-        with self._changed:
-            if self._is_stopped:
-                raise EngineError("the engine stops: no request can be added")
-            key = request.request_id
-            if key in self._waiting or key in self._running:
-                raise EngineError(f"request {key!r} waits or runs already: choose another id")
-            self._waiting[key] = RequestState(request, time.monotonic())
-            self._on_waiting()
-            self._changed.notify_all()
-
-    def abort_request(self, request_id: str) -> bool:
-        """End a request: one that waits at once, one that runs as soon as it can.
-
-        Returns:
-            Whether it runs, so that its executor should be told.
-        """
-        with self._changed:
-            state = self._waiting.pop(request_id, None)
-            if state is not None:
-                self._end(state, RequestAborted(f"request {request_id!r} was aborted, waiting"))
-                self._on_waiting()
-                return False
-            state = self._running.get(request_id)
-            if state is None:
-                return False
-            state.aborted = True
-            state.request.is_cancelled = always  # for whoever runs it, and has not begun
-            return True
+    # One step: schedule, then update_from_output.
 
     def schedule(self) -> DiffusionSchedulerOutput:
-        """What is to run now; empty if nothing can."""
+        """Move the requests that run next from waiting to running; empty if none can run."""
         with self._changed:
             self._on_waiting()
             chosen = [] if self._running else self._choose()
@@ -123,18 +74,18 @@ class Scheduler(ABC):
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[DiffusionOutput]:
-        """The results of what was scheduled; its memory goes back."""
+        """End the requests of a step: returns their outputs, and releases what they held."""
         with self._changed:
             finished = [
-                self._finish(request_id, self._result(request_id, model_output))
+                self._finish(request_id, _result(request_id, model_output))
                 for request_id in scheduler_output.request_ids
-                if request_id in self._running  # else a failure ended it meanwhile
+                if request_id in self._running  # else a failure has ended it meanwhile
             ]
-            self._on_waiting()  # there is room again
+            self._on_waiting()  # memory is free again
             return finished
 
     def fail_running(self, error: KVLinkError) -> list[DiffusionOutput]:
-        """End all that runs: nothing will come of it."""
+        """End all running requests with an error."""
         with self._changed:
             finished = [
                 self._finish(request_id, DiffusionOutput(request_id, error=error))
@@ -143,48 +94,96 @@ class Scheduler(ABC):
             self._on_waiting()
             return finished
 
+    # From any thread.
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run."""
+        return len(self._running)
+
+    def add_request(self, request: OmniDiffusionRequest) -> None:
+        """Append a request to the queue.
+
+        Raises:
+            EngineError: one of this id waits or runs already, or the engine stops.
+        """
+        with self._changed:
+            if self.is_stopped:
+                raise EngineError("the engine stops: no request can be added")
+            key = request.request_id
+            if key in self._waiting or key in self._running:
+                raise EngineError(f"request {key!r} waits or runs already: choose another id")
+            self._waiting[key] = RequestState(request, time.monotonic())
+            self._on_waiting()
+            self._changed.notify_all()
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request: one that waits at once, one that runs as soon as its executor can.
+
+        Returns:
+            Whether it is running, so that its executor is to abort it.
+        """
+        with self._changed:
+            state = self._waiting.pop(request_id, None)
+            if state is not None:
+                self._end(state, RequestAborted(f"request {request_id!r} was aborted, waiting"))
+                self._on_waiting()
+                return False
+            state = self._running.get(request_id)
+            if state is None:
+                return False
+            state.aborted = True
+            state.request.is_cancelled = always  # for a runner that has not begun it
+            return True
+
     def fail_all(self, error: KVLinkError) -> list[DiffusionOutput]:
-        """End everything."""
+        """End all requests with an error."""
         with self._changed:
             for state in list(self._waiting.values()):
                 del self._waiting[state.request_id]
                 self._end(state, error)
             return self.take_ended() + self.fail_running(error)
 
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Call this, from any thread, when requests may have ended while others run."""
-        self._listeners.append(callback)
-
     def take_ended(self) -> list[DiffusionOutput]:
-        """Requests that ended without running."""
+        """The outputs of requests that ended without running, since the last call."""
         with self._changed:
             ended, self._ended = self._ended, []
             return ended
 
+    def stats(self) -> dict[str, Any]:
+        """Queue lengths and the number of steps, as JSON values."""
+        with self._changed:
+            waiting, running = len(self._waiting), len(self._running)
+            return {"waiting": waiting, "running": running, "steps": self._steps}
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, from any thread, when requests may have ended without running."""
+        self._listeners.append(callback)
+
     def wait(self, *, timeout: float) -> bool:
-        """Sleep until there may be something to do; False if `timeout` seconds brought nothing."""
+        """Block until there may be something to do; False after `timeout` seconds."""
         limit = time.monotonic() + timeout
         with self._changed:
-            while not (self._is_stopped or self._is_woken or self._has_work()):
+            while not (self.is_stopped or self._is_woken or self._has_work()):
                 now, deadline = time.monotonic(), self._next_deadline()
                 if deadline is not None and deadline <= now:
                     return True
-                end = limit if deadline is None else min(limit, deadline)
                 if now >= limit:
                     return False
-                self._changed.wait(end - now)
+                self._changed.wait(min(limit, deadline or limit) - now)
             self._is_woken = False
             return True
 
-    def wait_for_companions(self, *, timeout: float, stable: float) -> None:
-        """Where a request could run, sleep while more keep coming: at most `timeout` seconds.
+    def wait_for_batch(self, *, timeout: float, stable: float) -> None:
+        """If a request can run, block while more arrive, for at most `timeout` seconds.
 
-        Ends at capacity, when none came for `stable` seconds, or when the engine stops.
+        Returns when a batch is full, when none arrived for `stable` seconds, or when the engine
+        stops.
         """
         limit = time.monotonic() + timeout
         with self._changed:
             ready, end = self._num_ready(), time.monotonic() + stable
-            while 0 < ready < self.max_num_seqs and not self._is_stopped:
+            while 0 < ready < self.max_num_seqs and not self.is_stopped:
                 now = time.monotonic()
                 if now >= min(end, limit):
                     return
@@ -193,37 +192,37 @@ class Scheduler(ABC):
                     ready, end = self._num_ready(), time.monotonic() + stable
 
     def wake(self) -> None:
-        """Let `wait` return: there is something to do besides requests."""
+        """Let `wait` return."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Take no more requests, and wake who waits."""
+        """Refuse further requests, and let every wait return."""
         with self._changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._changed.notify_all()
 
     # For subclasses; the lock is held.
 
     @abstractmethod
     def _choose(self) -> list[RequestState]:
-        """Of those that wait, those that run next."""
+        """The waiting requests that run next."""
 
     @abstractmethod
     def _on_waiting(self) -> None:
-        """Requests wait: what can be begun for them is begun."""
+        """Begin what can be begun for waiting requests; called whenever that may have changed."""
 
     @abstractmethod
     def _release(self, request: OmniDiffusionRequest) -> None:
-        """A request ended: what it held is given back."""
+        """Release what a request that has ended held."""
 
     def _num_ready(self) -> int:
-        """How many could run now, were there nothing to hinder them."""
+        """How many waiting requests could run now."""
         return len(self._waiting)
 
     def _next_deadline(self) -> float | None:
-        """When something happens of itself, on `time.monotonic`'s clock."""
+        """When `wait` is to return by itself, in monotonic seconds."""
         return None
 
     def _has_work(self) -> bool:
@@ -233,7 +232,7 @@ class Scheduler(ABC):
         return DiffusionSchedulerOutput(requests, self._steps, len(self._waiting))
 
     def _end(self, state: RequestState, error: Exception) -> None:
-        """A request that has not run ends."""
+        """End a request that has not run."""
         self._release(state.request)
         output = DiffusionOutput(state.request_id, error=error)
         output.seconds["queued"] = time.monotonic() - state.queued_at
@@ -241,7 +240,7 @@ class Scheduler(ABC):
         self._changed.notify_all()
 
     def _finish(self, request_id: str, output: DiffusionOutput) -> DiffusionOutput:
-        """A request that ran has ended."""
+        """End a request that has run."""
         state = self._running.pop(request_id)
         state.request.is_cancelled = never
         self._release(state.request)
@@ -253,21 +252,9 @@ class Scheduler(ABC):
         output.seconds["queued"] = state.started_at - state.queued_at
         return output
 
-    def _result(self, request_id: str, model_output: ModelRunnerOutput) -> DiffusionOutput:
-        try:
-            return model_output.result_of(request_id)
-        except EngineError as error:
-            return DiffusionOutput(request_id, error=error)
 
-
-def compatible(states: Sequence[RequestState], limit: int) -> list[RequestState]:
-    """The first states that fit into one batch.
-
-    In their order, up to the first that does not fit: nobody overtakes it.
-    """
-    chosen: list[RequestState] = []
-    for state in states:
-        if len(chosen) == limit or (chosen and state.request.key != chosen[0].request.key):
-            break
-        chosen.append(state)
-    return chosen
+def _result(request_id: str, model_output: ModelRunnerOutput) -> DiffusionOutput:
+    try:
+        return model_output.result_of(request_id)
+    except EngineError as error:
+        return DiffusionOutput(request_id, error=error)

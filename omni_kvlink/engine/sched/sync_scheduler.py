@@ -1,4 +1,4 @@
-"""`SyncScheduler`: which requests a diffusion stage paints next, and their KV before they run."""
+"""`SyncScheduler`: schedules whole diffusion requests, each once its KV has come."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ from typing import Any
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv.interface import KVManager
 from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.kv.kv_manager import KVManager
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler, compatible
+from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import KVLinkError
 
 
 class SyncScheduler(Scheduler):
-    """First come, first served, in batches of requests that fit together.
+    """First come, first served, in batches of requests with one `SamplingParamsKey`.
 
-    A request is in the queue once its KV is there; until then nobody waits behind it. Of those
-    whose KV is there, an incompatible one at the head holds up the compatible ones behind it.
+    A request is ready once its KV has come; requests behind it do not wait for that. Among ready
+    requests order is kept: one that does not fit into the batch holds up those behind it.
 
     Args:
-        kv_manager: owned; what the executor has. None where requests bring all they need.
+        config: of the stage.
+        kv_manager: the executor's; None if no KV comes from another stage.
     """
 
     def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager | None = None):
         super().__init__(config.max_num_seqs)
         self.kv_manager = kv_manager
         self._prefetch = config.kv.prefetch
-        self._handed_on: list[OmniDiffusionRequest] = []
+        self._transferred: list[OmniDiffusionRequest] = []
         if kv_manager is not None:
             kv_manager.listen(self._on_kv)
 
     def get_finished_requests_needing_kv_transfer(self) -> list[OmniDiffusionRequest]:
-        """Requests that ran, and whose KV now waits for the next stage; each is named once."""
+        """Requests whose KV was sent to the next stage, since the last call."""
         with self._changed:
-            handed_on, self._handed_on = self._handed_on, []
-            return handed_on
+            transferred, self._transferred = self._transferred, []
+            return transferred
 
     def stats(self) -> dict[str, Any]:
+        """Queue lengths, the number of steps, and the KV manager's."""
         kv = {} if self.kv_manager is None else {"kv": self.kv_manager.stats()}
         return {**super().stats(), **kv}
 
     def _on_kv(self) -> None:
-        """A receive is over, in whichever thread."""
+        """Called in any thread when a receive has ended."""
         with self._changed:
             self._on_waiting()
             self._changed.notify_all()
@@ -52,51 +54,52 @@ class SyncScheduler(Scheduler):
             callback()
 
     def _choose(self) -> list[RequestState]:
-        ready = [state for state in self._waiting.values() if self._is_ready(state)]
-        return compatible(ready, self.max_num_seqs)
+        chosen: list[RequestState] = []
+        for state in self._waiting.values():
+            if not self._is_ready(state):
+                continue
+            full = len(chosen) == self.max_num_seqs
+            if full or (chosen and state.request.key != chosen[0].request.key):
+                break
+            chosen.append(state)
+        return chosen
 
     def _on_waiting(self) -> None:
-        """End those whose KV did not come; receive for the others in order, as room allows."""
+        """End requests whose KV did not come; receive for the others in order, within budget."""
         kv = self.kv_manager
-        states = [state for state in self._waiting.values() if state.request.need_kv_receive]
-        for state in states:
+        for state in [one for one in self._waiting.values() if one.request.need_kv_receive]:
             if kv is None:
-                self._drop(state, EngineError("this stage has no KV source: set kv.sources"))
+                self._fail(state, EngineError("this stage has no KV source: set kv.sources"))
             elif kv.state(state.request_id) is KVState.FAILED:
-                self._drop(state, kv.error(state.request_id))
+                self._fail(state, kv.error(state.request_id) or EngineError("its KV was lost"))
             elif kv.state(state.request_id) is KVState.READY and not state.ready_at:
                 state.ready_at = time.monotonic()
         if kv is not None:
             self._begin_receives(kv)
 
     def _begin_receives(self, kv: KVManager) -> None:
-        for state in self._to_receive(kv):
+        states = list(self._waiting.values())
+        if not self._prefetch:  # only for the next batch, and while nothing runs
+            states = [] if self._running else states[: self.max_num_seqs]
+        for state in states:
+            is_absent = kv.state(state.request_id) is KVState.ABSENT
+            if not (state.request.need_kv_receive and is_absent):
+                continue
             try:
                 if not kv.can_allocate(state.request) and self._holds_any(kv):
-                    return  # nobody behind it takes the room that it waits for
+                    return  # no request behind it takes the memory that it waits for
                 kv.allocate(state.request)
                 kv.prefetch(state.request)
-            except KVLinkError as error:  # such as: more than all the room there is
-                self._drop(state, error)
-
-    def _to_receive(self, kv: KVManager) -> list[RequestState]:
-        """Without prefetching, only what could run next, and nothing while something runs."""
-        states = list(self._waiting.values())
-        if not self._prefetch:
-            states = [] if self._running else states[: self.max_num_seqs]
-        return [
-            state
-            for state in states
-            if state.request.need_kv_receive and kv.state(state.request_id) is KVState.ABSENT
-        ]
+            except KVLinkError as error:  # such as: more than the whole budget
+                self._fail(state, error)
 
     def _holds_any(self, kv: KVManager) -> bool:
         known = [*self._waiting, *self._running]
         return any(kv.state(request_id) is not KVState.ABSENT for request_id in known)
 
-    def _drop(self, state: RequestState, error: Exception | None) -> None:
+    def _fail(self, state: RequestState, error: Exception) -> None:
         del self._waiting[state.request_id]
-        self._end(state, error or EngineError("its KV was lost"))
+        self._end(state, error)
 
     def _is_ready(self, state: RequestState) -> bool:
         if not state.request.need_kv_receive:
@@ -118,5 +121,5 @@ class SyncScheduler(Scheduler):
         request = self._running[request_id].request
         finished = super()._finish(request_id, output)
         if request.need_kv_transfer and finished.error is None:
-            self._handed_on.append(request)
+            self._transferred.append(request)
         return finished

@@ -1,0 +1,1 @@
+"""Cache backends, which reuse what an earlier denoising step computed."""

@@ -1,4 +1,4 @@
-"""`BlockCache`: the first layers tell whether the middle ones would add the same as before."""
+"""`BlockCache`: reuses what the middle layers computed while the first ones change little."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change, co
 
 
 class BlockCache(StepCache):
-    """Computes the first and last layers always, those between only when needed; as DBCache does.
+    """Computes the first and last layers in every step, those between only when needed.
 
-    What the first layers added to their input is compared with what they added when the middle
-    was last computed. While the relative L1 change is under the threshold, the middle adds what it
-    added then. (DBCache is part of cache-dit, whose names the settings have.)
+    What the first layers add to their input is compared with what they added when the middle was
+    last computed. While the relative L1 change is below the threshold, the middle adds what it
+    added then. This is DBCache of cache-dit, whose names the settings have.
 
     Args:
         config: `Fn_compute_blocks`, layers at the beginning (1), `Bn_compute_blocks`, at the end
@@ -38,9 +38,11 @@ class BlockCache(StepCache):
 
     @property
     def threshold(self) -> float:
+        """`residual_diff_threshold`."""
         return self._threshold
 
     def enable(self, pipeline: Any) -> None:
+        """Hook into the pipeline's layers; see `CacheBackend.enable`."""
         layers = getattr(pipeline, "num_layers", 0)
         if layers and self._first + self._last >= layers:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Accelerations that reuse what an earlier denoising step computed; off by default."""
+"""`CacheBackend`: an acceleration that reuses what an earlier denoising step computed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-_ROWS: dict[str, str] = {
+_BACKENDS: dict[str, str] = {
     "tea_cache": "omni_kvlink.engine.step_cache.tea_cache:TeaCache",
     "block_cache": "omni_kvlink.engine.step_cache.block_cache:BlockCache",
 }
-"""Backends by name, as "module:Class"; imported when they are used."""
+"""Backends by name, as "module:Class"; imported when a configuration names them."""
 
 
 class CacheBackend(ABC):
-    """One acceleration. It changes outputs, so nobody gets it without asking.
+    """One acceleration. It changes outputs, so it is off unless a configuration names it.
 
-    The runner calls `enable` once after loading, and `refresh` before every generation. What it may
-    hook into is the pipeline's to offer: BAGEL's `pipeline.hooks`, a `DenoiseHooks`.
+    The runner calls `enable` once after loading, and `refresh` before every generation. The
+    pipeline provides the hooks: BAGEL's are `pipeline.hooks`, a `DenoiseHooks`.
 
     Args:
         config: the backend's own settings.
@@ -38,15 +38,16 @@ class CacheBackend(ABC):
 
     @abstractmethod
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
-        """Forget everything of the last generation; a new one begins."""
+        """Clear what the last generation left; a new one begins."""
 
     def is_enabled(self) -> bool:
+        """Whether `enable` was called."""
         return self.enabled
 
 
 def register_cache_backend(name: str, target: str) -> None:
     """Add a backend: `target` is "module:Class"."""
-    _ROWS[name] = target
+    _BACKENDS[name] = target
 
 
 def make_cache_backend(name: str, config: Mapping[str, Any]) -> CacheBackend | None:
@@ -57,8 +58,8 @@ def make_cache_backend(name: str, config: Mapping[str, Any]) -> CacheBackend | N
     """
     if name == "none":
         return None
-    if name not in _ROWS:
-        raise ValueError(f"no cache backend {name!r}; there are {', '.join(['none', *_ROWS])}")
-    module, _, attribute = _ROWS[name].partition(":")
+    if name not in _BACKENDS:
+        raise ValueError(f"no cache backend {name!r}; there are {', '.join(['none', *_BACKENDS])}")
+    module, _, attribute = _BACKENDS[name].partition(":")
     made: CacheBackend = getattr(importlib.import_module(module), attribute)(config)
     return made

@@ -1,4 +1,4 @@
-"""What the backends have in common that compare a denoising step with an earlier one."""
+"""`StepCache`: common parts of backends that compare a denoising step with an earlier one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from omni_kvlink.engine.step_cache.cache_backend import CacheBackend
 
 @dataclass(frozen=True)
 class Kept:
-    """What a guidance branch left behind at a step.
+    """What is kept of a guidance branch's step.
 
     Attributes:
         step: counted from 0.
-        probe: what steps are compared by, [rows, hidden], or [rows, batch, hidden].
-        value: what may be used again, its row and batch dimensions the same way round.
-        drift: float32 [], or [batch]: how far each request is from where `value` was computed.
+        probe: what steps are compared by, [rows, hidden] or [rows, batch, hidden].
+        value: what may be reused, with the row and batch dimensions of `probe`.
+        drift: float32 [] or [batch]: how far each request is from the step that computed `value`.
     """
 
     step: int
@@ -33,11 +33,11 @@ class Kept:
 
 
 class StepMemory:
-    """The last step of every branch, of one generation.
+    """The last step of every branch, in one generation.
 
     Attributes:
         computed: passes since the last `forget`, by branch.
-        reused: passes that were not needed.
+        reused: passes that were skipped, by branch.
     """
 
     def __init__(self) -> None:
@@ -45,37 +45,41 @@ class StepMemory:
         self._kept: dict[str, Kept] = {}
 
     def forget(self) -> None:
+        """Clear everything; a new generation begins."""
         self._kept.clear()
         self.computed.clear()
         self.reused.clear()
 
     def last(self, branch: str, step: int) -> Kept | None:
-        """The branch's step before this one; a step that comes again begins another generation."""
+        """The branch's last step; a step number that does not rise begins another generation."""
         kept = self._kept.get(branch)
         if kept is not None and step <= kept.step:
             self._kept.clear()
         return self._kept.get(branch)
 
     def keep(self, branch: str, kept: Kept, *, reused: bool) -> None:
+        """Remember a branch's step, and count it."""
         self._kept[branch] = kept
         (self.reused if reused else self.computed)[branch] += 1
 
 
 class StepCache(CacheBackend):
-    """Reuses what a branch computed while a request is closer to it than a threshold.
+    """Reuses what a branch computed while a request differs from it by less than a threshold.
 
-    Each request of a batch decides for itself, and never gets what was computed for a mate's sake:
-    its image is that of a run alone. The pass is saved where all of them can do without. K and V
-    are neither read nor written here.
+    This is decided for each request of a batch by itself, so that its image is that of a run alone;
+    the pass is skipped if no request needs it. K and V are neither read nor written.
+
+    Args:
+        config: the backend's settings.
 
     Raises:
         ValueError: a setting is unknown or out of range.
     """
 
     defaults: ClassVar[Mapping[str, Any]]
-    """Every setting there is."""
+    """All settings, with their defaults."""
     hook: ClassVar[str]
-    """The field of `DenoiseHooks` that this needs for itself."""
+    """The field of `DenoiseHooks` that the backend sets."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
@@ -88,6 +92,7 @@ class StepCache(CacheBackend):
         self.memory = StepMemory()
 
     def enable(self, pipeline: Any) -> None:
+        """Set the hook; see `CacheBackend.enable`."""
         hooks = getattr(pipeline, "hooks", None)
         if not hasattr(hooks, self.hook):
             raise ValueError(
@@ -100,20 +105,21 @@ class StepCache(CacheBackend):
         self.enabled = True
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
+        """Clear the memory; see `CacheBackend.refresh`."""
         self.memory.forget()
 
     @property
     @abstractmethod
     def threshold(self) -> float:
-        """Reused while the drift is under it; at 0 everything is computed."""
+        """Values are reused while the drift is below it; at 0 everything is computed."""
 
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
-        """How far each request is from what was computed: float32 [], or [batch]."""
+        """How far each request is from the kept step: float32 [] or [batch]."""
 
     @abstractmethod
     def _anchor(self, last: Kept, probe: Tensor, same: Tensor) -> Tensor:
-        """The probe to compare the next step with; `same` says who reused."""
+        """The probe to compare the next step with; `same` is True for requests that reused."""
 
     def _reuse(
         self,
@@ -123,7 +129,7 @@ class StepCache(CacheBackend):
         compute: Callable[[], Tensor],
         base: Tensor | None = None,
     ) -> Tensor:
-        """What `compute` gives, or gave; with a `base`, what it added to that is used again."""
+        """The value of `compute`, now or as kept; with a `base`, the difference to it is kept."""
         last = self.memory.last(branch, step)
         if last is None:
             out = compute()
@@ -148,7 +154,7 @@ class StepCache(CacheBackend):
 
 
 def change(new: Tensor, old: Tensor) -> Tensor:
-    """The L1 distance relative to the old one, of each request: float32 [], or [batch]."""
+    """The L1 distance relative to `old`, of each request: float32 [] or [batch]."""
     apart, size = (new - old).abs(), old.abs()
     return apart.mean((0, -1), dtype=torch.float32) / size.mean((0, -1), dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""`TeaCache`: a step whose input has hardly moved gets the flow of an earlier one."""
+"""`TeaCache`: reuses the flow of an earlier step while the input changes little."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change, nu
 
 
 class TeaCache(StepCache):
-    """Skips a branch's whole pass while its input's changes, summed up, are under a threshold.
+    """Skips a branch's pass while the summed changes of its input are below a threshold.
 
-    The input is what goes into the first layer: the latent rows with the time step's embedding
-    added. Its relative L1 change from step to step is summed since the last computed pass. (Tong
-    Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024; the
-    polynomial fitted to a model that they rescale changes by is left out, for nobody has fitted
-    one to tiny weights, and a flow is kept where they keep what the layers added.)
+    The input is that of the first layer: the latent rows with the time step's embedding. Its
+    relative L1 changes are summed since the last computed pass. After Tong Liu et al., "Timestep
+    Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, but without their fitted
+    polynomial, and with the flow kept instead of what the layers added.
 
     Args:
         config: `rel_l1_thresh`, 0.2 if not given.
@@ -32,13 +31,14 @@ class TeaCache(StepCache):
 
     @property
     def threshold(self) -> float:
+        """`rel_l1_thresh`."""
         return self._threshold
 
     def velocity(
         self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]
     ) -> Tensor:
         """A `VelocityHook`."""
-        return self._reuse(branch, step, rows[1:-1], compute)  # the markers never move
+        return self._reuse(branch, step, rows[1:-1], compute)  # the markers never change
 
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
         return last.drift + change(probe, last.probe)

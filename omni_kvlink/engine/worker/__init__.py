@@ -1,4 +1,4 @@
-"""Workers have a device and nothing else; runners have a model and run it."""
+"""Workers own a device; their model runners own a model and run it."""
 
 from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner as GPUARModelRunner
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker as GPUARWorker

@@ -1,4 +1,4 @@
-"""What both kinds of worker are: a device, a place among the ranks, and memory to give back."""
+"""`WorkerBase`: what workers of both kinds of stage have: a device, weights that can sleep."""
 
 from __future__ import annotations
 
@@ -14,64 +14,76 @@ from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.model import ModelUtility
-from omni_kvlink.engine.worker.offload import ParkedWeights, available_memory, drop_weights
+from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
 
 TAGS = ("weights", "kv_cache")
 
 
 class Runner(Protocol):
-    """What a worker asks of its runner, of either kind."""
+    """What a worker needs of its model runner."""
 
     utility: ModelUtility
     kv_manager: DiffusionKVManager | None
-    handover: KVSink | None
+    kv_sink: KVSink | None
 
-    def abort(self, request_id: str) -> None: ...
-    def close(self) -> None: ...
+    def abort(self, request_id: str) -> None:
+        """End a running request as soon as possible."""
+
+    def close(self) -> None:
+        """Close the links, and release all KV."""
 
 
 R = TypeVar("R", bound=Runner)
 
 
 class WorkerBase(ABC, Generic[R]):
-    """Infrastructure only: what loads a model, and runs it, is the runner.
+    """A rank's device; its model runner loads and runs the model.
 
     Args:
-        local_rank: on this machine; chooses the device.
+        local_rank: on this machine; selects the device.
         rank: among all workers of the stage.
+        config: of the stage.
 
     Attributes:
-        mates: the ranks that this one works with; met by `init_device`.
-        model_runner: has the model and its KV; made by `init_device`.
+        process_group: the ranks that compute with this one; joined by `init_device`.
+        model_runner: made by `init_device`; None before.
     """
 
     def __init__(self, local_rank: int, rank: int, config: StageConfig):
         self.local_rank, self.rank, self.config = local_rank, rank, config
         self.device = config.device_of(local_rank)
         self.model_runner: R | None = None
-        self._parked: ParkedWeights | None = None
-        self._level = 0
-        self.mates = ProcessGroup()
+        self.process_group = ProcessGroup()
+        self._weights = OffloadableWeights(
+            modules=lambda: self.runner.utility.modules(),
+            drop=lambda: drop_weights(self.runner.utility.modules()),
+            reload=lambda: self.runner.utility.reload(),
+        )
 
     @abstractmethod
     def _make_runner(self) -> R:
-        """The runner of this kind of stage."""
+        """A runner for this kind of stage."""
 
     @property
     def runner(self) -> R:
-        """Raises EngineError before `init_device` has made it."""
+        """The model runner; raises EngineError before `init_device`."""
         if self.model_runner is None:
             raise EngineError("this worker has no runner yet: init_device() makes it")
         return self.model_runner
 
     def init_device(self) -> None:
-        """Take the device, meet the other ranks (NCCL on GPUs, gloo on CPUs), make the runner."""
+        """Select the device, join the other ranks (NCCL on GPUs, gloo on CPUs), load the model."""
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.mates = ProcessGroup.join(self.rank, self.config, self.device)
+        self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
+
+    def check_awake(self) -> None:
+        """Raises EngineAsleepError while the weights are not in memory."""
+        if self._weights.level:
+            raise EngineAsleepError(f"asleep at level {self._weights.level}: wake_up() first")
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of the device's memory.
@@ -82,17 +94,7 @@ class WorkerBase(ABC, Generic[R]):
         Returns:
             Whether it was awake.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level {level}; there are 1 and 2")
-        if self._level:
-            return False
-        modules = self.runner.utility.modules()
-        if level == 1:
-            self._parked = ParkedWeights(modules)
-        else:
-            drop_weights(modules)
-        self._level = level
-        return True
+        return self._weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Bring back what `sleep` took.
@@ -103,54 +105,39 @@ class WorkerBase(ABC, Generic[R]):
         Returns:
             Whether anything was asleep.
         """
-        strange = sorted(set(tags or ()) - set(TAGS))
-        if strange:
-            raise ValueError(f"tags {strange}; there are {', '.join(TAGS)}")
-        if not self._level or (tags is not None and "weights" not in tags):
-            return False
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-        else:
-            self.runner.utility.reload()
-        self._level = 0
-        return True
+        unknown = sorted(set(tags or ()) - set(TAGS))
+        if unknown:
+            raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
+        return (tags is None or "weights" in tags) and self._weights.wake_up()
 
     def determine_available_memory(self) -> int:
-        """Bytes that the device could still take."""
+        """Bytes free on the device."""
         return available_memory(self.device)
 
     def check_health(self) -> bool:
-        """An answer is all there is to it."""
+        """True; that it answers is the check."""
         return True
 
     def abort(self, request_id: str) -> None:
-        """A running request ends as soon as it can; may be called while `execute_model` runs."""
+        """End a running request as soon as possible; may be called while `execute_model` runs."""
         self.runner.abort(request_id)
 
     def fail_kv(self, request_id: str, reason: str) -> None:
-        """Tell the next stage that this request's KV will not come."""
-        if self.runner.handover is not None:
-            self.runner.handover.fail(request_id, reason)
+        """Tell the next stage, if there is one, that this request's KV will not come."""
+        if self.runner.kv_sink is not None:
+            self.runner.kv_sink.fail(request_id, reason)
 
     def sink_url(self) -> str:
         """What the next stage connects to; empty if there is none."""
-        return "" if self.runner.handover is None else self.runner.handover.link.url
+        return "" if self.runner.kv_sink is None else self.runner.kv_sink.link.url
 
     def sink_stats(self) -> dict[str, Any]:
-        """Of the link to the next stage; empty if there is none."""
-        return {} if self.runner.handover is None else self.runner.handover.link.stats()
+        """The statistics of the link to the next stage; empty if there is none."""
+        return {} if self.runner.kv_sink is None else self.runner.kv_sink.link.stats()
 
     def shutdown(self) -> None:
-        """Leave the other ranks, and give everything back; again does nothing."""
-        if self._parked is not None:
-            self._parked.drop()
-            self._parked = None
-        self.mates.close()
+        """Leave the other ranks, and release everything; idempotent."""
+        self._weights.close()
+        self.process_group.close()
         if self.model_runner is not None:
             self.model_runner.close()
-
-    def check_awake(self) -> None:
-        """Raises EngineAsleepError while the weights are away."""
-        if self._level:
-            raise EngineAsleepError(f"asleep at level {self._level}: wake_up() first")

@@ -1,4 +1,4 @@
-"""`GPUARModelRunner`: reads prompts into paged KV, and sends it to the diffusion stage."""
+"""`GPUARModelRunner`: reads prompts into paged KV and sends it to the next stage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import OmniARConfig
-from omni_kvlink.engine.errors import RequestAborted, RequestFailed, forget_frames
+from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
@@ -16,35 +17,38 @@ from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
-from omni_kvlink.errors import KVLinkError
-from omni_kvlink.link import Payload
 
 
 class GPUARModelRunner:
-    """Owns the model and the pools; which blocks are whose is the scheduler's to say.
+    """Owns the model and the KV pools; the scheduler owns their blocks.
 
     Args:
-        mates: the ranks that hold the other heads. All are given the same requests in the same
-            order; what one of them lacks is an error on each.
+        config: of the stage.
+        device: where the weights and the pools go.
+        process_group: the ranks that hold the other heads. All are given the same requests in the
+            same order; an error on one of them is the request's error on all.
 
     Attributes:
-        utility: the model, with its cache's two forms.
+        utility: the model, and the conversions of its cache.
         pools: K and V of each layer, in blocks.
-        handover: the producer's end of the link to the next stage.
+        kv_sink: the link to the next stage.
     """
 
     def __init__(
-        self, config: OmniARConfig, device: torch.device, mates: ProcessGroup | None = None
+        self,
+        config: OmniARConfig,
+        device: torch.device,
+        process_group: ProcessGroup | None = None,
     ):
         self.config, self.device = config, device
-        self.mates = ProcessGroup() if mates is None else mates
-        self.kv_manager: DiffusionKVManager | None = None  # no KV comes from elsewhere
-        self.utility: ModelUtility = model_utility(config)(config, device, self.mates)
+        self.process_group = process_group or ProcessGroup()
+        self.kv_manager: DiffusionKVManager | None = None  # no KV comes from another stage
+        self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
         self._sink = KVSink(
-            config.kv, heads=self.utility.kv_heads(), tensor=self.mates.place.tensor
+            config.kv, heads=self.utility.kv_heads(), tensor=self.process_group.place.tensor
         )
-        self.handover: KVSink | None = self._sink
-        self._agreement = BatchSync(self.mates)
+        self.kv_sink: KVSink | None = self._sink
+        self._batch_sync = BatchSync(self.process_group)
         layers, row = self.utility.kv_row()
         self.pools = KVPools(
             num_layers=layers,
@@ -57,39 +61,39 @@ class GPUARModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Read each scheduled prompt into its blocks and send it on; a result for each.
+        """Read each scheduled prompt into its blocks and send their KV; a result for each.
 
-        When a result is there its blocks are free: the link has a copy, or nobody wants one.
+        The blocks are free when this returns: the link has a copy of those that were sent.
 
         Raises:
             EngineDeadError: a rank that computes with this one is gone.
         """
-        self._agreement.begin(scheduler_output.request_ids)
+        self._batch_sync.begin(scheduler_output.request_ids)
         results = {}
         for request in scheduler_output.requests:
-            if request.is_cancelled():  # it was aborted on its way here
+            if request.is_cancelled():  # it was aborted before it came here
                 self.abort(request.request_id)
             blocks = scheduler_output.block_ids[request.request_id]
             results[request.request_id] = self._execute(request, blocks)
-        self._agreement.end({})
+        self._batch_sync.end({})
         ids = scheduler_output.request_ids
         return ModelRunnerOutput(ids, [None] * len(ids), results)
 
     def abort(self, request_id: str) -> None:
-        """A running request is not sent on; of others this knows nothing."""
-        self._agreement.abort(request_id)
+        """Do not send the KV of a running request; unknown ids are ignored."""
+        self._batch_sync.abort(request_id)
 
     def close(self) -> None:
-        """Close the link; what the next stage has not fetched is lost."""
+        """Close the link; what the next stage has not received is lost."""
         self._sink.close()
 
     def _execute(
         self, request: OmniDiffusionRequest, blocks: dict[str, list[int]]
     ) -> DiffusionOutput:
-        """On every rank alike: they agree before they compute together, and after."""
+        """Runs alike on every rank: the ranks agree before they compute, and after."""
         started, key = time.perf_counter(), request.request_id
         output = DiffusionOutput(key)
-        errors = self._agreement.settle(self._unwanted(request))
+        errors = self._batch_sync.settle(self._aborted(request))
         if not errors:
             try:
                 output = self._read_and_send(request, blocks, started)
@@ -97,7 +101,7 @@ class GPUARModelRunner:
                 errors[key] = error
             finally:
                 request.past_key_values = None
-            errors = self._agreement.settle(errors)
+            errors = self._batch_sync.settle(errors)
         return self._failed(request, errors[key]) if key in errors else output
 
     def _read_and_send(
@@ -105,29 +109,27 @@ class GPUARModelRunner:
     ) -> DiffusionOutput:
         output = self.utility.prefill(request, self.pools, blocks)
         output.seconds["prefill"] = time.perf_counter() - started
-        for error in self._unwanted(request).values():
+        for error in self._aborted(request).values():
             raise error
         output.kv_sent = self._sink.send(self._extract_kv_cache(request))
         output.seconds["execute"] = time.perf_counter() - started
         return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
-        """The request's KV where its blocks lie; the one copy, of `put`, reads them there."""
+        """Views of the request's KV in its blocks; `put` copies from there."""
         return self.utility.extract(request)
 
-    def _unwanted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
-        """Its error, by its id, if this rank has heard that it was aborted."""
+    def _aborted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
+        """A RequestAborted by request id, if this rank knows that the request was aborted."""
         key = request.request_id
-        if not self._agreement.has_heard(key):
+        if not self._batch_sync.has_heard(key):
             return {}
         return {key: RequestAborted(f"request {key!r} was aborted")}
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
-        """The request's error, which whoever waits for its KV shall hear at once."""
-        self._sink.fail(request.request_id, str(error) or repr(error))
-        if not isinstance(error, KVLinkError):
-            failure = RequestFailed(f"request {request.request_id!r} failed: {error!r}")
-            failure.__cause__ = error
-            error = failure
-        forget_frames(error)
-        return DiffusionOutput(request.request_id, error=error)
+        """The output of a request that failed; the next stage gets the error, too."""
+        key = request.request_id
+        self._sink.fail(key, str(error) or repr(error))
+        output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
+        output.clear_traceback()
+        return output

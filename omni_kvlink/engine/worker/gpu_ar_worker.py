@@ -1,4 +1,4 @@
-"""`GPUARWorker`: the device of an AR stage; runs nothing itself."""
+"""`GPUARWorker`: the device of an AR stage; its model runner does the work."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
 
 
 class GPUARWorker(WorkerBase[GPUARModelRunner]):
-    """Infrastructure of an AR stage; see `WorkerBase`."""
+    """The worker of an AR stage; see `WorkerBase`."""
 
     def __init__(self, local_rank: int, rank: int, ar_config: OmniARConfig):
         super().__init__(local_rank, rank, ar_config)
         self.ar_config = ar_config
 
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Passes through to the runner.
+        """Pass prompts on to the runner.
 
         Raises:
-            EngineAsleepError: wake up first.
+            EngineAsleepError: the weights are not in memory: call `wake_up`.
         """
         self.check_awake()
         return self.runner.execute_model(scheduler_output)
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        """The most tokens of each branch of a request: what the scheduler finds blocks for."""
+        """The most tokens that a request can put into each branch of its cache."""
         return self.runner.utility.count_tokens(request)
 
     def sleep(self, level: int = 1) -> bool:
-        """Takes the KV pools out of memory, too: all blocks must be free."""
+        """Release the KV pools, too: all blocks must be free."""
         slept = super().sleep(level)
         self.runner.pools.sleep()
         return slept
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Bring back what `sleep` took; the pools are uninitialized."""
         woke = super().wake_up(tags)
         if tags is None or "kv_cache" in tags:
             self.runner.pools.wake_up()
         return woke
 
     def _make_runner(self) -> GPUARModelRunner:
-        return GPUARModelRunner(self.ar_config, self.device, self.mates)
+        return GPUARModelRunner(self.ar_config, self.device, self.process_group)

@@ -1,67 +1,85 @@
-"""`GPUDiffusionModelRunner`: the model of a diffusion stage, and the KV that goes in and out."""
+"""`GPUDiffusionModelRunner`: runs the model of a diffusion stage on the KV it received."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import OmniDiffusionConfig
-from omni_kvlink.engine.errors import EngineError, RequestFailed, forget_frames
+from omni_kvlink.engine.errors import EngineError, as_engine_error
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.kv_source import KVSource
+from omni_kvlink.engine.kv.partitioned_source import connect_source
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
-from omni_kvlink.engine.parallel.batch_sync import BatchSync
-from omni_kvlink.engine.parallel.guidance import SharedBranches
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
-from omni_kvlink.errors import KVLinkError
-from omni_kvlink.link import Payload
 
 
 class GPUDiffusionModelRunner:
     """Owns the pipeline, and all that is done with KV caches.
 
     Args:
-        mates: the ranks that compute with this one. All are given the same batches in the same
-            order; what one of them lacks is an error on each.
+        config: of the stage.
+        device: where the weights go.
+        process_group: for subclasses that share a batch with other ranks.
 
     Attributes:
-        utility: the model, with its cache's two forms.
+        utility: the model, and the conversions of its cache.
         pipeline: the utility's.
-        connector: where KV comes from, the links to the stage before; or None.
-        handover: the producer's end of the link to the stage after, or None.
-        kv_manager: the KV of this runner's requests; the scheduler owns it, where it is in the
-            same process.
+        connector: the link to the stage before, or None.
+        kv_manager: receives and holds the KV of requests; None without a stage before.
+        kv_sink: the link to the next stage, or None.
     """
 
     def __init__(
-        self, config: OmniDiffusionConfig, device: torch.device, mates: ProcessGroup | None = None
+        self,
+        config: OmniDiffusionConfig,
+        device: torch.device,
+        process_group: ProcessGroup | None = None,
     ):
         self.config, self.device = config, device
-        self.mates = ProcessGroup() if mates is None else mates
+        self.process_group = process_group or ProcessGroup()
         self.kv_manager: DiffusionKVManager | None = None
         self.connector: KVSource | None = None
-        self.handover: KVSink | None = None
-        self._agreement = BatchSync(self.mates)
+        self.kv_sink: KVSink | None = None
+        self._cancelled: dict[str, bool] = {}
         self._load_model()
         self._init_connector()
 
+    def _load_model(self) -> None:
+        make_utility = model_utility(self.config)
+        self.utility: ModelUtility = make_utility(self.config, self.device, self.process_group)
+        self.pipeline = self.utility.pipeline
+        self.cache_backend: CacheBackend | None = make_cache_backend(
+            self.config.cache_backend, self.config.cache_config
+        )
+        if self.cache_backend is not None:
+            self.cache_backend.enable(self.pipeline)
+
+    def _init_connector(self) -> None:
+        kv, heads, coords = self.config.kv, self.utility.kv_heads(), self.process_group.place
+        if kv.sinks:
+            self.kv_sink = KVSink(kv, heads=heads, tensor=coords.tensor)
+        if kv.sources:
+            parallel = self.config.parallel_config
+            self.connector = connect_source(kv, parallel, heads=heads, coords=coords)
+            self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
+
     @torch.inference_mode()
     def execute_model(self, requests: Sequence[OmniDiffusionRequest]) -> BatchRunnerOutput:
-        """Run requests that fit into one batch; a result for each.
+        """Run requests that make one batch; returns an output for each, in their order.
 
-        What one request lacks, or does wrong, is its own error. Its KV is given back in any case.
-        Images are the leader's alone: the others' results have none.
+        A request's own error is in its output. Every request's KV is released, errors or not.
 
         Raises:
-            EngineDeadError: a rank that computes with this one is gone.
+            EngineError: the batch as a whole could not run.
         """
         outputs: dict[str, DiffusionOutput] = {}
         started = time.perf_counter()
@@ -73,71 +91,46 @@ class GPUDiffusionModelRunner:
             self._end(requests, outputs)
         finally:
             for request in requests:
-                self._let_go(request)
+                self._release(request)
         for output in outputs.values():
             output.seconds["execute"] = time.perf_counter() - started
-            forget_frames(output.error)
+            output.clear_traceback()
         return BatchRunnerOutput.of([request.request_id for request in requests], outputs)
 
     def abort(self, request_id: str) -> None:
-        """A running request ends at its next step; of others this knows nothing."""
-        self._agreement.abort(request_id)
+        """End a running request at its next denoising step; unknown ids are ignored."""
+        cancelled = self._cancelled
+        if request_id in cancelled:
+            cancelled[request_id] = True
 
     def close(self) -> None:
-        """Give back every KV, and close all links."""
-        if self.kv_manager is not None:
-            self.kv_manager.close()
-        if self.connector is not None:
-            self.connector.close()
-        if self.handover is not None:
-            self.handover.close()
-
-    # Beginning.
-
-    def _load_model(self) -> None:
-        self.utility: ModelUtility = model_utility(self.config)(
-            self.config, self.device, self.mates
-        )
-        self.pipeline = self.utility.pipeline
-        if not self.mates.is_alone:
-            hooks, agreement = self.pipeline.hooks, self._agreement
-            hooks.branches = SharedBranches(self.utility.branches, self.mates, agreement)
-            hooks.settle, hooks.decode = agreement.settle, self.mates.place.is_leader
-        self.cache_backend: CacheBackend | None = make_cache_backend(
-            self.config.cache_backend, self.config.cache_config
-        )
-        if self.cache_backend is not None:
-            self.cache_backend.enable(self.pipeline)
-
-    def _init_connector(self) -> None:
-        kv, heads = self.config.kv, self.utility.kv_heads()
-        if kv.sinks:
-            self.handover = KVSink(kv, heads=heads, tensor=self.mates.place.tensor)
-        if kv.sources:
-            division = KVPartition(heads, len(kv.sources), self.config.parallel_config)
-            self.connector = KVSource.connect(kv, division, self.mates.place)
-            self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
+        """Release all KV, and close the links."""
+        for owner in (self.kv_manager, self.connector, self.kv_sink):
+            if owner is not None:
+                owner.close()
 
     # One batch.
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
-        self._agreement.begin([request.request_id for request in requests])
+        """From here on `abort` ends these requests, and no others."""
+        self._cancelled = cancelled = {request.request_id: False for request in requests}
         for request in requests:
-            if request.is_cancelled():  # it was aborted on its way here
-                self.abort(request.request_id)
-            request.is_cancelled = partial(self._agreement.is_cancelled, request.request_id)
+            if request.is_cancelled():  # it was aborted before it came here
+                cancelled[request.request_id] = True
+            request.is_cancelled = partial(cancelled.__getitem__, request.request_id)
 
     def _take_kv_caches(
         self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
     ) -> list[OmniDiffusionRequest]:
-        """Convert each request's KV for the model; those that have it on every rank."""
+        """Give each request its KV in the model's form; returns those that have what they need."""
         errors: dict[str, Exception] = {}
         for request in requests:
             try:
                 self._take_kv_cache(request)
-            except Exception as error:
-                errors[request.request_id] = _known("its KV could not be converted", error)
-        errors = self._agreement.settle(errors)
+            except Exception as error:  # noqa: PERF203 - each request has its own error
+                failure = as_engine_error(error, "its KV could not be converted")
+                errors[request.request_id] = failure
+        errors = self._all_errors(errors)
         for request in requests:
             if request.request_id in errors:
                 outputs[request.request_id] = self._failed(request, errors[request.request_id])
@@ -151,6 +144,10 @@ class GPUDiffusionModelRunner:
         data = self.kv_manager.get_kv_cache(request.request_id)
         request.past_key_values = self.utility.convert(data, request)
 
+    def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+        """The errors of a batch so far, by request; overridden where several ranks share it."""
+        return dict(errors)
+
     def _forward(self, requests: Sequence[OmniDiffusionRequest]) -> list[DiffusionOutput]:
         if not requests:
             return []
@@ -163,68 +160,51 @@ class GPUDiffusionModelRunner:
         try:
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:
-            failure = _known("the pipeline failed", error)
+            failure = as_engine_error(error, "the pipeline failed")
             return [DiffusionOutput(key, error=failure) for key in batch.request_ids]
         if [output.request_id for output in outputs] != batch.request_ids:
             raise EngineError(f"the pipeline gave {len(outputs)} outputs for {batch!r}")
         return outputs
 
-    # What goes on to the next stage.
-
     def _handle_kv_transfer(
         self, request: OmniDiffusionRequest, output: DiffusionOutput
     ) -> DiffusionOutput:
-        """Send a request's KV on, if it is wanted; a failure is this request's."""
+        """Send a request's KV to the next stage, if it needs that."""
         if not request.need_kv_transfer:
             return output
         if output.error is not None:
             return self._failed(request, output.error)
         try:
-            if self.handover is None:
+            if self.kv_sink is None:
                 raise EngineError("this stage has no KV sink: set kv.sinks")
-            output.kv_sent = self.handover.send(self._extract_kv_cache(request))
+            output.kv_sent = self.kv_sink.send(self._extract_kv_cache(request))
         except Exception as error:
-            return self._failed(request, _known("its KV could not be handed on", error))
+            return self._failed(request, as_engine_error(error, "its KV could not be sent"))
         return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
-        """The request's KV as the schema has it; the tensors are borrowed, and `block_ids` empty.
+        """The request's KV in the schema's form; the tensors are the model's own.
 
         A `KVCacheTransferData` with `key_cache` and `value_cache` by layer and `kv_lens`, `ropes`
-        and `num_layers`; or, of a model with several contexts, a `KVCacheBundle` of those.
+        and `num_layers`; of a model with several contexts, a `KVCacheBundle` of those.
         """
         return self.utility.extract(request)
 
     def _end(
         self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
     ) -> None:
-        """What one rank could not paint, or hand on, has failed on all."""
-        own = {key: output.error for key, output in outputs.items() if output.error is not None}
-        errors = self._agreement.end(own)
-        for request in requests:
-            key = request.request_id
-            if key in errors and key not in own:
-                outputs[key] = self._failed(request, errors[key])
+        """Called when the batch is done; for subclasses."""
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
-        """The request's error, which the next stage shall hear of, too."""
-        if request.need_kv_transfer and self.handover is not None:
-            self.handover.fail(request.request_id, str(error))
+        """The output of a request that failed; the next stage gets the error, too."""
+        if request.need_kv_transfer and self.kv_sink is not None:
+            self.kv_sink.fail(request.request_id, str(error))
         return DiffusionOutput(request.request_id, error=error)
 
-    def _let_go(self, request: OmniDiffusionRequest) -> None:
-        """The last references to a request's KV: its memory goes back."""
+    def _release(self, request: OmniDiffusionRequest) -> None:
+        """Drop the last references to a request's KV, so that its memory is released."""
         request.past_key_values = request.sampling_params.generator = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "forget"):
             self.pipeline.forget()
-
-
-def _known(what: str, error: Exception) -> KVLinkError:
-    """An error of the library's family, this one or one that it caused."""
-    if isinstance(error, KVLinkError):
-        return error
-    failure = RequestFailed(f"{what}: {error!r}")
-    failure.__cause__ = error
-    return failure

@@ -1,4 +1,4 @@
-"""`GPUDiffusionWorker`: the device of a diffusion stage; runs nothing itself."""
+"""`GPUDiffusionWorker`: the device of a diffusion stage; its model runner does the work."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from omni_kvlink.engine.outputs import BatchRunnerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.base import WorkerBase
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
+from omni_kvlink.engine.worker.parallel_model_runner import ParallelDiffusionModelRunner
 
 
 class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):
-    """Infrastructure of one rank; see `WorkerBase`."""
+    """The worker of a diffusion stage; see `WorkerBase`."""
 
     def __init__(self, local_rank: int, rank: int, od_config: OmniDiffusionConfig):
         super().__init__(local_rank, rank, od_config)
         self.od_config = od_config
 
     def execute_model(self, requests: Sequence[OmniDiffusionRequest]) -> BatchRunnerOutput:
-        """Passes through to the runner.
+        """Pass requests that make one batch on to the runner.
 
         Raises:
-            EngineAsleepError: wake up first.
+            EngineAsleepError: the weights are not in memory: call `wake_up`.
         """
         self.check_awake()
         return self.runner.execute_model(requests)
 
     def _make_runner(self) -> GPUDiffusionModelRunner:
-        return GPUDiffusionModelRunner(self.od_config, self.device, self.mates)
+        if self.process_group.is_alone:
+            return GPUDiffusionModelRunner(self.od_config, self.device)
+        return ParallelDiffusionModelRunner(self.od_config, self.device, self.process_group)

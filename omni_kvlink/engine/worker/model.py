@@ -1,4 +1,4 @@
-"""What the engine must know of a model: how to load it, and how its cache looks."""
+"""`ModelUtility`: what the engine must know of a model, and the table of models."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from omni_kvlink import Payload
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.link import Payload
 
-_ROWS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
+_MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
+"""Models by name, as "module:Class"; imported when a configuration names them."""
 
 
 class DiffusionPipeline(Protocol):
-    """A model that makes images of requests.
+    """A model that generates images for requests.
 
     Attributes:
         supports_request_batch: `forward` takes a whole batch in one pass.
@@ -29,33 +30,36 @@ class DiffusionPipeline(Protocol):
     supports_request_batch: bool
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """One output for each request, in their order; one's error never touches another's.
+        """One output for each request, in their order; a request's error is in its own output.
 
-        A request whose KV comes from the stage before carries it as `past_key_values`.
+        A request whose KV comes from the stage before has it as `past_key_values`.
         """
 
 
 class ModelUtility(ABC):
-    """One model, loaded, with its cache's two forms: its own, and the schema's.
+    """A loaded model, and the conversions between its own cache and the schema's.
 
     Args:
         config: of the stage.
         device: where the weights go.
-        mates: the ranks that this one works with, if there are any.
+        process_group: the ranks that compute with this one; none if None.
 
     Raises:
-        ValueError: the model cannot be divided like this.
+        ValueError: the model cannot be divided as configured.
     """
 
     branches: ClassVar[tuple[str, ...]] = ()
-    """Its guidance branches, as they are dealt to ranks; none if it runs on one rank alone."""
+    """Guidance branches, in the order in which ranks get them; empty if one rank computes all."""
 
     def __init__(
-        self, config: StageConfig, device: torch.device, mates: ProcessGroup | None = None
+        self,
+        config: StageConfig,
+        device: torch.device,
+        process_group: ProcessGroup | None = None,
     ):
         self.config, self.device = config, device
-        self.mates = ProcessGroup() if mates is None else mates
-        if not self.mates.is_alone and not self.branches:
+        self.process_group = process_group or ProcessGroup()
+        if not self.process_group.is_alone and not self.branches:
             raise ValueError(
                 f"{type(self).__name__} does not divide its work: use data_parallel_size alone"
             )
@@ -63,9 +67,9 @@ class ModelUtility(ABC):
     @staticmethod
     @abstractmethod
     def prepare(request: OmniDiffusionRequest) -> None:
-        """Put the model's defaults where a request leaves a choice to it; again does nothing.
+        """Set the sampling params that a request leaves open to the model's defaults; idempotent.
 
-        Needs no weights: engines ask it before they compare requests.
+        Called before a request is queued, without loaded weights.
         """
 
     @property
@@ -75,15 +79,17 @@ class ModelUtility(ABC):
 
     @abstractmethod
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """The networks, by name: what `sleep` takes out of memory, and `wake_up` brings back."""
+        """The networks by name: what `sleep` takes out of memory, and `wake_up` brings back."""
 
     @abstractmethod
     def reload(self) -> None:
-        """Read the weights from the checkpoint again, into the modules that are there."""
+        """Read the weights from the checkpoint again, into the existing modules."""
 
     @abstractmethod
     def convert(self, payload: Payload, request: OmniDiffusionRequest) -> Any:
-        """A received KV in the model's own form, its tensors shared; sets what came with it.
+        """A received KV in the model's form, its tensors shared.
+
+        Sets those sampling params of the request that came with the KV.
 
         Raises:
             SchemaError: it is not complete, or not this model's.
@@ -93,8 +99,8 @@ class ModelUtility(ABC):
     def extract(self, request: OmniDiffusionRequest) -> Payload:
         """The KV of a request that has run, `request.past_key_values`, in the schema's form.
 
-        A `KVCacheTransferData`, or a `KVCacheBundle` of those where there are several contexts;
-        borrowed. Where the tensors are dense, `block_ids` is empty.
+        A `KVCacheTransferData`, or a `KVCacheBundle` of those if there are several contexts. The
+        tensors are the model's own; `block_ids` is empty if they are dense.
         """
 
     @abstractmethod
@@ -103,10 +109,10 @@ class ModelUtility(ABC):
 
     @abstractmethod
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
-        """Layers of the cache, and the shape of one token in each."""
+        """Layers of the cache, and the shape of one token in each, on this rank."""
 
     def kv_heads(self) -> int:
-        """KV heads of the whole model, of which `kv_row` says those on this rank; 1 for latents."""
+        """KV heads of the whole model; 1 for latents."""
         _, row = self.kv_row()
         return row[0] if len(row) == 2 else 1
 
@@ -114,24 +120,23 @@ class ModelUtility(ABC):
     def prefill(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
     ) -> DiffusionOutput:
-        """Read a prompt into blocks; `request.past_key_values` is then what `extract` wants."""
+        """Read a prompt into blocks; sets `request.past_key_values` to what `extract` reads."""
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
-    """The class that knows a stage's model; nothing is loaded.
+    """The class of a stage's model; no weights are loaded.
 
     Raises:
         ValueError: there is no such model.
     """
     name = config.model_class_name
-    target = _ROWS.get(name, name)
-    module, separator, attribute = target.partition(":")
+    module, separator, attribute = _MODELS.get(name, name).partition(":")
     if not separator:
-        raise ValueError(f"no model {name!r}; there are {', '.join(_ROWS)}, or 'module:Class'")
+        raise ValueError(f"no model {name!r}; there are {', '.join(_MODELS)}, or 'module:Class'")
     found: type[ModelUtility] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def register_model(name: str, target: str) -> None:
     """Add a model: `target` is "module:Class" of a `ModelUtility`."""
-    _ROWS[name] = target
+    _MODELS[name] = target

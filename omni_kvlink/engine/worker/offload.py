@@ -1,44 +1,106 @@
-"""Weights out of memory and back, bit for bit."""
+"""Moves weights out of a device's memory and back, bit for bit."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from omni_kvlink.engine.errors import EngineAsleepError
 
-class ParkedWeights:
-    """All parameters and buffers of some modules, kept where they do not take the device's memory.
 
-    Weights of a GPU go to the CPU's memory, those of the CPU to a file without a name.
+class OffloadableWeights:
+    """Takes the weights of a model out of the device's memory and brings them back.
 
     Args:
-        modules: they are unusable until `restore`.
+        modules: returns the networks by name.
+        drop: gives up the weights for level 2.
+        reload: loads what `drop` gave up.
+
+    Attributes:
+        level: 0 while awake.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Callable[[], Mapping[str, nn.Module]],
+        drop: Callable[[], None],
+        reload: Callable[[], None],
+    ):
+        self._modules, self._drop, self._reload = modules, drop, reload
+        self._parked: ParkedWeights | None = None
+        self.level = 0
+
+    def check_awake(self) -> None:
+        """Raises EngineAsleepError while the weights are not in memory."""
+        if self.level:
+            raise EngineAsleepError(f"asleep at level {self.level}: wake_up() first")
+
+    def sleep(self, level: int) -> bool:
+        """Level 1 keeps the weights elsewhere, 2 drops them; returns whether they were awake."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level}; there are 1 and 2")
+        if self.level:
+            return False
+        if level == 1:
+            self._parked = ParkedWeights(self._modules())
+        else:
+            self._drop()
+        self.level = level
+        return True
+
+    def wake_up(self) -> bool:
+        """Bring the weights back; returns whether they were asleep."""
+        if not self.level:
+            return False
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        else:
+            self._reload()
+        self.level = 0
+        return True
+
+    def close(self) -> None:
+        """Release what is kept; idempotent."""
+        if self._parked is not None:
+            self._parked.close()
+            self._parked = None
+
+
+class ParkedWeights:
+    """All parameters and buffers of some modules, moved out of the device's memory.
+
+    Weights of a GPU go to the CPU's memory, those of the CPU to an unnamed file.
+
+    Args:
+        modules: unusable until `restore`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
-        self._places = list(_tensors(modules))
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by drop()
+        self._tensors = list(_tensors(modules))
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._kept: list[tuple[torch.device, torch.Size, torch.dtype, Tensor | None]] = []
-        for tensor in self._places:
+        for tensor in self._tensors:
             on_cpu = tensor.device.type == "cpu"
             kept = None if on_cpu else tensor.detach().to("cpu")
             if on_cpu and tensor.numel():
                 self._file.write(_bytes(tensor.detach().contiguous()))
             self._kept.append((tensor.device, tensor.shape, tensor.dtype, kept))
         self._file.flush()
-        for tensor in self._places:
+        for tensor in self._tensors:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        give_memory_back()
+        trim_memory()
 
     def restore(self) -> None:
-        """Every tensor as it was; once."""
+        """Put every tensor back as it was; callable once."""
         self._file.seek(0)
-        for tensor, (device, shape, dtype, kept) in zip(self._places, self._kept, strict=True):
+        for tensor, (device, shape, dtype, kept) in zip(self._tensors, self._kept, strict=True):
             if kept is not None:
                 tensor.data = kept.to(device)
                 continue
@@ -46,20 +108,20 @@ class ParkedWeights:
             if fresh.numel() and self._file.readinto(_bytes(fresh)) != fresh.nbytes:
                 raise OSError("the file with the parked weights is too short")
             tensor.data = fresh
-        self.drop()
+        self.close()
 
-    def drop(self) -> None:
-        """Forget them."""
-        self._places, self._kept = [], []
+    def close(self) -> None:
+        """Release what is kept; idempotent."""
+        self._tensors, self._kept = [], []
         self._file.close()
 
 
 def drop_weights(modules: Mapping[str, nn.Module]) -> None:
-    """Give back the memory of all that a checkpoint holds; what it does not hold stays."""
+    """Release the memory of all tensors that a checkpoint holds; others stay."""
     for module in modules.values():
         for tensor in module.state_dict(keep_vars=True).values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    give_memory_back()
+    trim_memory()
 
 
 def weights_nbytes(modules: Mapping[str, nn.Module]) -> int:
@@ -67,8 +129,8 @@ def weights_nbytes(modules: Mapping[str, nn.Module]) -> int:
     return sum(tensor.nbytes for tensor in _tensors(modules))
 
 
-def give_memory_back() -> None:
-    """What was freed, to the system: the C library and torch would keep it for later."""
+def trim_memory() -> None:
+    """Return freed memory to the system, which torch and the C library would keep."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if os.name == "posix" and hasattr(ctypes.CDLL(None), "malloc_trim"):
@@ -76,7 +138,7 @@ def give_memory_back() -> None:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that a device could still take."""
+    """Bytes free on a device."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
@@ -86,7 +148,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _tensors(modules: Mapping[str, nn.Module]) -> Iterator[Tensor]:
-    """Each tensor once, also where two modules share it."""
+    """Each parameter and buffer once, also if modules share it."""
     seen: set[int] = set()
     for module in modules.values():
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -1,4 +1,4 @@
-"""The KV manager: what comes is held until it is freed, once; what does not come is an error."""
+"""The KV manager: a KV is held until it is freed, once; one that does not come is an error."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from omni_kvlink import (
 from omni_kvlink.engine import DiffusionKVManager, EngineError, KVConfig, KVState
 
 
-class Bed:
-    """A producer here, a manager, and a count of what it told."""
+class ManagerFixture:
+    """A producer and a KV manager in this process."""
 
     def __init__(self, producer: KVLink, consumer: KVLink, manager: DiffusionKVManager):
         self.producer, self.consumer, self.manager = producer, consumer, manager
-        self._told = threading.Condition()
-        manager.listen(self._on_told)
+        self._changed = threading.Condition()
+        manager.listen(self._on_changed)
 
-    def _on_told(self) -> None:
-        with self._told:
-            self._told.notify_all()
+    def _on_changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def until(self, name: str, *states: KVState) -> KVState:
-        with self._told:
-            assert self._told.wait_for(lambda: self.manager.state(name) in states, WAIT)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.manager.state(name) in states, WAIT)
         return self.manager.state(name)
 
     def begin(self, name: str, **fields: object) -> None:
@@ -45,24 +45,24 @@ class Bed:
 
 
 @pytest.fixture(params=["shm", "zmq"])
-def bed(request: pytest.FixtureRequest, sockets: str) -> Iterator[Bed]:
+def fixture(request: pytest.FixtureRequest, sockets: str) -> Iterator[ManagerFixture]:
     with (
         link(sockets, request.param) as producer,
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(budget=1 << 20, timeout=WAIT))
-        yield Bed(producer, consumer, manager)
+        yield ManagerFixture(producer, consumer, manager)
         manager.close()
 
 
-def test_kv_manager_data_handling(bed: Bed) -> None:
+def test_kv_manager_data_handling(fixture: ManagerFixture) -> None:
     sent = bundle("r")
-    receipt = bed.producer.put(sent)
-    manager, wanted = bed.manager, request("r")
+    receipt = fixture.producer.put(sent)
+    manager, expected = fixture.manager, request("r")
     with pytest.raises(EngineError, match="absent"):
         manager.get_kv_cache("r")
 
-    manager.receive_from_connector(bed.consumer, wanted, timeout=WAIT)
+    manager.receive_from_connector(fixture.consumer, expected, timeout=WAIT)
     held = manager.get_kv_cache("r")
     assert isinstance(held, KVCacheBundle)
     assert held.difference(sent) == ""
@@ -70,7 +70,7 @@ def test_kv_manager_data_handling(bed: Bed) -> None:
     assert manager.stats()["charged"] == receipt.ledger.nbytes
     assert not receipt.done
 
-    manager.free(wanted)
+    manager.free(expected)
     receipt.wait(timeout=WAIT)
     assert manager.state("r") is KVState.ABSENT
     assert manager.stats()["charged"] == 0
@@ -80,68 +80,68 @@ def test_kv_manager_data_handling(bed: Bed) -> None:
         manager.get_kv_cache("r")
 
 
-def test_a_lease_is_given_back_once(bed: Bed) -> None:
-    receipt = bed.producer.put(bundle("r"), readers=2)
-    bed.manager.receive_from_connector(bed.consumer, request("r"))
+def test_a_lease_is_released_once(fixture: ManagerFixture) -> None:
+    receipt = fixture.producer.put(bundle("r"), readers=2)
+    fixture.manager.receive_from_connector(fixture.consumer, request("r"))
     for _ in range(3):
-        bed.manager.free(request("r"))
+        fixture.manager.free(request("r"))
     with pytest.raises(TransferTimeout, match="1 readers missing"):
         receipt.wait(timeout=0.2)
-    assert bed.manager.stats()["freed"] == 1
-    with bed.consumer.get("r", timeout=WAIT):
+    assert fixture.manager.stats()["freed"] == 1
+    with fixture.consumer.get("r", timeout=WAIT):
         pass
     receipt.wait(timeout=WAIT)
 
 
-def test_a_prefetch_returns_at_once_and_ends_in_a_call(bed: Bed) -> None:
-    bed.begin("r")
-    assert bed.manager.state("r") is KVState.RECEIVING
+def test_a_prefetch_returns_at_once_and_ends_in_a_call(fixture: ManagerFixture) -> None:
+    fixture.begin("r")
+    assert fixture.manager.state("r") is KVState.RECEIVING
     with pytest.raises(EngineError, match="receiving"):
-        bed.manager.get_kv_cache("r")
-    bed.producer.put(bundle("r"))
-    assert bed.until("r", KVState.READY, KVState.FAILED) is KVState.READY
-    bed.manager.free(request("r"))
+        fixture.manager.get_kv_cache("r")
+    fixture.producer.put(bundle("r"))
+    assert fixture.until("r", KVState.READY, KVState.FAILED) is KVState.READY
+    fixture.manager.free(request("r"))
 
 
-def test_kv_that_does_not_come_is_a_timeout_at_its_deadline(bed: Bed) -> None:
+def test_kv_that_does_not_come_is_a_timeout_at_its_deadline(fixture: ManagerFixture) -> None:
     started = time.monotonic()
-    bed.begin("r", kv_timeout=0.3)
-    assert bed.until("r", KVState.FAILED) is KVState.FAILED
+    fixture.begin("r", kv_timeout=0.3)
+    assert fixture.until("r", KVState.FAILED) is KVState.FAILED
     assert 0.3 <= time.monotonic() - started < 0.55
     with pytest.raises(TransferTimeout) as caught:
-        bed.manager.get_kv_cache("r")
+        fixture.manager.get_kv_cache("r")
     assert (caught.value.key, caught.value.waited) == ("r", 0.3)
-    bed.manager.free(request("r"))
+    fixture.manager.free(request("r"))
 
 
-def test_kv_that_comes_too_late_is_nobodys(bed: Bed) -> None:
-    bed.begin("r", kv_timeout=0.1)
-    bed.until("r", KVState.FAILED)
+def test_kv_that_comes_too_late_is_not_received(fixture: ManagerFixture) -> None:
+    fixture.begin("r", kv_timeout=0.1)
+    fixture.until("r", KVState.FAILED)
     with pytest.raises(TransferFailed, match="time to live"):
-        bed.producer.put(bundle("r"), ttl=0.2).wait(timeout=WAIT)
-    assert bed.manager.state("r") is KVState.FAILED
-    bed.manager.free(request("r"))
+        fixture.producer.put(bundle("r"), ttl=0.2).wait(timeout=WAIT)
+    assert fixture.manager.state("r") is KVState.FAILED
+    fixture.manager.free(request("r"))
 
 
-def test_a_producer_that_fails_is_heard_at_once(bed: Bed) -> None:
-    bed.begin("r")
-    bed.producer.fail("r", "out of memory")
-    bed.until("r", KVState.FAILED)
+def test_a_producer_failure_is_reported_at_once(fixture: ManagerFixture) -> None:
+    fixture.begin("r")
+    fixture.producer.fail("r", "out of memory")
+    fixture.until("r", KVState.FAILED)
     with pytest.raises(TransferFailed, match="out of memory"):
-        bed.manager.get_kv_cache("r")
-    bed.manager.free(request("r"))
+        fixture.manager.get_kv_cache("r")
+    fixture.manager.free(request("r"))
 
 
-def test_a_producer_that_is_gone_is_heard_at_once(sockets: str) -> None:
+def test_a_lost_producer_is_reported_at_once(sockets: str) -> None:
     with (
         link(sockets) as producer,
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(timeout=WAIT))
-        bed = Bed(producer, consumer, manager)
-        bed.begin("r")
+        fixture = ManagerFixture(producer, consumer, manager)
+        fixture.begin("r")
         producer.close()
-        bed.until("r", KVState.FAILED)
+        fixture.until("r", KVState.FAILED)
         with pytest.raises(PeerLostError):
             manager.get_kv_cache("r")
         manager.close()
@@ -189,50 +189,50 @@ def test_the_budget_is_kept(sockets: str) -> None:
         manager.close()
 
 
-def test_kv_larger_than_it_was_said_to_be_is_given_back(bed: Bed) -> None:
-    manager = DiffusionKVManager(bed.consumer, KVConfig(budget=1000, timeout=WAIT))
-    receipt = bed.producer.put(bundle("r"))
+def test_kv_larger_than_it_was_said_to_be_is_given_back(fixture: ManagerFixture) -> None:
+    manager = DiffusionKVManager(fixture.consumer, KVConfig(budget=1000, timeout=WAIT))
+    receipt = fixture.producer.put(bundle("r"))
     with pytest.raises(CapacityError, match=r"raise kv\.budget"):
-        manager.receive_from_connector(bed.consumer, request("r", kv_nbytes=10))
+        manager.receive_from_connector(fixture.consumer, request("r", kv_nbytes=10))
     receipt.wait(timeout=WAIT)
     assert manager.stats()["charged"] == 0
     manager.close()
 
 
 @pytest.mark.parametrize("sent", [True, False], ids=["ready", "receiving"])
-def test_freeing_early_gives_everything_back(bed: Bed, sent: bool) -> None:
+def test_freeing_early_gives_everything_back(fixture: ManagerFixture, sent: bool) -> None:
     if sent:
-        receipt = bed.producer.put(bundle("r"))
-    bed.begin("r")
+        receipt = fixture.producer.put(bundle("r"))
+    fixture.begin("r")
     if sent:
-        bed.until("r", KVState.READY)
-    bed.manager.free(request("r"))
+        fixture.until("r", KVState.READY)
+    fixture.manager.free(request("r"))
     if sent:
         receipt.wait(timeout=WAIT)
-    assert bed.manager.stats()["charged"] == 0
-    assert bed.consumer.stats()["waiting"] == 0
+    assert fixture.manager.stats()["charged"] == 0
+    assert fixture.consumer.stats()["waiting"] == 0
 
 
-def test_closing_gives_everything_back(bed: Bed) -> None:
-    receipts = [bed.producer.put(bundle(name)) for name in "abc"]
+def test_closing_gives_everything_back(fixture: ManagerFixture) -> None:
+    receipts = [fixture.producer.put(bundle(name)) for name in "abc"]
     for name in "abc":
-        bed.begin(name)
-        bed.until(name, KVState.READY)
-    bed.begin("never")
-    bed.manager.close()
+        fixture.begin(name)
+        fixture.until(name, KVState.READY)
+    fixture.begin("never")
+    fixture.manager.close()
     for receipt in receipts:
         receipt.wait(timeout=WAIT)
     with pytest.raises(ClosedError):
-        bed.manager.allocate(request("d"))
+        fixture.manager.allocate(request("d"))
 
 
-def test_one_request_has_one_room(bed: Bed) -> None:
-    bed.manager.allocate(request("r"))
+def test_a_request_has_one_reservation(fixture: ManagerFixture) -> None:
+    fixture.manager.allocate(request("r"))
     with pytest.raises(EngineError, match="holds KV already"):
-        bed.manager.allocate(request("r"))
+        fixture.manager.allocate(request("r"))
     with pytest.raises(EngineError, match="allocate it first"):
-        bed.manager.prefetch(request("other"))
-    bed.manager.prefetch(request("r"))
+        fixture.manager.prefetch(request("other"))
+    fixture.manager.prefetch(request("r"))
     with pytest.raises(EngineError, match="receiving already"):
-        bed.manager.prefetch(request("r"))
-    bed.manager.free(request("r"))
+        fixture.manager.prefetch(request("r"))
+    fixture.manager.free(request("r"))

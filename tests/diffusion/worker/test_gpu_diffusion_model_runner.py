@@ -91,15 +91,15 @@ def test_runner_kv_operations_via_manager(
 def test_a_request_without_its_kv_is_an_error_and_its_mates_are_right(
     runner: GPUDiffusionModelRunner, producer: KVLink
 ) -> None:
-    mates = [request("a", "a fox", 1), request("b", "two hats", 2)]
-    receive(runner, producer, *mates)
+    others = [request("a", "a fox", 1), request("b", "two hats", 2)]
+    receive(runner, producer, *others)
     missing = request("missing")
-    given = results(runner.execute_model([mates[0], missing, mates[1]]))
+    given = results(runner.execute_model([others[0], missing, others[1]]))
     with pytest.raises(EngineError, match="absent"):
         given["missing"].result()
-    for mate in mates:
-        expected = alone(mate.prompt, mate.sampling_params.seed)
-        assert (given[mate.request_id].result()[0].int() - expected.int()).abs().max() <= 1
+    for other in others:
+        expected = alone(other.prompt, other.sampling_params.seed)
+        assert (given[other.request_id].result()[0].int() - expected.int()).abs().max() <= 1
 
 
 def spoiled(name: str, how: str) -> Any:
@@ -130,7 +130,7 @@ OTHERS = ("cfg_text", "cfg_img")
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         ("one cache", "is one cache"),
         ("no cfg_text", "lacks cfg_text"),
@@ -140,14 +140,14 @@ OTHERS = ("cfg_text", "cfg_img")
     ],
 )
 def test_a_partial_or_strange_kv_is_an_error_and_never_an_image(
-    runner: GPUDiffusionModelRunner, producer: KVLink, how: str, words: str
+    runner: GPUDiffusionModelRunner, producer: KVLink, how: str, message: str
 ) -> None:
-    one, mate = request("r"), request("mate", "a fox", 1)
+    one, other = request("r"), request("mate", "a fox", 1)
     receipt = producer.put(spoiled("r", how))
     runner.kv_manager.receive_from_connector(runner.connector, one)
-    receive(runner, producer, mate)
-    given = results(runner.execute_model([one, mate]))
-    with pytest.raises(SchemaError, match=words):
+    receive(runner, producer, other)
+    given = results(runner.execute_model([one, other]))
+    with pytest.raises(SchemaError, match=message):
         given["r"].result()
     assert torch.equal(given["mate"].result()[0], alone("a fox", 1))
     receipt.wait(timeout=WAIT)

@@ -1,4 +1,4 @@
-"""The engine as a whole: many requests, some without the KV they should have, and aborts."""
+"""The engine as a whole: many requests, missing or wrong KV, and aborts."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
         assert reader.executor.worker.model_runner.connector.stats()["waiting"] == 0
         assert link_used(omni) == 0
-    for prompt, wish, image in zip(prompts, wishes, images, strict=True):
-        expected = alone(prompt, **wish)
+    for prompt, params, image in zip(prompts, wishes, images, strict=True):
+        expected = alone(prompt, **params)
         same = torch.equal if seqs == 1 else close_to
         assert same(image[0], expected), prompt
 
 
 def link_used(omni: OmniDiffusion) -> int:
-    """Bytes of the AR stage's link that somebody still holds; releases may be on their way."""
+    """Bytes of the AR stage's link that are in use; releases may be in progress."""
     deadline = time.monotonic() + 5
     while (used := omni.stats()[0]["link"]["memory"]["used"]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return int(used)
 
 
-class Bed:
-    """An engine fed from here, over a link."""
+class EngineFixture:
+    """An engine whose KV this process sends."""
 
     def __init__(self, producer: KVLink, sockets: str, **fields: Any):
         self.producer = producer
@@ -104,9 +104,9 @@ class Bed:
 
 
 @pytest.fixture
-def bed(sockets: str) -> Iterator[Bed]:
+def fixture(sockets: str) -> Iterator[EngineFixture]:
     with link(sockets) as producer:
-        made = Bed(producer, sockets, max_num_seqs=4, request_batch_max_wait_ms=200.0)
+        made = EngineFixture(producer, sockets, max_num_seqs=4, request_batch_max_wait_ms=200.0)
         yield made
         made.engine.close()
 
@@ -122,115 +122,119 @@ def spoil(producer: KVLink, name: str) -> Any:
     return receipt
 
 
-@pytest.mark.parametrize("sin", ["missing", "late", "corrupt", "failed", "another size"])
-def test_what_one_request_lacks_is_its_own_error(bed: Bed, sin: str) -> None:
-    mates = {name: bed.submit(name, seed=seed) for seed, name in enumerate("ab")}
+@pytest.mark.parametrize("fault_kind", ["missing", "late", "corrupt", "failed", "another size"])
+def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_kind: str) -> None:
+    others = {name: fixture.submit(name, seed=seed) for seed, name in enumerate("ab")}
     kind: type[Exception] = TransferTimeout
-    if sin == "corrupt":  # before somebody waits for it, who would check it sooner
-        spoil(bed.producer, "bad")
+    if fault_kind == "corrupt":  # before somebody waits for it, who would check it sooner
+        spoil(fixture.producer, "bad")
         kind = IntegrityError
     started = time.monotonic()
-    future = bed.submit("bad", kv_timeout=0.5)
-    if sin == "failed":
-        bed.producer.fail("bad", "the AR stage ran out of blocks")
+    future = fixture.submit("bad", kv_timeout=0.5)
+    if fault_kind == "failed":
+        fixture.producer.fail("bad", "the AR stage ran out of blocks")
         kind = TransferFailed
-    elif sin == "another size":
-        bed.send("bad", shape=(8, 8))
+    elif fault_kind == "another size":
+        fixture.send("bad", shape=(8, 8))
         kind = SchemaError
     for seed, name in enumerate("ab"):
-        bed.send(name, seed=seed)
+        fixture.send(name, seed=seed)
     with pytest.raises(kind):
         future.result(WAIT).result()
     assert time.monotonic() - started < 0.5 + 0.25 + 0.5  # and a batch may be running
-    if sin == "late":
-        bed.producer.put(bundle("bad"), ttl=0.1)
-    for seed, (_name, mate) in enumerate(mates.items()):
-        assert close_to(mate.result(WAIT).result()[0], alone(seed=seed))
-    assert bed.manager.stats()["charged"] == 0
+    if fault_kind == "late":
+        fixture.producer.put(bundle("bad"), ttl=0.1)
+    for seed, (_name, other) in enumerate(others.items()):
+        assert close_to(other.result(WAIT).result()[0], alone(seed=seed))
+    assert fixture.manager.stats()["charged"] == 0
 
 
-def test_an_error_comes_at_its_deadline_while_others_run(bed: Bed) -> None:
-    gate, entered = threading.Event(), threading.Event()
-    hold(bed, gate, entered)
-    bed.send("slow")
-    slow = bed.submit("slow")
+def test_an_error_comes_at_its_deadline_while_others_run(fixture: EngineFixture) -> None:
+    opened, entered = threading.Event(), threading.Event()
+    hold(fixture, opened, entered)
+    fixture.send("slow")
+    slow = fixture.submit("slow")
     assert entered.wait(WAIT)
     started = time.monotonic()
     with pytest.raises(TransferTimeout):
-        bed.submit("missing", kv_timeout=0.3).result(WAIT).result()
+        fixture.submit("missing", kv_timeout=0.3).result(WAIT).result()
     assert 0.3 <= time.monotonic() - started < 0.55
-    gate.set()
+    opened.set()
     assert torch.equal(slow.result(WAIT).result()[0], alone())
 
 
-def hold(bed: Bed, gate: threading.Event, entered: threading.Event) -> None:
+def hold(fixture: EngineFixture, opened: threading.Event, entered: threading.Event) -> None:
     """Keep the first denoising step of every batch until the gate opens."""
-    hooks = bed.engine.executor.worker.model_runner.pipeline.hooks
+    hooks = fixture.engine.executor.worker.model_runner.pipeline.hooks
 
     def velocity(branch: str, step: int, rows: Any, compute: Any) -> Any:
         if (branch, step) == ("gen", 0):
             entered.set()
-            assert gate.wait(WAIT)
+            assert opened.wait(WAIT)
         return compute()
 
     hooks.velocity = velocity
 
 
-def test_sabotage_no_image_without_its_kv(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes the KV away on any way to the pipeline gets an error, not an image."""
-    runner = bed.engine.executor.worker.model_runner
-    lies: list[tuple[Any, str, Any]] = [
+def test_sabotage_no_image_without_its_kv(
+    fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KV that is lost on its way to the pipeline causes an error, never an image."""
+    runner = fixture.engine.executor.worker.model_runner
+    faults: list[tuple[Any, str, Any]] = [
         (runner.kv_manager, "get_kv_cache", lambda _: None),
         (runner.utility, "convert", lambda *_: None),
         (runner.utility, "convert", lambda *_: pipeline().prefill("", image_shape=(8, 8)).gen),
         (runner, "_take_kv_cache", lambda *_: True),
     ]
-    for owner, name, lie in lies:
+    for owner, name, fault in faults:
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lie)
-            receipt = bed.send("r")
-            output = bed.submit("r").result(WAIT)
+            patch.setattr(owner, name, fault)
+            receipt = fixture.send("r")
+            output = fixture.submit("r").result(WAIT)
             with pytest.raises(KVLinkError):
                 output.result()
             assert output.output is None
             receipt.wait(timeout=WAIT)
-    bed.send("r")
-    assert torch.equal(bed.submit("r").result(WAIT).result()[0], alone())
+    fixture.send("r")
+    assert torch.equal(fixture.submit("r").result(WAIT).result()[0], alone())
 
 
 # ---- aborts
 
 
 @pytest.mark.parametrize("when", ["queued", "receiving", "running"])
-def test_an_abort_ends_one_request_and_gives_its_memory_back(bed: Bed, when: str) -> None:
-    gate, entered = threading.Event(), threading.Event()
-    hold(bed, gate, entered)
+def test_an_abort_ends_one_request_and_gives_its_memory_back(
+    fixture: EngineFixture, when: str
+) -> None:
+    opened, entered = threading.Event(), threading.Event()
+    hold(fixture, opened, entered)
     receipts = []
     if when != "running":
-        receipts.append(bed.send("first"))
-        first = bed.submit("first")
+        receipts.append(fixture.send("first"))
+        first = fixture.submit("first")
         assert entered.wait(WAIT)
     if when != "receiving":
-        receipts.append(bed.send("r"))
-    future = bed.submit("r")
+        receipts.append(fixture.send("r"))
+    future = fixture.submit("r")
     if when == "running":
         assert entered.wait(WAIT)
     elif when == "queued":
-        until(lambda: bed.manager.stats()["held"]["ready"] == 2)
-    bed.engine.abort("r")
+        until(lambda: fixture.manager.stats()["held"]["ready"] == 2)
+    fixture.engine.abort("r")
     if when != "running":  # while the other one runs
         with pytest.raises(RequestAborted, match="waiting"):
             future.result(5).result()
-    gate.set()
+    opened.set()
     with pytest.raises(RequestAborted):
         future.result(WAIT).result()
     if when != "running":
         assert torch.equal(first.result(WAIT).result()[0], alone())
     for receipt in receipts:
         receipt.wait(timeout=WAIT)
-    bed.send("next", seed=2)
-    assert torch.equal(bed.submit("next", seed=2).result(WAIT).result()[0], alone(seed=2))
-    assert bed.manager.stats()["charged"] == 0
+    fixture.send("next", seed=2)
+    assert torch.equal(fixture.submit("next", seed=2).result(WAIT).result()[0], alone(seed=2))
+    assert fixture.manager.stats()["charged"] == 0
 
 
 def until(true: Any) -> None:
@@ -240,30 +244,30 @@ def until(true: Any) -> None:
         time.sleep(0.005)
 
 
-def test_an_abort_in_a_batch_leaves_the_others(bed: Bed) -> None:
-    gate, entered = threading.Event(), threading.Event()
-    hold(bed, gate, entered)
+def test_an_abort_in_a_batch_leaves_the_others(fixture: EngineFixture) -> None:
+    opened, entered = threading.Event(), threading.Event()
+    hold(fixture, opened, entered)
     for seed, name in enumerate("abcd"):
-        bed.send(name, seed=seed)
-    futures = [bed.submit(name, seed=seed) for seed, name in enumerate("abcd")]
+        fixture.send(name, seed=seed)
+    futures = [fixture.submit(name, seed=seed) for seed, name in enumerate("abcd")]
     assert entered.wait(WAIT)
-    assert bed.engine.scheduler.num_running == 4
-    bed.engine.abort("b")
-    gate.set()
+    assert fixture.engine.scheduler.num_running == 4
+    fixture.engine.abort("b")
+    opened.set()
     outputs = [future.result(WAIT) for future in futures]
     assert isinstance(outputs[1].error, RequestAborted)
     for seed in (0, 2, 3):
         assert close_to(outputs[seed].result()[0], alone(seed=seed))
 
 
-def test_when_all_of_a_batch_are_aborted_it_ends(bed: Bed) -> None:
-    gate, entered = threading.Event(), threading.Event()
-    hold(bed, gate, entered)
-    bed.send("r")
-    future = bed.submit("r", num_inference_steps=10_000)
+def test_when_all_of_a_batch_are_aborted_it_ends(fixture: EngineFixture) -> None:
+    opened, entered = threading.Event(), threading.Event()
+    hold(fixture, opened, entered)
+    fixture.send("r")
+    future = fixture.submit("r", num_inference_steps=10_000)
     assert entered.wait(WAIT)
-    bed.engine.abort("r")
-    gate.set()
+    fixture.engine.abort("r")
+    opened.set()
     with pytest.raises(RequestAborted, match="after 1 of 9999"):
         future.result(WAIT).result()
 
@@ -271,67 +275,67 @@ def test_when_all_of_a_batch_are_aborted_it_ends(bed: Bed) -> None:
 # ---- the engine itself
 
 
-def test_several_images_of_one_prompt(bed: Bed) -> None:
-    bed.send("r", seed=5)
-    images = bed.submit("r", seed=5, num_outputs_per_prompt=2).result(WAIT).result()
+def test_several_images_of_one_prompt(fixture: EngineFixture) -> None:
+    fixture.send("r", seed=5)
+    images = fixture.submit("r", seed=5, num_outputs_per_prompt=2).result(WAIT).result()
     assert tuple(images.shape) == (2, 16, 24, 3)
     assert close_to(images[0], alone(seed=5))
     assert not close_to(images[1], images[0])
 
 
-def test_what_the_model_cannot_do_is_an_error(bed: Bed) -> None:
+def test_what_the_model_cannot_do_is_an_error(fixture: EngineFixture) -> None:
     for name, how in (("lora", {"lora_int_id": 1}), ("renorm", {"cfg_renorm_type": "none"})):
-        bed.send(name)
+        fixture.send(name)
         with pytest.raises(SchemaError):
-            bed.submit(name, **how).result(WAIT).result()
+            fixture.submit(name, **how).result(WAIT).result()
 
 
-def test_a_timeout_aborts_what_is_late(bed: Bed) -> None:
-    bed.send("a")
+def test_a_timeout_aborts_what_is_late(fixture: EngineFixture) -> None:
+    fixture.send("a")
     with pytest.raises(TransferTimeout, match="missing"):
-        bed.engine.generate([request("a"), request("missing")], timeout=2.0)
-    until(lambda: bed.manager.stats()["charged"] == 0)
+        fixture.engine.generate([request("a"), request("missing")], timeout=2.0)
+    until(lambda: fixture.manager.stats()["charged"] == 0)
 
 
 def test_closing_ends_what_waits_and_what_runs(sockets: str) -> None:
     with link(sockets) as producer:
-        bed = Bed(producer, sockets)
-        gate, entered = threading.Event(), threading.Event()
-        hold(bed, gate, entered)
-        bed.send("runs")
-        runs, waits = bed.submit("runs"), bed.submit("waits")
+        fixture = EngineFixture(producer, sockets)
+        opened, entered = threading.Event(), threading.Event()
+        hold(fixture, opened, entered)
+        fixture.send("runs")
+        runs, waits = fixture.submit("runs"), fixture.submit("waits")
         assert entered.wait(WAIT)
-        closing = threading.Thread(target=bed.engine.close)
+        closing = threading.Thread(target=fixture.engine.close)
         closing.start()
-        gate.set()
+        opened.set()
         closing.join(WAIT)
         for future in (runs, waits):
             with pytest.raises((ClosedError, RequestAborted)):
                 future.result(1).result()
         with pytest.raises(ClosedError):
-            bed.submit("later")
-        bed.engine.close()
+            fixture.submit("later")
+        fixture.engine.close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_engine_sleeps_between_batches(bed: Bed, level: int) -> None:
-    assert bed.engine.sleep(level)
-    bed.send("a")
+def test_the_engine_sleeps_between_batches(fixture: EngineFixture, level: int) -> None:
+    assert fixture.engine.sleep(level)
+    fixture.send("a")
     with pytest.raises(EngineAsleepError):
-        bed.submit("a").result(WAIT).result()
-    assert bed.engine.wake_up()
-    bed.send("b")
-    assert torch.equal(bed.submit("b").result(WAIT).result()[0], alone())
+        fixture.submit("a").result(WAIT).result()
+    assert fixture.engine.wake_up()
+    fixture.send("b")
+    assert torch.equal(fixture.submit("b").result(WAIT).result()[0], alone())
 
 
 def test_all_come_through_a_budget_for_one(sockets: str) -> None:
     with link(sockets) as producer:
         nbytes = [producer.put(bundle(f"r{seed}", seed=seed)).ledger.nbytes for seed in range(6)]
-        bed = Bed(producer, sockets, max_num_seqs=2, kv_budget=max(nbytes) + 1)
-        futures = [bed.submit(f"r{n}", seed=n, kv_nbytes=nbytes[n]) for n in range(6)]
+        fixture = EngineFixture(producer, sockets, max_num_seqs=2, kv_budget=max(nbytes) + 1)
+        futures = [fixture.submit(f"r{n}", seed=n, kv_nbytes=nbytes[n]) for n in range(6)]
         for seed, future in enumerate(futures):
             assert torch.equal(future.result(WAIT).result()[0], alone(seed=seed))
-        bed.engine.close()
+        fixture.engine.close()
 
 
 def test_a_prefetch_hides_the_receive(sockets: str) -> None:
@@ -339,15 +343,15 @@ def test_a_prefetch_hides_the_receive(sockets: str) -> None:
     gaps = {}
     for prefetch in (True, False):
         with link(sockets, "zmq", quota=1 << 30) as producer:
-            bed = Bed(producer, sockets, kv_prefetch=prefetch)
+            fixture = EngineFixture(producer, sockets, kv_prefetch=prefetch)
             for seed in range(4):
                 producer.put(large(f"r{seed}", seed))
-            starts, ends = watch(bed.engine.executor)
-            futures = [bed.submit(f"r{seed}", seed=seed) for seed in range(4)]
+            starts, ends = watch(fixture.engine.executor)
+            futures = [fixture.submit(f"r{seed}", seed=seed) for seed in range(4)]
             outputs = [future.result(WAIT) for future in futures]
             assert all(output.error is None for output in outputs)
             gaps[prefetch] = sorted(b - a for a, b in zip(ends, starts[1:], strict=False))[1]
-            bed.engine.close()
+            fixture.engine.close()
     assert gaps[False] > 0.005  # the transfer is there, and can be seen
     assert gaps[True] < gaps[False] / 3, gaps
 

@@ -10,7 +10,7 @@ import pytest
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
-from omni_kvlink.engine.entrypoints.stage_configs import fed_by, rank_urls, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import with_sources, rank_urls, stage_configs
 
 BAGEL = """
 async_chunk: false
@@ -85,7 +85,7 @@ def test_a_bagel_deployment_is_taken_as_it_is(bagel: Path) -> None:
     assert ar.kv.sinks[0].startswith("shm://")
     assert isinstance(dit, OmniDiffusionConfig)
     assert (dit.max_num_seqs, dit.kv.sinks) == (1, ())
-    fed = fed_by(dit, ("shm://there",), ar.kv)
+    fed = with_sources(dit, ("shm://there",), ar.kv)
     assert fed.kv.sources == ("shm://there",)
 
 
@@ -137,9 +137,9 @@ def wired(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "stages: wanted a list"),
+        ({}, "stages: a list"),
         ({"stages": ["x"]}, "a stage is a map"),
-        ({"stages": [{"stage_id": 1}]}, "wanted 0, 1"),
+        ({"stages": [{"stage_id": 1}]}, "must be 0, 1"),
         ({"pipeline": "wan", "stages": [{"stage_id": 0}]}, "pipeline 'wan'"),
         (
             {
@@ -148,7 +148,7 @@ def wired(name: str) -> dict[str, Any]:
                     {"stage_id": 1, "input_connectors": {"from_stage_7": "x"}},
                 ]
             },
-            "wanted from_stage_0",
+            "only from_stage_0",
         ),
         (
             {
@@ -249,7 +249,7 @@ def test_a_reader_has_keys_of_its_own() -> None:
     kv = {"source_options": {"keys": "mine", "directory": "here"}}
     ar, dit = on_ray({}, {"kv": kv}, "zmq+tcp://127.0.0.1:0")
     before = dataclasses.replace(ar.kv, sink_options={"keys": "its", "mode": "pooled"})
-    fed = fed_by(dit, ("zmq+tcp://127.0.0.1:7",), before)
+    fed = with_sources(dit, ("zmq+tcp://127.0.0.1:7",), before)
     assert fed.kv.source_options == {"keys": "mine", "mode": "pooled", "directory": "here"}
 
 

@@ -1,4 +1,4 @@
-"""Who runs next: order, batches, waiting for companions, aborts; no model takes part."""
+"""Schedulers: order, batches, waiting for a full batch, aborts; without a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from omni_kvlink.engine import (
 )
 
 
-class Shelf:
-    """A KV manager whose receives end when the test says so."""
+class FakeKVManager:
+    """A KV manager whose receives end when the test calls `come`."""
 
     def __init__(self, capacity: int = 1000):
         self.capacity, self.states, self.sizes = capacity, dict[str, KVState](), dict[str, int]()
@@ -73,7 +73,7 @@ class Shelf:
         return {}
 
 
-def scheduler(kv: Shelf | None = None, seqs: int = 3, **fields: Any) -> SyncScheduler:
+def scheduler(kv: FakeKVManager | None = None, seqs: int = 3, **fields: Any) -> SyncScheduler:
     return SyncScheduler(OmniDiffusionConfig("nowhere", max_num_seqs=seqs, **fields), kv)
 
 
@@ -82,7 +82,7 @@ def plain(name: str, **fields: Any) -> Any:
 
 
 def run(made: SyncScheduler) -> list[str]:
-    """Schedule once, and be done with it."""
+    """Schedule one batch, and end it."""
     output = made.schedule()
     images = [torch.zeros(1, 1, 1, 3, dtype=torch.uint8)] * len(output.requests)
     done = made.update_from_output(output, ModelRunnerOutput(output.request_ids, list(images)))
@@ -111,7 +111,7 @@ def test_first_come_first_served_up_to_the_limit() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_waits_and_holds_up_who_comes_after(other: dict[str, Any]) -> None:
+def test_a_request_that_does_not_fit_holds_up_those_behind_it(other: dict[str, Any]) -> None:
     made = scheduler()
     for name, how in (("a", {}), ("odd", other), ("b", {}), ("c", {})):
         made.add_request(plain(name, **how))
@@ -125,8 +125,8 @@ def test_seeds_and_prompts_share_a_batch() -> None:
     assert run(made) == ["a", "b"]
 
 
-def test_a_request_runs_when_its_kv_is_there_and_nobody_waits_behind_it() -> None:
-    kv = Shelf()
+def test_a_request_runs_once_its_kv_has_come_and_holds_up_no_other() -> None:
+    kv = FakeKVManager()
     made = scheduler(kv)
     for name in "abc":
         made.add_request(request(name, kv_nbytes=10))
@@ -141,21 +141,21 @@ def test_a_request_runs_when_its_kv_is_there_and_nobody_waits_behind_it() -> Non
 
 
 def test_kv_that_fails_ends_its_request_alone() -> None:
-    kv = Shelf()
+    kv = FakeKVManager()
     made = scheduler(kv)
-    told = []
-    made.listen(lambda: told.append(made.take_ended()))
+    ended = []
+    made.listen(lambda: ended.append(made.take_ended()))
     for name in "ab":
         made.add_request(request(name, kv_nbytes=10))
     kv.come("a", TransferFailed("lost"))
-    assert [(one.request_id, str(one.error)) for one in told[0]] == [("a", "lost")]
+    assert [(one.request_id, str(one.error)) for one in ended[0]] == [("a", "lost")]
     kv.come("b")
     assert run(made) == ["b"]
     assert kv.freed == ["a", "b"]
 
 
-def test_receives_begin_in_order_and_within_the_room() -> None:
-    kv = Shelf(capacity=100)
+def test_receives_begin_in_order_and_within_the_budget() -> None:
+    kv = FakeKVManager(capacity=100)
     made = scheduler(kv)
     for name, size in (("a", 60), ("large", 70), ("small", 30)):
         made.add_request(request(name, kv_nbytes=size))
@@ -167,7 +167,7 @@ def test_receives_begin_in_order_and_within_the_room() -> None:
 
 
 def test_kv_that_never_fits_is_an_error() -> None:
-    kv = Shelf(capacity=100)
+    kv = FakeKVManager(capacity=100)
     made = scheduler(kv)
     made.add_request(request("huge", kv_nbytes=101))
     made.add_request(request("a", kv_nbytes=10))
@@ -177,7 +177,7 @@ def test_kv_that_never_fits_is_an_error() -> None:
 
 
 def test_without_prefetch_nothing_is_received_while_something_runs() -> None:
-    kv = Shelf()
+    kv = FakeKVManager()
     made = SyncScheduler(OmniDiffusionConfig("nowhere", kv=KVConfig(prefetch=False)), kv)
     for name in "ab":
         made.add_request(request(name, kv_nbytes=10))
@@ -198,8 +198,8 @@ def test_without_a_source_there_is_no_kv() -> None:
     assert isinstance(ended.error, EngineError)
 
 
-def test_an_abort_ends_who_waits_at_once_and_who_runs_later() -> None:
-    kv = Shelf()
+def test_an_abort_ends_a_waiting_request_at_once_and_a_running_one_later() -> None:
+    kv = FakeKVManager()
     made = scheduler(kv, seqs=2)
     for name in "abc":
         made.add_request(request(name, kv_nbytes=10))
@@ -234,10 +234,10 @@ def test_one_id_once() -> None:
         made.add_request(plain("a"))
 
 
-def test_what_goes_to_the_next_stage_is_named_once() -> None:
+def test_a_request_sent_to_the_next_stage_is_returned_once() -> None:
     made = scheduler()
-    for name, wanted in (("a", True), ("b", False), ("c", True)):
-        made.add_request(plain(name, need_kv_transfer=wanted))
+    for name, expected in (("a", True), ("b", False), ("c", True)):
+        made.add_request(plain(name, need_kv_transfer=expected))
     output = made.schedule()
     results = {"c": DiffusionOutput("c", error=EngineError("no"))}
     made.update_from_output(output, ModelRunnerOutput(["a", "b", "c"], [None] * 3, results))
@@ -246,12 +246,12 @@ def test_what_goes_to_the_next_stage_is_named_once() -> None:
     assert made.get_finished_requests_needing_kv_transfer() == []
 
 
-# ---- waiting for companions
+# ---- waiting for a full batch
 
 
 def waited(made: SyncScheduler, *, timeout: float, stable: float) -> float:
     started = time.monotonic()
-    made.wait_for_companions(timeout=timeout, stable=stable)
+    made.wait_for_batch(timeout=timeout, stable=stable)
     return time.monotonic() - started
 
 
@@ -260,7 +260,7 @@ def later(delay: float, call: Any, *args: Any) -> None:
     timer.start()
 
 
-def test_nobody_waits_for_companions_of_nobody() -> None:
+def test_an_empty_queue_does_not_wait_for_a_batch() -> None:
     assert waited(scheduler(), timeout=5, stable=5) < 0.1
 
 
@@ -271,7 +271,7 @@ def test_the_wait_ends_at_capacity() -> None:
     assert 0.05 < waited(made, timeout=10, stable=10) < 2
 
 
-def test_the_wait_ends_when_nobody_comes_any_more() -> None:
+def test_the_wait_ends_when_no_request_arrives() -> None:
     made = scheduler(seqs=3)
     made.add_request(plain("a"))
     later(0.1, made.add_request, plain("b"))
@@ -292,7 +292,7 @@ def test_the_wait_ends_when_the_engine_stops() -> None:
 
 
 def test_wait_sleeps_until_there_is_something_to_do() -> None:
-    kv = Shelf()
+    kv = FakeKVManager()
     made = scheduler(kv)
     assert not made.wait(timeout=0.1)
     made.add_request(request("a", kv_nbytes=1))

@@ -1,0 +1,40 @@
+"""What a scheduler calls on the manager of its requests' KV, in this process or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.request import OmniDiffusionRequest
+
+
+class KVManager(Protocol):
+    """The methods of `DiffusionKVManager` that schedulers use; thread-safe, and none blocks."""
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, from any thread, whenever a receive has ended."""
+
+    def can_allocate(self, request: OmniDiffusionRequest) -> bool:
+        """Whether the budget has room for a request's KV now."""
+
+    def allocate(self, request: OmniDiffusionRequest) -> None:
+        """Reserve memory for a request's KV; raises CapacityError if the budget has no room."""
+
+    def prefetch(self, request: OmniDiffusionRequest) -> None:
+        """Begin to receive a request's KV, and return."""
+
+    def state(self, request_id: str) -> KVState:
+        """The state of a request's KV."""
+
+    def error(self, request_id: str) -> Exception | None:
+        """Why the receive failed; None if it did not."""
+
+    def next_deadline(self) -> float | None:
+        """When the next receive times out, in monotonic seconds; None if none is pending."""
+
+    def free(self, request: OmniDiffusionRequest) -> None:
+        """Release a request's KV and its reserved memory, in any state; idempotent."""
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and entries held, and counters, as JSON values."""

@@ -1,0 +1,222 @@
+"""`PartitionedKVSource`: receives a KV in parts from several senders and puts them together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from omni_kvlink import KVConsumer, KVLink, Payload, Received, Shard, Verify
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
+from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
+from omni_kvlink.errors import ClosedError
+from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
+from omni_kvlink.topology import blank_heads, head_targets
+
+
+def connect_source(
+    config: KVConfig, parallel: DiffusionParallelConfig, *, heads: int, coords: RankCoords
+) -> KVSource:
+    """Connect one rank of a stage to those senders of the stage before that have KV for it.
+
+    Args:
+        config: of the receiving stage; `sources` has the URL of each sender.
+        parallel: of the receiving stage.
+        heads: KV heads of the whole model.
+        coords: of the receiving rank.
+
+    Raises:
+        TransferTimeout: a sender does not serve within `config.connect_timeout` seconds.
+        SchemaError: the heads cannot be divided evenly.
+        UnavailableError, VersionError, ConnectorError: as `KVLink.connect`.
+    """
+    partition = KVPartition(heads, len(config.sources), parallel)
+    if partition.is_whole:
+        return KVSource.connect(config)
+    return PartitionedKVSource.connect_parts(config, partition, coords)
+
+
+class PartitionedKVSource(KVSource):
+    """The links to the senders of a partitioned KV.
+
+    Args:
+        parts: each part of a KV, with the link to its sender.
+        shard: the heads of this rank, which all parts make together.
+    """
+
+    def __init__(self, parts: Sequence[tuple[KVConsumer, KVPart]], shard: Shard):
+        self._parts, self._shard = list(parts), shard
+        self._links = list({id(link): link for link, _ in parts}.values())
+
+    @classmethod
+    def connect_parts(
+        cls, config: KVConfig, partition: KVPartition, coords: RankCoords
+    ) -> PartitionedKVSource:
+        """Connect to those senders that have a part for a rank; see `connect_source`."""
+        parts, links = partition.sent_to(coords), dict[int, KVConsumer]()
+        deadline = time.monotonic() + config.connect_timeout
+        try:
+            for sender in {part.sender for part in parts}:
+                left, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
+                links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        return cls([(links[p.sender], p) for p in parts], partition.receiver(coords.tensor))
+
+    def keys(self, request_id: str) -> list[str]:
+        """The key of each part."""
+        return [part.key(request_id) for _, part in self._parts]
+
+    def begin_get(self, request_id: str, *, timeout: float) -> KVGet:
+        """Request every part; see `KVSource.begin_get`."""
+        gets: list[PendingGet] = []
+        try:
+            for link, part in self._parts:
+                gets.append(begin_get(link, part.key(request_id), timeout=timeout))
+        except BaseException as error:
+            for get in gets:
+                get.cancel()
+            self._abort_others(request_id, error)
+            raise
+        return PartitionedGet(request_id, gets)
+
+    def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
+        """Open all parts; see `KVSource.open`. With several parts, `to` checks the bytes."""
+        try:
+            deliveries = get.take()
+        except BaseException as error:
+            self._abort_others(get.request_id, error)
+            raise
+        received = list[Received]()
+        if len(self._parts) > 1 and verify == "full":
+            verify = "auto"
+        try:
+            for (link, _), delivery in zip(self._parts, deliveries, strict=True):
+                received.append(open_delivery(link, delivery, started=started, verify=verify))
+        except BaseException:
+            for one in received:
+                one.give_back()
+            for delivery in deliveries[len(received) + 1 :]:
+                delivery.give_back()
+            raise
+        return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Tell every sender to keep no part for this rank; raises ClosedError once closed."""
+        for link, part in self._parts:
+            link.abort(part.key(request_id), reason)
+
+    def stats(self) -> dict[str, Any]:
+        """The statistics of each link, and how many gets wait in all."""
+        links = [link.stats() for link in self._links]
+        return {"waiting": sum(one["waiting"] for one in links), "links": links}
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self._links:
+            link.close()
+
+    def _abort_others(self, request_id: str, error: BaseException) -> None:
+        if len(self._parts) > 1:
+            with contextlib.suppress(ClosedError):  # a closed link keeps nothing
+                self.abort(request_id, f"another part did not come: {error}")
+
+
+class PartitionedGet:
+    """The gets of all parts of a request's KV.
+
+    Attributes:
+        future: ends when all parts have come, or one of them failed.
+    """
+
+    def __init__(self, request_id: str, gets: list[PendingGet]):
+        self.request_id = request_id
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # callers cannot cancel it
+        self._gets, self._missing = gets, len(gets)
+        self._lock = threading.Lock()
+        for get in gets:
+            get.future.add_done_callback(self._on_answer)
+
+    def take(self) -> list[Delivery]:
+        """The deliveries, in the order of the gets; `future` has ended.
+
+        Raises:
+            KVLinkError: the error of one part; the others were returned to their producers.
+        """
+        gets, self._gets = self._gets, []
+        order = sorted(range(len(gets)), key=lambda at: _rank_of(gets[at]))
+        found: dict[int, Delivery] = {}
+        try:
+            for at in order:
+                found[at] = gets[at].wait(timeout=0.0)
+        except BaseException:
+            for delivery in found.values():
+                delivery.give_back()
+            for at in order[len(found) + 1 :]:  # the one that raised has ended
+                gets[at].cancel()
+            raise
+        return [found[at] for at in range(len(gets))]
+
+    def cancel(self) -> None:
+        """Cancel all gets; idempotent."""
+        gets, self._gets = self._gets, []
+        for get in gets:
+            get.cancel()
+
+    def _on_answer(self, answer: Future[Any]) -> None:
+        """Runs in a thread of a connector, which must not block."""
+        with self._lock:
+            self._missing -= 1
+            is_over = not self.future.done() and (not self._missing or bool(answer.exception()))
+        if is_over:
+            self.future.set_result(None)
+
+
+def _rank_of(get: PendingGet) -> int:
+    """Sorts failed gets first: one of their errors is raised."""
+    if not get.future.done():
+        return 2
+    return 0 if get.future.exception() is not None else 1
+
+
+class PartitionedKV(ReceivedKV):
+    """All parts of a request's KV, each in its link's memory.
+
+    Args:
+        parts: in the order of the heads.
+        shard: the heads that they make together.
+    """
+
+    def __init__(self, parts: list[Received], shard: Shard):
+        self._parts, self._shard = parts, shard
+        self.nbytes = sum(part.manifest.nbytes for part in parts)
+
+    def to(self, device: torch.device) -> Payload:
+        """One cache on a device, every byte verified while it is copied.
+
+        Raises:
+            IntegrityError: the bytes are not those that were sent.
+            SchemaError: the parts are not of one cache, or some are missing.
+        """
+        found = [part.data for part in self._parts]
+        target = blank_heads(found[0], self._shard, device=device)
+        for part, view in zip(self._parts, head_targets(found, into=target), strict=True):
+            part.scatter(view)
+        self.release()
+        return target
+
+    def release(self) -> None:
+        """Release the memory of every part; idempotent."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.release()

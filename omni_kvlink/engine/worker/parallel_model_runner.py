@@ -1,0 +1,62 @@
+"""`ParallelDiffusionModelRunner`: a diffusion model on several ranks that share each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from omni_kvlink.engine.config import OmniDiffusionConfig
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.parallel.batch_sync import BatchSync
+from omni_kvlink.engine.parallel.guidance import SharedBranches
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
+
+
+class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
+    """One rank of a group that generates images together.
+
+    All ranks are given the same batches in the same order. An error on one of them is the request's
+    error on all; an abort takes effect on all at the same step. Only the group's leader has images.
+    `execute_model` raises EngineDeadError when another rank is gone.
+    """
+
+    def __init__(
+        self, config: OmniDiffusionConfig, device: torch.device, process_group: ProcessGroup
+    ):
+        self._batch_sync = BatchSync(process_group)
+        super().__init__(config, device, process_group)
+
+    def abort(self, request_id: str) -> None:
+        """Propose to end a running request; the ranks agree on it at their next step."""
+        self._batch_sync.abort(request_id)
+
+    def _load_model(self) -> None:
+        super()._load_model()
+        hooks, sync, group = self.pipeline.hooks, self._batch_sync, self.process_group
+        hooks.branches = SharedBranches(self.utility.branches, group, sync)
+        hooks.settle, hooks.decode = sync.settle, group.place.is_leader
+
+    def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
+        self._batch_sync.begin([request.request_id for request in requests])
+        for request in requests:
+            if request.is_cancelled():  # it was aborted before it came here
+                self.abort(request.request_id)
+            request.is_cancelled = partial(self._batch_sync.is_cancelled, request.request_id)
+
+    def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+        return self._batch_sync.settle(errors)
+
+    def _end(
+        self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
+    ) -> None:
+        """Fail on this rank what failed on another."""
+        own = {key: output.error for key, output in outputs.items() if output.error is not None}
+        errors = self._batch_sync.end(own)
+        for request in requests:
+            key = request.request_id
+            if key in errors and key not in own:
+                outputs[key] = self._failed(request, errors[key])
