@@ -1,4 +1,4 @@
-"""Caches of random bytes to send, and what must arrive, said without the library's help."""
+"""Caches of random bytes to send, and what must arrive, computed without the library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""
 
 Sources: TypeAlias = Literal["contiguous", "strided", "paged"]
-"""How tensors lie: dense; K and V of a token side by side; in blocks of a pool, out of order."""
+"""The memory of tensors: dense; K and V of a token side by side; pool blocks in random order."""
 
 BLOCK = 16
 """Tokens of a block of paged sources."""
@@ -30,7 +30,7 @@ BRANCH_NAMES = ("gen", "cfg_text", "cfg_img")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The dimensions of a cache; `heads` is 0 for one latent a layer (MLA) instead of K and V."""
+    """The dimensions of a cache; `heads` 0 means one latent a layer (MLA) instead of K and V."""
 
     layers: int
     tokens: int
@@ -40,10 +40,12 @@ class Shape:
 
     @property
     def layout(self) -> str:
+        """The metadata's layout."""
         return "NHD" if self.heads else "ND"
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of a layer's tensors."""
         return ("key_cache", "value_cache") if self.heads else ("latent_cache",)
 
     @property
@@ -53,11 +55,12 @@ class Shape:
 
     @property
     def row_nbytes(self) -> int:
+        """Bytes of one token in one tensor."""
         return math.prod(self.row) * torch_dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """All tensors together, without header and padding."""
+        """Bytes of all tensors, without header and padding."""
         return self.layers * len(self.parts) * self.tokens * self.row_nbytes
 
     def __str__(self) -> str:
@@ -77,17 +80,18 @@ class Sample:
         self, *, tokens: int | None = None, metadata: KVMetadata | None = None
     ) -> dict[str, Any]:
         """What a reader of the first `tokens` tokens must find, see `found_in`."""
-        upto = self.shape.tokens if tokens is None else tokens
-        label = f"{self.shape.dtype} {[upto, *self.shape.row]}"
+        tokens = self.shape.tokens if tokens is None else tokens
+        label = f"{self.shape.dtype} {[tokens, *self.shape.row]}"
         return {
-            **_facts(metadata or self.cache.metadata),
+            **_metadata_fields(metadata or self.cache.metadata),
             "dtype": self.shape.dtype,
             "block_ids": list(self.cache.block_ids) if metadata is None else [],
-            "digests": [_sha256(label, np.ascontiguousarray(r[:upto])) for r in self.rows],
+            "digests": [_sha256(label, np.ascontiguousarray(r[:tokens])) for r in self.rows],
         }
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as `bfloat16`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -101,7 +105,7 @@ def make_sample(
     sources: Sources = "contiguous",
     block_ids: tuple[int, ...] = (),
 ) -> Sample:
-    """A cache of random bytes: every bit pattern, NaNs too; pages have block ids of their own."""
+    """Make a cache of random bytes, NaNs included; a paged one has block ids of its own."""
     if sources == "paged":
         return _paged_sample(request_id, shape, rng)
     rows: list[Rows] = []
@@ -116,7 +120,7 @@ def make_sample(
 
 
 def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
-    """`branches` branches of which the first has bytes; the rest are in turn half of it, and it."""
+    """Make a bundle whose first branch has bytes; the others are in turn half of it and the same."""
     first = BRANCH_NAMES[0]
     made: dict[str, BundleBranch] = {first: sample.cache}
     for index in range(1, branches):
@@ -130,12 +134,12 @@ def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCa
 
 
 def prefix_metadata(sample: Sample, tokens: int, rng: np.random.Generator) -> KVMetadata:
-    """Metadata of its own for the first `tokens` tokens of a cache."""
+    """Make other metadata for the first `tokens` tokens of a cache."""
     return _metadata(sample.shape, tokens, rng)
 
 
 def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
-    """A cache of as many layers without a token, as an unconditional branch has it."""
+    """Make a cache without tokens, as an unconditional branch has it."""
     metadata = KVMetadata((0,), (0,), shape.layers, layout=shape.layout)
     return KVCacheTransferData(
         request_id, {part: [None] * shape.layers for part in shape.parts}, (), metadata
@@ -144,15 +148,15 @@ def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
 
 def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
     """What a reader of an empty cache must find."""
-    return {**_facts(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
+    return {**_metadata_fields(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
 
 
 def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
-    """Metadata, and the SHA-256 of type, shape and bytes of each tensor, layer by layer."""
+    """The metadata of a cache, and the SHA-256 of dtype, shape and bytes of each tensor."""
     layers = zip(*cache.layer_blocks.values(), strict=True)
-    tensors = [dense(place) for layer in layers for place in layer if place is not None]
+    tensors = [dense(part) for layer in layers for part in layer if part is not None]
     return {
-        **_facts(cache.metadata),
+        **_metadata_fields(cache.metadata),
         "dtype": cache.metadata.dtype,
         "block_ids": list(cache.block_ids),
         "digests": [
@@ -168,10 +172,10 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sample:
-    """In pools with an eighth of other blocks between; the last block is partly used."""
-    wanted = -(-shape.tokens // BLOCK)
-    count = wanted + wanted // 8 + 1
-    block_ids = rng.permutation(count)[:wanted]
+    """Make a cache in pools, an eighth of whose blocks is unused; the last block is partly used."""
+    used = -(-shape.tokens // BLOCK)
+    count = used + used // 8 + 1
+    block_ids = rng.permutation(count)[:used]
     slots = (block_ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: shape.tokens]
     rows: list[Rows] = []
     pools: list[list[torch.Tensor]] = [[] for _ in shape.parts]
@@ -201,8 +205,8 @@ def _layer_rows(shape: Shape, rng: np.random.Generator, sources: Sources) -> lis
 
 
 def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
-    words = rng.integers(0, 1 << 64, size=-(-rows * row // 8), dtype=np.uint64)
-    return words.view(np.uint8)[: rows * row].reshape(rows, row)
+    numbers = rng.integers(0, 1 << 64, size=-(-rows * row // 8), dtype=np.uint64)
+    return numbers.view(np.uint8)[: rows * row].reshape(rows, row)
 
 
 def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
@@ -215,7 +219,7 @@ def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata
     )
 
 
-def _facts(metadata: KVMetadata) -> dict[str, Any]:
+def _metadata_fields(metadata: KVMetadata) -> dict[str, Any]:
     values = metadata.to_dict()
     names = ("kv_lens", "ropes", "num_layers", "seq_len", "layout", "extra")
     return {name: values[name] for name in names}

@@ -13,8 +13,7 @@ from omni_kvlink.payload.branch import DTYPES
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.failure import CheckFailed
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, run_checked
 
 C = TypeVar("C")
 Layers = list[torch.Tensor | None]
@@ -25,8 +24,9 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Run every check against one adapter of K and V caches.
 
     Args:
-        make_cache: `(keys, values)` to an engine's cache of these tensors, one each a layer;
-            all None for the empty cache that `load` fills.
+        adapter: the adapter.
+        make_cache: takes keys and values, one tensor of each a layer, and returns an engine's cache
+            of them; all are None for the empty cache that `load` fills.
 
     Raises:
         CheckFailed: names the first behaviour that is missing.
@@ -38,10 +38,7 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
         check_contradictions,
         check_load_into_another_size,
     ):
-        try:
-            check(adapter, make_cache)
-        except Exception as error:
-            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+        run_checked(check, adapter, make_cache)
 
 
 def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
@@ -80,7 +77,7 @@ def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> 
             expect(
                 SchemaError,
                 lambda cache=cache: adapter.export(cache, request_id="r", metadata=_metadata(3)),  # type: ignore[misc]
-                words=(f"layer {layer}", "KV"[part]),
+                mentions=(f"layer {layer}", "KV"[part]),
             )
 
 

@@ -47,7 +47,7 @@ def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
             receipt = producer.put(allocation.data, digests=digests)
             assert receipt.ledger.copies == 0
             assert receipt.ledger.digests == ("crc32c" if digests else "off")
-            found = reader.do("get", key="a", timeout=5, verify="full")
+            found = reader.call("get", key="a", timeout=5, verify="full")
             assert found == fingerprint(data)
             receipt.wait(timeout=5)
             until_freed(producer)
@@ -61,12 +61,12 @@ def check_planned_with_blank(rig: Rig) -> None:
     blank = KVCacheTransferData.blank(
         "a", row=(2, 24), dtype=torch.bfloat16, metadata=data.metadata
     )
-    expect(SchemaError, lambda: producer.put(blank), words=("blank",))
+    expect(SchemaError, lambda: producer.put(blank), mentions=("blank",))
     allocation = producer.allocate(blank)
     fill(allocation, data)
     receipt = producer.put(_with_metadata(allocation.data, data))
     assert receipt.ledger.copies == 0
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
 
 
@@ -81,7 +81,7 @@ def check_less_than_allocated(rig: Rig) -> None:
         receipt = producer.put(shorter)
         assert receipt.ledger.copies == 0
         wanted = _first_tokens(data, tokens, extra={"steps": list(range(tokens))})
-        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(wanted)
+        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(wanted)
         del shorter
         receipt.wait(timeout=5)
         until_freed(producer)
@@ -90,7 +90,7 @@ def check_less_than_allocated(rig: Rig) -> None:
     fill(allocation, bundle)
     receipt = producer.put(_only(allocation.data, "other"))
     assert receipt.ledger.copies == 0
-    found = reader.do("get", key="a", timeout=5, verify="full")
+    found = reader.call("get", key="a", timeout=5, verify="full")
     assert found == fingerprint(_only(bundle, "other"))
     receipt.wait(timeout=5)
     until_freed(producer)
@@ -106,7 +106,7 @@ def check_partly_in_place(rig: Rig) -> None:
     receipt = producer.put(mixed)
     del mixed
     assert receipt.ledger.copies == 1
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -119,7 +119,7 @@ def check_misplaced_tensors(rig: Rig) -> None:
         allocation = producer.allocate(data)
         fill(allocation, data)
         wrong = _misplaced(allocation.data, turn)
-        expect(SchemaError, lambda w=wrong: producer.put(w), words=("place",))  # type: ignore[misc]
+        expect(SchemaError, lambda w=wrong: producer.put(w), mentions=("place",))  # type: ignore[misc]
         del wrong
         until_freed(producer)
 
@@ -138,10 +138,10 @@ def check_more_than_allocated(rig: Rig) -> None:
         expect(SchemaError, lambda r=larger: producer.put(r.make()))  # type: ignore[misc]
         expect(SchemaError, lambda r=larger: producer.stream_put(r.make()))  # type: ignore[misc]
     big = _first_tokens(data, 10, extra={"text": "x" * 20_000})
-    expect(SchemaError, lambda: producer.put(big), words=("header", "allocated"))
+    expect(SchemaError, lambda: producer.put(big), mentions=("header", "allocated"))
     receipt = producer.put(allocation.data)
     assert receipt.ledger.copies == 0
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -155,14 +155,14 @@ def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
     fill(allocation, data)
     kept = dense(allocation.data.tensors()[0])
     receipt = producer.put(allocation.data)
-    reader.do("get", key="a", timeout=5)
+    reader.call("get", key="a", timeout=5)
     receipt.wait(timeout=5)
     expect(CapacityError, lambda: producer.put(recipe.make(), timeout=0.1), within=0.1 + SLACK)
     assert hash_tensors([kept]) == hash_tensors(data.tensors()[:1])
     del kept
     until_freed(producer)
     receipt = producer.put(recipe.make(), timeout=1)
-    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
 
 
@@ -171,7 +171,7 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for _ in range(3):
         allocation = producer.allocate(CACHE.make())
-        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), words=("'a'",))
+        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), mentions=("'a'",))
         allocation.release()
         allocation.release()
         expect(ClosedError, allocation.data.tensors)
@@ -179,7 +179,7 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
         until_freed(producer)
     receipt = producer.put(CACHE.make())
     assert receipt.ledger.copies == 1
-    assert reader.do("get", key="a", timeout=5) == fingerprint(CACHE.make())
+    assert reader.call("get", key="a", timeout=5) == fingerprint(CACHE.make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -191,7 +191,7 @@ def check_allocation_is_put_once(rig: Rig) -> None:
     expect(ClosedError, lambda: producer.put(allocation.data))
     expect(DuplicateKeyError, lambda: producer.put(CACHE.make()))
     allocation.release()
-    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -205,8 +205,8 @@ def check_abort_of_an_allocation(rig: Rig) -> None:
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         link.abort("a", "the user left")
         expect(TransferFailed, lambda w=waiting: w.wait(timeout=5), within=SLACK)  # type: ignore[misc]
-        expect(TransferFailed, lambda: here.get("a", timeout=5), words=("the user left",))
-        expect(TransferFailed, lambda a=allocation: producer.put(a.data), words=("user left",))  # type: ignore[misc]
+        expect(TransferFailed, lambda: here.get("a", timeout=5), mentions=("the user left",))
+        expect(TransferFailed, lambda a=allocation: producer.put(a.data), mentions=("user left",))  # type: ignore[misc]
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
@@ -226,14 +226,16 @@ def check_streamed_in_place(rig: Rig) -> None:
             plan, wanted = _first_tokens(plan, tokens), _first_tokens(data, tokens)
         with producer.stream_put(plan) as out:
             layers: Layers = layers_of(plan)
-            reader.do("stream_get", key="a", timeout=5)
+            reader.call("stream_get", key="a", timeout=5)
             for (branch, layer), places in layers.items():
                 write(out, layers, (branch, layer))
-                found = reader.handle.do("scatter", key="a", layer=layer, branch=branch, timeout=5)
+                found = reader.peer.call(
+                    "scatter_layer", key="a", layer=layer, branch=branch, timeout=5
+                )
                 assert found == hash_tensors(places)
         assert out.ledger.copies == 0
-        assert reader.handle.do("whole", key="a", timeout=5) == fingerprint(wanted)
-        reader.handle.do("drop", key="a")
+        assert reader.peer.call("wait_stream", key="a", timeout=5) == fingerprint(wanted)
+        reader.peer.call("release", key="a")
         del plan, layers, places
         out.commit().wait(timeout=5)
         until_freed(producer)
@@ -242,11 +244,11 @@ def check_streamed_in_place(rig: Rig) -> None:
 def check_put_in_the_background(rig: Rig) -> None:
     """It returns before the digests are there, and the receipt follows it to its end."""
     producer, reader = rig.serve(), rig.connect()
-    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), words=("allocate",))
+    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), mentions=("allocate",))
     for recipe in (CACHE, BUNDLE):
         allocation, data = _filled(producer, recipe)
         receipt = producer.put(allocation.data, background=True)
-        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
         receipt.wait(timeout=5)
         assert receipt.ledger.copies == 0
         until_freed(producer)
@@ -256,10 +258,10 @@ def check_put_that_fails_in_the_background(rig: Rig) -> None:
     """The receipt says why, and so does the reader's get."""
     producer, reader = rig.serve(copier=BrokenCopier()), rig.connect()
     allocation, _ = _filled(producer, CACHE)
-    waiting = reader.ask("get", key="a", timeout=5)
+    waiting = reader.submit("get", key="a", timeout=5)
     receipt = producer.put(allocation.data, background=True)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), words=("out of luck",))
-    expect(TransferFailed, lambda: waiting.result(5), words=("out of luck",))
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), mentions=("out of luck",))
+    expect(TransferFailed, lambda: waiting.result(5), mentions=("out of luck",))
     until_freed(producer)
 
 

@@ -19,8 +19,7 @@ from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.failure import CheckFailed
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, run_checked
 
 MIB = 1 << 20
 _FILL = 0xA5
@@ -34,10 +33,7 @@ def check_copier(copier: Copier) -> None:
         CheckFailed: names the first behaviour that is missing.
     """
     for check in COPIER_CHECKS:
-        try:
-            check(copier)
-        except Exception as error:
-            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+        run_checked(check, copier)
 
 
 def check_gather_of_every_layout(copier: Copier) -> None:
@@ -120,11 +116,13 @@ def check_changed_bytes_are_named(copier: Copier) -> None:
             view = region.view()
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
             chunk = f"MiB {at // MIB} of"
-            expect(IntegrityError, lambda: copier.verify(manifest, region), words=(*words, chunk))
+            expect(
+                IntegrityError, lambda: copier.verify(manifest, region), mentions=(*words, chunk)
+            )
             expect(
                 IntegrityError,
                 lambda: copier.scatter(manifest, region, targets),
-                words=(*words, chunk),
+                mentions=(*words, chunk),
             )
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
     copier.verify(manifest, region)

@@ -16,7 +16,8 @@ from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
 
 RECIPES = (
     Recipe("d", layers=3, tokens=100),
@@ -31,12 +32,14 @@ def check_direct_put_copies_nothing(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
     if not _is_possible(producer):
         data = RECIPES[0].make()
-        expect(SchemaError, lambda: producer.put(data, direct=True), words=("link's own memory",))
+        expect(
+            SchemaError, lambda: producer.put(data, direct=True), mentions=("link's own memory",)
+        )
         assert producer.stats()["transfers"]["live"] == 0
         return
     for recipe in (*RECIPES, sized("d", 12 * MIB)):
         for digests in (True, False):
-            waiting = reader.ask("get", key="d", timeout=PATIENCE, verify="full")
+            waiting = reader.submit("get", key="d", timeout=PATIENCE, verify="full")
             receipt = producer.put(recipe.make(), direct=True, digests=digests)
             assert waiting.result(PATIENCE) == fingerprint(recipe.make())
             receipt.wait(timeout=5)
@@ -52,12 +55,12 @@ def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
     recipe = sized("d", MIB)
     data = recipe.make()
     putting = _putting(producer, data)
-    first = reader.ask("get", key="d", timeout=PATIENCE)
+    first = reader.submit("get", key="d", timeout=PATIENCE)
     _until_offered(producer)
     time.sleep(SLACK / 5)
     assert not putting.done(), "it did not wait for the second reader"
     assert not first.done(), "delivered before it was committed"
-    second = reader.ask("get", key="d", timeout=PATIENCE)
+    second = reader.submit("get", key="d", timeout=PATIENCE)
     receipt = putting.result(PATIENCE)
     _overwrite(data)
     assert first.result(PATIENCE) == second.result(PATIENCE) == fingerprint(recipe.make())
@@ -74,19 +77,19 @@ def check_direct_put_gives_up_in_time(rig: Rig) -> None:
     data = recipe.make()
     words = ("1 readers missing", "its caller's tensors")
     nobody = partial(producer.put, data, direct=True, timeout=0.2)
-    expect(TransferTimeout, nobody, within=0.2 + SLACK, words=words)
-    stream = reader.ask("stream_get", key="d", timeout=PATIENCE)
-    until_asked(producer, 1)
+    expect(TransferTimeout, nobody, within=0.2 + SLACK, mentions=words)
+    stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
+    until_requested(producer, 1)
     one = partial(producer.put, data, direct=True, readers=2, timeout=1.0)
-    expect(TransferTimeout, one, within=1.0 + SLACK, words=words)
+    expect(TransferTimeout, one, within=1.0 + SLACK, mentions=words)
     _overwrite(data)
     stream.result(PATIENCE)
-    layer = reader.handle.ask("layer", key="d", layer=0, timeout=5)
-    expect(TransferFailed, lambda: layer.result(PATIENCE), words=("gave it up",))
-    reader.handle.do("drop", key="d")
+    layer = reader.peer.submit("wait_layer", key="d", layer=0, timeout=5)
+    expect(TransferFailed, lambda: layer.result(PATIENCE), mentions=("gave it up",))
+    reader.peer.call("release", key="d")
     until_freed(producer)
     again = producer.put(recipe.make())
-    assert reader.do("get", key="d", timeout=5, verify="full") == fingerprint(recipe.make())
+    assert reader.call("get", key="d", timeout=5, verify="full") == fingerprint(recipe.make())
     again.wait(timeout=5)
 
 
@@ -96,12 +99,12 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     if not _is_possible(producer):
         return
     data = RECIPES[0].make()
-    reading = reader.ask("stream_get", key="d", timeout=PATIENCE)
-    until_asked(producer, 1)
+    reading = reader.submit("stream_get", key="d", timeout=PATIENCE)
+    until_requested(producer, 1)
     receipt = producer.put(data, direct=True)
     assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
-    assert reader.handle.do("whole", key="d", timeout=5) == fingerprint(data)
-    reader.handle.do("drop", key="d")
+    assert reader.peer.call("wait_stream", key="d", timeout=5) == fingerprint(data)
+    reader.peer.call("release", key="d")
     receipt.wait(timeout=5)
 
 
@@ -112,12 +115,12 @@ def check_direct_put_can_be_ended(rig: Rig) -> None:
         return
     ends: tuple[Callable[[], object], ...] = (
         lambda: producer.abort("d", "no more"),
-        lambda: reader.do("abort", key="d", reason="no more"),
+        lambda: reader.call("abort", key="d", reason="no more"),
         producer.close,
     )
     for end in ends:
         putting = _putting(producer, RECIPES[0].make())
-        waiting = reader.ask("get", key="d", timeout=PATIENCE)
+        waiting = reader.submit("get", key="d", timeout=PATIENCE)
         _until_offered(producer)
         end()
         expect(TransferFailed, lambda p=putting: p.result(PATIENCE), within=SLACK)  # type: ignore[misc]
@@ -134,17 +137,17 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
         for name, layers in data.layer_blocks.items()
     }
     broken = KVCacheTransferData.from_dict({**data.to_dict(), "layer_blocks": pieces})
-    expect(SchemaError, lambda: producer.put(broken, direct=True), words=("layer 0, K",))
+    expect(SchemaError, lambda: producer.put(broken, direct=True), mentions=("layer 0, K",))
     allocation = producer.allocate(data)
     for background in (True, False):
         expect(
             SchemaError,
             lambda b=background: producer.put(allocation.data, direct=True, background=b),  # type: ignore[misc]
-            words=("tensors of your own",),
+            mentions=("tensors of your own",),
         )
     allocation.release()
     receipt = producer.put(broken)
-    assert reader.do("get", key="d", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="d", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
 
 

@@ -18,7 +18,8 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 
 MIB = 1 << 20
 
@@ -35,7 +36,7 @@ def check_release_frees(rig: Rig) -> None:
     for number in range(5):
         receipt = producer.put(Recipe(f"k{number}").make())
         assert producer.stats()["memory"]["used"] > 0
-        reader.do("get", key=f"k{number}", timeout=5)
+        reader.call("get", key=f"k{number}", timeout=5)
         receipt.wait(timeout=5)
         until_freed(producer)
 
@@ -44,17 +45,17 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     """Tensors kept beyond the `with` block hold their memory; the last one lets go of it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
-    reader.do("hold", key="v", timeout=5)
-    before = reader.handle.do("look", key="v")
+    reader.call("hold", key="v", timeout=5)
+    before = reader.peer.call("hash_held", key="v")
     other = producer.put(sized("w", MIB, seed=3).make())
-    reader.do("get", key="w", timeout=5)
+    reader.call("get", key="w", timeout=5)
     other.wait(timeout=5)
-    assert reader.handle.do("look", key="v") == before
+    assert reader.peer.call("hash_held", key="v") == before
     left = 1
     while left:
         assert not receipt.done, "released while a view was held"
         assert producer.stats()["memory"]["used"] > 0
-        left = reader.handle.do("drop_one", key="v")
+        left = reader.peer.call("release_one", key="v")
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -65,8 +66,8 @@ def check_data_is_closed_after_the_block(rig: Rig) -> None:
         receipt = producer.put(recipe.make())
         expect(
             ClosedError,
-            lambda key=recipe.key: reader.do("use_after_block", key=key, timeout=5),  # type: ignore[misc]
-            words=("with",),
+            lambda key=recipe.key: reader.call("use_after_block", key=key, timeout=5),  # type: ignore[misc]
+            mentions=("with",),
         )
         receipt.wait(timeout=5)
 
@@ -75,7 +76,7 @@ def check_put_waits_for_room(rig: Rig) -> None:
     """The quota is full: put waits, and goes on the moment a reader lets go."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
-    reader.do("hold", key="first", timeout=5)
+    reader.call("hold", key="first", timeout=5)
     ended: list[float] = []
     data = sized("second", 1200 << 10, seed=1).make()
 
@@ -88,11 +89,11 @@ def check_put_waits_for_room(rig: Rig) -> None:
     thread.join(0.2)
     assert thread.is_alive(), "put did not wait for room"
     dropped = time.monotonic()
-    reader.handle.do("drop", key="first")
+    reader.peer.call("release", key="first")
     thread.join(PATIENCE)
     assert ended, "put did not return"
     assert ended[0] - dropped < SLACK, "put was woken late"
-    assert reader.do("get", key="second", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="second", timeout=5) == fingerprint(data)
 
 
 def check_no_room_in_time(rig: Rig) -> None:
@@ -104,14 +105,14 @@ def check_no_room_in_time(rig: Rig) -> None:
         CapacityError,
         lambda: producer.put(data, timeout=0.3),
         within=0.3 + SLACK,
-        words=("second",),
+        mentions=("second",),
     )
     assert error.asked > 1200 << 10
     assert 0 < error.free < error.asked
-    reader.do("get", key="first", timeout=5)
+    reader.call("get", key="first", timeout=5)
     first.wait(timeout=5)
     second = producer.put(data, timeout=1)
-    reader.do("get", key="second", timeout=5)
+    reader.call("get", key="second", timeout=5)
     second.wait(timeout=5)
     until_freed(producer)
 
@@ -124,7 +125,7 @@ def check_larger_than_the_quota(rig: Rig) -> None:
     assert error.asked > 3 * MIB
     assert 0 < error.free <= 2 * MIB
     small = producer.put(Recipe("huge").make())
-    reader.do("get", key="huge", timeout=5)
+    reader.call("get", key="huge", timeout=5)
     small.wait(timeout=5)
 
 
@@ -139,12 +140,12 @@ def check_room_after_many_sizes(rig: Rig) -> None:
             for key, size in zip(keys, sizes, strict=True)
         ]
         for key in sorted(keys, key=lambda key: hash(key) % 17):
-            reader.do("get", key=key, timeout=5)
+            reader.call("get", key=key, timeout=5)
         for receipt in receipts:
             receipt.wait(timeout=5)
     until_freed(producer)
     whole = producer.put(sized("whole", 3900 << 10).make(), timeout=1)
-    reader.do("get", key="whole", timeout=5)
+    reader.call("get", key="whole", timeout=5)
     whole.wait(timeout=5)
 
 
@@ -162,7 +163,7 @@ def check_bad_puts_leave_nothing(rig: Rig) -> None:
         expect(SchemaError, lambda how=how: producer.put(data, **how))  # type: ignore[misc]
     assert producer.stats()["memory"]["used"] == 0
     receipt = producer.put(data)
-    reader.do("get", key="k", timeout=5)
+    reader.call("get", key="k", timeout=5)
     receipt.wait(timeout=5)
 
 
@@ -183,11 +184,11 @@ def check_corruption_is_found(rig: Rig) -> None:
         receipt = producer.put(Recipe(key, seed=number).make())
         expect(
             IntegrityError,
-            lambda key=key: reader.do("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
-            words=("branch", *words),
+            lambda key=key: reader.call("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
+            mentions=("branch", *words),
         )
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), words=("rejected",))  # type: ignore[misc]
-        expect(TransferFailed, lambda key=key: other.do("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
+        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected",))  # type: ignore[misc]
+        expect(TransferFailed, lambda key=key: other.call("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
     until_freed(producer)
 
 
@@ -196,7 +197,7 @@ def check_no_torn_reads(rig: Rig) -> None:
     producer, readers = rig.serve(quota=2 * MIB), [rig.connect(), rig.connect()]
     recipes = [sized(f"t{n}", 300 << 10, seed=n) for n in range(24)]
     gets = [
-        readers[n % 2].ask("get", key=recipe.key, timeout=PATIENCE, verify="full")
+        readers[n % 2].submit("get", key=recipe.key, timeout=PATIENCE, verify="full")
         for n, recipe in enumerate(recipes)
     ]
     for recipe in recipes:

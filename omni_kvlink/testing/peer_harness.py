@@ -138,9 +138,10 @@ class ThreadPeer(Peer):
         def run() -> None:
             try:
                 future.set_result(self._commands.table[command](**arguments))
-            except BaseException as error:
+            except Exception as error:
                 error.__traceback__ = None  # its frames would keep the payload alive
-                future.set_exception(error)
+                is_own = isinstance(error, errors.KVLinkError)
+                future.set_exception(error if is_own else PeerError(repr(error)))
 
         if self._concurrent:
             self._start(run)

@@ -16,6 +16,31 @@ SLACK = 0.25
 Raised = TypeVar("Raised", bound=BaseException)
 
 
+class CheckFailed(AssertionError):
+    """A behaviour is missing.
+
+    Attributes:
+        check: the name of the function that checks it.
+    """
+
+    def __init__(self, check: str, why: str):
+        super().__init__(f"{check}: {why}")
+        self.check = check
+
+
+def run_checked(check: Callable[..., None], *arguments: Any) -> None:
+    """Call a check.
+
+    Raises:
+        CheckFailed: the check raised an error.
+    """
+    try:
+        check(*arguments)
+    except Exception as error:
+        name = getattr(check, "__name__", repr(check))
+        raise CheckFailed(name, str(error) or repr(error)) from error
+
+
 class Rig:
     """The set-up of one check: links of one URL, which `close` closes.
 

@@ -14,7 +14,8 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import Recipe, hash_tensors
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 from omni_kvlink.testing.stream_checks import begin, write
 
 ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
@@ -54,13 +55,15 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
         producer, reader = rig.serve(digests=digests), rig.connect()
         recipe = Recipe("s", bundle=True, tokens=9)
         out, layers = begin(producer, recipe)
-        reader.do("stream_get", key="s", timeout=5)
+        reader.call("stream_get", key="s", timeout=5)
         for (branch, layer), places in layers.items():
             write(out, layers, (branch, layer))
-            found = reader.handle.do("scatter", key="s", layer=layer, branch=branch, timeout=5)
+            found = reader.peer.call(
+                "scatter_layer", key="s", layer=layer, branch=branch, timeout=5
+            )
             assert found == hash_tensors(places), (branch, layer)
         receipt = out.commit()
-        reader.handle.do("drop", key="s")
+        reader.peer.call("release", key="s")
         receipt.wait(timeout=5)
         until_freed(producer)
         producer.close()
@@ -113,9 +116,9 @@ def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
         targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
         receipt = producer.put(data)
         received = here.get("s", timeout=5)
-        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), words=words)  # type: ignore[misc]
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), words=("rejected", *words))  # type: ignore[misc]
-        expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), within=SLACK)
+        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=words)  # type: ignore[misc]
+        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected", *words))  # type: ignore[misc]
+        expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), within=SLACK)
         del received
     until_freed(producer)
 
@@ -126,21 +129,21 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     copier.flip = "kv.1.value"
     out, layers = begin(producer, ODD, readers=2)
-    waiting = other.ask("get", key="s", timeout=PATIENCE)
+    waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0), ("kv", 1))
     targets = [torch.zeros_like(dense(place)) for place in layers["kv", 0]]
     stream.wait_for_layer(0).scatter(*targets)
     assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
     words = ("layer 1", "V")
-    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), words=words)
-    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, words=words)
+    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), mentions=words)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=words)
     expect(
         TransferFailed,
         lambda: write(out, layers, ("kv", 2)),
-        words=("rejected", *words),
+        mentions=("rejected", *words),
     )
-    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, words=words)
+    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, mentions=words)
     out.fail("the writer left its block")
     until_freed(producer)
 

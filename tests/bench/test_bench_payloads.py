@@ -1,4 +1,4 @@
-"""The caches that are sent, and the yardstick they are held to."""
+"""The caches that are sent, and what they are compared with on arrival."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_sample_is_of_its_shape(dtype: str, sources: Sources, heads: int) -> N
     assert all(t.is_contiguous() is (sources == "contiguous") for t in tensors)
 
 
-def test_the_raw_bytes_say_what_the_tensors_hold() -> None:
+def test_the_raw_bytes_are_those_of_the_tensors() -> None:
     sample = make_sample("k", SHAPE, np.random.default_rng(0), block_ids=(4, 2))
     assert sample.expected() == found_in(sample.cache)
     assert sample.expected(tokens=4)["digests"] != found_in(sample.cache)["digests"]
@@ -32,12 +32,12 @@ def test_the_raw_bytes_say_what_the_tensors_hold() -> None:
 
 @pytest.mark.parametrize("heads", [3, 0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_paged_sample_lies_in_blocks_out_of_order(dtype: str, heads: int) -> None:
+def test_a_paged_sample_is_in_blocks_out_of_order(dtype: str, heads: int) -> None:
     shape = Shape(2, 100, heads, 8, dtype)
     sample = make_sample("k", shape, np.random.default_rng(0), sources="paged")
-    places = sample.cache.tensors()
-    assert all(isinstance(place, PagedTensor) for place in places)
-    assert sum(place.nbytes for place in places) == shape.nbytes
+    views = sample.cache.tensors()
+    assert all(isinstance(view, PagedTensor) for view in views)
+    assert sum(view.nbytes for view in views) == shape.nbytes
     assert len(sample.cache.block_ids) == 7
     assert sample.cache.block_ids != sorted(sample.cache.block_ids)
     assert sample.cache.metadata.block_size == 16
@@ -65,10 +65,10 @@ def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
 
 def test_a_case_can_be_made_twice_alike() -> None:
     case = next(case for case in cases(quick=True) if case.branching == "mixed")
-    (key, first, wanted), (_, second, again) = case.make(), case.make()
+    (key, first, expected), (_, second, again) = case.make(), case.make()
     assert key == first.request_id
     assert isinstance(first, KVCacheBundle)
     assert isinstance(second, KVCacheBundle)
     assert first.difference(second) == ""
-    assert wanted == again
+    assert expected == again
     assert isinstance(first["half"], KVCacheTransferData)
