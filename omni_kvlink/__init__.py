@@ -22,12 +22,17 @@ from omni_kvlink.errors import UnavailableError as UnavailableError
 from omni_kvlink.errors import VersionError as VersionError
 from omni_kvlink.errors import WireError as WireError
 from omni_kvlink.link import Allocation as Allocation
+from omni_kvlink.link import KVConsumer as KVConsumer
 from omni_kvlink.link import KVLink as KVLink
+from omni_kvlink.link import KVProducer as KVProducer
+from omni_kvlink.link import Payload as Payload
 from omni_kvlink.link import PutStream as PutStream
 from omni_kvlink.link import Received as Received
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream
+from omni_kvlink.link import Verify as Verify
 from omni_kvlink.payload.branch import Shard as Shard
+from omni_kvlink.payload.bundle import BundleBranch as BundleBranch
 from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
@@ -37,3 +42,4 @@ from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed
 from omni_kvlink.payload.pools import split_stacked as split_stacked
 from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData
+from omni_kvlink.payload.views import TensorView as TensorView

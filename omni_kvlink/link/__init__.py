@@ -1,12 +1,20 @@
-"""`KVLink`: a KV cache in at one end, out at the other; whole, layer by layer, or in place."""
+"""Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
 from omni_kvlink.link.allocation import Allocation as Allocation
-from omni_kvlink.link.kvlink import FOREVER as FOREVER
+from omni_kvlink.link.consumer import GetAttempts as GetAttempts
+from omni_kvlink.link.consumer import KVConsumer as KVConsumer
+from omni_kvlink.link.consumer import Received as Received
+from omni_kvlink.link.consumer import ReceivedLayer as ReceivedLayer
+from omni_kvlink.link.consumer import ReceivedStream as ReceivedStream
+from omni_kvlink.link.consumer import Verify as Verify
+from omni_kvlink.link.consumer import begin_get as begin_get
+from omni_kvlink.link.consumer import can_retry as can_retry
+from omni_kvlink.link.consumer import check_verify as check_verify
+from omni_kvlink.link.consumer import open_delivery as open_delivery
+from omni_kvlink.link.consumer import open_stream as open_stream
+from omni_kvlink.link.end import MAX_TIMEOUT as MAX_TIMEOUT
+from omni_kvlink.link.end import Payload as Payload
 from omni_kvlink.link.kvlink import KVLink as KVLink
-from omni_kvlink.link.put_stream import PutStream as PutStream
-from omni_kvlink.link.received import Payload as Payload
-from omni_kvlink.link.received import Received as Received
-from omni_kvlink.link.received import Verify as Verify
-from omni_kvlink.link.received import check_verify as check_verify
-from omni_kvlink.link.received_stream import ReceivedLayer as ReceivedLayer
-from omni_kvlink.link.received_stream import ReceivedStream as ReceivedStream
+from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
+from omni_kvlink.link.producer import KVProducer as KVProducer
+from omni_kvlink.link.producer import PutStream as PutStream

@@ -1,21 +1,21 @@
-"""Memory of the link that an engine writes its K and V to, so that `put` copies nothing."""
+"""`Allocation`: memory of the link that an engine writes its tensors to."""
 
 from __future__ import annotations
 
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link.received import Payload
+from omni_kvlink.link.end import Payload
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.files import open_payload
 from omni_kvlink.payload.manifest import Manifest
 
 
 class Allocation:
-    """Memory of the link for one payload, as tensors that the engine writes its K and V to.
+    """Memory of the link for one payload, as tensors that the engine writes to.
 
     Attributes:
-        data: writable tensors in the shape of the plan. Write to them until `put` and not after;
+        data: writable tensors in the shapes of the plan. Write to them until `put` and not after;
             the memory is not reused while one of them lives.
-        room: the places of the tensors.
+        capacity: the plan: where each tensor lies, and how long it may be.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Allocation:
 
     @property
     def request_id(self) -> str:
+        """The request id that `put` must use."""
         return self.capacity.request_id
 
     @property
@@ -35,8 +36,8 @@ class Allocation:
         """Whether it was put or released."""
         return self._lease is None
 
-    def take(self) -> Lease:
-        """The memory, for `put`; once. Whoever takes it closes `data` in the end.
+    def take_lease(self) -> Lease:
+        """Hand the memory to `put`, once. The caller closes `data`.
 
         Raises:
             ClosedError: it was put or released before.
@@ -49,9 +50,9 @@ class Allocation:
         return lease
 
     def release(self) -> None:
-        """Give the memory back unsent; after `put` this does nothing."""
+        """Release the memory without sending it; after `put` this does nothing."""
         if self._lease is not None:
-            self.take().release()
+            self.take_lease().release()
             self.data.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Layers on their way from a device: a thread announces each as it lands, in their order."""
+"""`GatherQueue`: device copies of one stream that run while the engine computes on."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from omni_kvlink.copier import GatherHandle
 
 
 class GatherQueue:
-    """What one stream has under way, so that its writer can go on computing.
+    """Waits in one thread for copies, in the order of `add`, and reports each.
 
     Args:
-        landed: told the numbers of the tensors and their digests; in the thread.
+        on_gathered: called in that thread with the numbers of the tensors and their digests.
     """
 
-    def __init__(self, landed: Callable[[range, list[str]], None]):
-        self._landed = landed
+    def __init__(self, on_gathered: Callable[[range, list[str]], None]):
+        self._on_gathered = on_gathered
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
 
-    def add(self, tensors: range, landing: GatherHandle) -> None:
-        """Raises what an earlier one raised."""
+    def add(self, tensors: range, handle: GatherHandle) -> None:
+        """Add a copy that was begun. Raises what an earlier one raised."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvlink-landing")
-        while self._under_way and self._under_way[0].done():
-            self._under_way.pop(0).result()
-        self._under_way.append(self._thread.submit(self._finish, tensors, landing))
+            self._thread = ThreadPoolExecutor(1, "kvlink-gather")
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        self._pending.append(self._thread.submit(self._wait_for, tensors, handle))
 
     def join(self) -> None:
-        """All have landed and were announced. Raises what one of them raised."""
-        under_way, self._under_way = self._under_way, []
-        for future in under_way:
+        """Wait until all copies have ended and were reported. Raises what one of them raised."""
+        pending, self._pending = self._pending, []
+        for future in pending:
             future.result()
 
-    def settle(self) -> None:
-        """Nothing is written to the payload any more, however it ended. For finalizers too."""
-        for future in self._under_way:
-            with contextlib.suppress(Exception):  # who ends a stream has its own error
+    def drain(self) -> None:
+        """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
+        for future in self._pending:
+            with contextlib.suppress(Exception):  # the stream's end has an error of its own
                 future.result()
-        self._under_way = []
+        self._pending = []
 
     def close(self) -> None:
-        """Settle, and end the thread."""
-        self.settle()
+        """Drain, and end the thread."""
+        self.drain()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
-    def _finish(self, tensors: range, landing: GatherHandle) -> None:
-        self._landed(tensors, landing.wait())
+    def _wait_for(self, tensors: range, handle: GatherHandle) -> None:
+        self._on_gathered(tensors, handle.wait())

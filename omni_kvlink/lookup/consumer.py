@@ -14,7 +14,7 @@ import torch
 
 from omni_kvlink.connectors.base import PendingGet, Receipt
 from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
-from omni_kvlink.link import FOREVER, KVLink, Received, Verify, check_verify
+from omni_kvlink.link import MAX_TIMEOUT, KVLink, Received, Verify, check_verify
 from omni_kvlink.lookup import messages as words
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
@@ -59,7 +59,7 @@ class _Source:
                 if self._last is not None:  # the producer takes one question after the other
                     self._last.wait(timeout=deadline - time.monotonic())
                 asked = words.ask(self._inbox, question, prompt)
-                self._last = self._questions.put(asked, ttl=FOREVER)
+                self._last = self._questions.put(asked, ttl=MAX_TIMEOUT)
         except BaseException:
             want.cancel()
             raise
@@ -141,7 +141,7 @@ class LookupConsumer:
             PeerLostError: every producer is gone.
             SchemaError: a producer is of another model.
         """
-        prompt, deadline = encode(tokens, roi), time.monotonic() + min(timeout, FOREVER)
+        prompt, deadline = encode(tokens, roi), time.monotonic() + min(timeout, MAX_TIMEOUT)
         sources = list(self._sources)
         if not sources:
             raise SchemaError("no producer to ask: add(link)")

@@ -18,7 +18,7 @@ from omni_kvlink.errors import (
     PeerLostError,
     SchemaError,
 )
-from omni_kvlink.link import FOREVER, KVLink, Received
+from omni_kvlink.link import MAX_TIMEOUT, KVLink, Received
 from omni_kvlink.lookup import messages as words
 from omni_kvlink.lookup.store import PrefixStore
 
@@ -61,7 +61,7 @@ class LookupProducer:
         self._closed = False
         self.answered, self.nbytes, self.ignored = 0, 0, 0
         hello = words.LookupHello(self._inbox, model)
-        link.put(words.say(words.HELLO, hello), readers=EVERYBODY, ttl=FOREVER)
+        link.put(words.say(words.HELLO, hello), readers=EVERYBODY, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         self._threads[0].start()
         store.watch(self._look_again)
@@ -107,7 +107,7 @@ class LookupProducer:
         """Take every question of one consumer, over all its lives."""
         while not self._closed:
             try:
-                self._hear(consumer.get(self._inbox, timeout=FOREVER, verify="full"))
+                self._hear(consumer.get(self._inbox, timeout=MAX_TIMEOUT, verify="full"))
             except ClosedError:
                 return
             except PeerLostError:
@@ -125,7 +125,7 @@ class LookupProducer:
     def _hear(self, received: Received) -> None:
         with received as data:
             question, prompt = words.hear(data, words.Question), words.prompt_of(data)
-        expires = time.monotonic() + min(question.timeout, FOREVER)
+        expires = time.monotonic() + min(question.timeout, MAX_TIMEOUT)
         self._todo.put(_Asked(question, prompt, expires))
 
     def _answer_all(self) -> None:

@@ -1,0 +1,573 @@
+"""`KVConsumer`, the receiving end of a link, and what its gets return."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import cached_property
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+
+from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, Delivery, PendingGet
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import (
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+    WireError,
+)
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload, check_request_id
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.branch import Branch
+from omni_kvlink.payload.dtypes import tensor_views
+from omni_kvlink.payload.files import open_payload
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.views import TensorView, overlaps_itself
+
+Verify: TypeAlias = Literal["auto", "full", "off"]
+LayerKey: TypeAlias = tuple[str, int]
+"""A layer's branch and index."""
+
+
+class KVConsumer(LinkEnd):
+    """The end of a link that payloads arrive at; thread-safe; a context manager.
+
+    Opened by `KVLink.connect`.
+    """
+
+    _end: Consumer
+
+    def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
+        """Wait for a payload; blocks until it is committed.
+
+        Used as `with consumer.get(...) as data:`. The tensors are readonly views of the link's
+        memory (writing to one ends the process). They are valid inside the block, and beyond it for
+        as long as one of them is kept. The memory is released with the last view.
+
+        Args:
+            request_id: under which it is put.
+            timeout: seconds to wait.
+            verify: "full" checks every byte against its digest first. "auto" checks the header and
+                the commit word, which rule out torn and stale payloads, and leaves the bytes to
+                `Received.scatter` and the adapters, which check what they copy. "off" is "auto".
+
+        Raises:
+            TransferTimeout: the text tells how far the payload had come.
+            TransferFailed: the producer failed it, or it expired.
+            PeerLostError: the producer died, or closed the link.
+            IntegrityError: the bytes are not the ones that were committed.
+            VersionError: the producer speaks another major version.
+            WireError: this is not a valid payload.
+            ClosedError: this end was closed.
+        """
+        check_verify(verify)
+        started = time.perf_counter()
+        delivery = self._receive(request_id, min(timeout, MAX_TIMEOUT), streamed=False)
+        return Received.open(delivery, self._copier, started=started, verify=verify)
+
+    def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
+        """Wait until a cache is announced, and return it as a stream of layers.
+
+        `for layer in consumer.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. A
+        payload that was put as a whole comes as a stream whose layers are all there.
+
+        Args:
+            request_id: under which it is put.
+            timeout: seconds to wait for the announcement, and again for each layer.
+
+        Raises:
+            KVLinkError: the errors of `get`.
+        """
+        started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
+        delivery = self._receive(request_id, timeout, streamed=True)
+        return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
+
+    def abort(self, request_id: str, reason: str = "aborted") -> None:
+        """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
+        if self._closed:
+            raise self._closed_error()
+        self._end.abort(check_request_id(request_id), reason)
+
+    def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
+        attempts = GetAttempts(timeout)
+        while True:
+            left = attempts.seconds_left()
+            pending = begin_get(self, request_id, timeout=left, streamed=streamed)
+            try:
+                return pending.wait(timeout=attempts.seconds_left())
+            except PeerLostError:
+                left = attempts.seconds_left()
+                if not attempts.may_retry() or not can_retry(self, pending, timeout=left):
+                    raise
+
+
+class GetAttempts:
+    """Decides how often one get is requested again, and until when; without I/O.
+
+    A connection may break while its producer lives. The get is then requested again, up to
+    `MAX_RETRIES` times, if `can_retry` says that the same run of the producer answers.
+    """
+
+    def __init__(self, timeout: float):
+        self.deadline = time.monotonic() + timeout
+        self._retries = 0
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self.deadline - time.monotonic()
+
+    def may_retry(self) -> bool:
+        """Count a broken connection; whether another request is allowed."""
+        self._retries += 1
+        return self._retries <= MAX_RETRIES
+
+
+def begin_get(
+    consumer: KVConsumer, request_id: str, *, timeout: float, streamed: bool = False
+) -> PendingGet:
+    """Request a payload without waiting for it.
+
+    Args:
+        consumer: the end that requests it.
+        request_id: under which it is put.
+        timeout: seconds that a reconnection may take; it bounds nothing else.
+        streamed: deliver the payload while it is being written; open it with `open_stream`.
+
+    Raises:
+        PeerLostError: the producer is gone and did not come back in time.
+        ClosedError: the consumer was closed.
+    """
+    if consumer._closed:
+        raise consumer._closed_error()
+    key, limit = check_request_id(request_id), min(timeout, MAX_TIMEOUT)
+    return consumer._end.begin(key, timeout=limit, streamed=streamed)
+
+
+def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
+    """Whether a get that ended with PeerLostError can be requested again.
+
+    It can if only its connection broke and the same run of the producer answers within `timeout`
+    seconds. Blocks for that long at most.
+    """
+    return not consumer._closed and consumer._end.is_back(pending, timeout=timeout)
+
+
+def open_delivery(
+    consumer: KVConsumer, delivery: Delivery, *, started: float, verify: Verify = "auto"
+) -> Received:
+    """Check a delivery and make views of it; a bad one is rejected at its producer.
+
+    Args:
+        consumer: the end that it arrived at.
+        delivery: what `PendingGet.wait` returned.
+        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
+        verify: as for `KVConsumer.get`.
+
+    Raises:
+        IntegrityError: the bytes are not the ones that were committed.
+        VersionError: the producer speaks another major version.
+        WireError: this is not a valid payload.
+    """
+    return Received.open(delivery, consumer._copier, started=started, verify=verify)
+
+
+def open_stream(
+    consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
+) -> ReceivedStream:
+    """Open a delivery of `begin_get(…, streamed=True)` as a stream of layers.
+
+    Args:
+        consumer: the end that it arrived at.
+        delivery: what `PendingGet.wait` returned.
+        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
+        timeout: seconds to wait for each layer.
+
+    Raises:
+        WireError: this is not a valid payload.
+    """
+    return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
+
+
+class Received:
+    """A payload that arrived: `with` gives its data, and releases it at the end.
+
+    Attributes:
+        data: readonly views of the link's memory.
+        manifest: sizes, positions and digests.
+        ledger: what the receipt of it cost on this side.
+    """
+
+    def __init__(
+        self, data: Payload, delivery: Delivery, manifest: Manifest, ledger: Ledger, copier: Copier
+    ):
+        self.data = data
+        self.manifest, self.ledger = manifest, ledger
+        self._delivery, self._copier = delivery, copier
+
+    @classmethod
+    def open(
+        cls, delivery: Delivery, copier: Copier, *, started: float, verify: Verify
+    ) -> Received:
+        """Check a delivery and make views of it; see `open_delivery`."""
+        ledger = Ledger()
+        ledger.seconds["wait"] = time.perf_counter() - started
+        try:
+            check_verify(verify)
+            with ledger.phase("view"):
+                region = region_of(delivery)
+                manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
+                data = open_payload(manifest, region)
+            ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
+            ledger.digests = "crc32c" if manifest.has_digests else "off"
+            received = cls(data, delivery, manifest, ledger, copier)
+            if verify == "full":
+                received.verify()
+        except BaseException as error:  # released without a reason, it would count as read
+            delivery.reject(str(error) or repr(error))
+            raise
+        return received
+
+    def verify(self) -> None:
+        """Check every byte against its digest, if there are digests.
+
+        Raises:
+            IntegrityError: these are not the bytes committed; the producer's receipt says so.
+        """
+        try:
+            if self.manifest.has_digests:
+                with self.ledger.phase("verify"):
+                    self._copier.verify(self.manifest, region_of(self._delivery))
+        except WireError as error:
+            self._delivery.reject(str(error))
+            raise
+
+    def scatter(self, into: Payload | Sequence[TensorView]) -> None:
+        """Copy all tensors out, each byte checked against its digest in the same pass.
+
+        Args:
+            into: the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
+                payload that holds them, such as `PagedAdapter.export` makes of free blocks.
+
+        Raises:
+            SchemaError: a target is not what the payload is; nothing was written.
+            IntegrityError: these are not the bytes committed; the targets are then worthless, and
+                the producer's receipt says so.
+        """
+        targets = into if isinstance(into, Sequence) else into.tensors()
+        _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
+
+    def release(self, *, unread: bool = False) -> None:
+        """Release the payload; tensors that are kept elsewhere keep its memory.
+
+        Args:
+            unread: it was not used: deliver it to another reader.
+        """
+        self.data.close()
+        if unread:
+            self._delivery.give_back()
+        else:
+            self._delivery.drop()
+
+    def __enter__(self) -> Payload:
+        return self.data
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class ReceivedLayer:
+    """One layer that arrived.
+
+    Attributes:
+        branch: the cache's name in its bundle; "kv" for a single cache.
+        index: of the layer, from 0.
+    """
+
+    def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
+        self.branch, self.index = branch, index
+        self._stream, self._manifest = stream, manifest
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """K and V `[tokens, kv_heads, head_dim]`, or one latent: readonly views."""
+        region = region_of(self._stream.delivery)
+        return tuple(tensor_views(region, self._manifest.tensors, self._manifest.header_nbytes))
+
+    @property
+    def key(self) -> torch.Tensor:
+        """K; in layout "ND" the latent."""
+        return self.tensors[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """V; in layout "ND" there is none, and this is an IndexError."""
+        return self.tensors[1]
+
+    def scatter(self, *targets: TensorView) -> None:
+        """Copy K and V out into the caller's tensors or paged tensors; see `Received.scatter`."""
+        self._stream.scatter(self._manifest, targets)
+
+    def __repr__(self) -> str:
+        return f"<ReceivedLayer {self.index} of {self.branch!r}>"
+
+
+class ReceivedStream:
+    """A cache whose layers can be used as they arrive; iterate over it, or wait for one.
+
+    A context manager; without the block, the payload is released with the last view.
+
+    Attributes:
+        delivery: the payload below.
+        manifest: sizes and positions; with digests once the payload is whole.
+        ledger: what the receipt of it cost on this side.
+        timeout: seconds to wait for a layer, where no other is given.
+    """
+
+    WHOLE: ClassVar[str] = "its commit"
+
+    def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
+        self.delivery, self.ledger = delivery, Ledger()
+        self._copier, self.timeout = copier, timeout
+        self.ledger.seconds["wait"] = time.perf_counter() - started
+        try:
+            region = region_of(delivery)
+            header = delivery.draft or region.view()
+            self.manifest = _manifest_of(delivery.key, header, region.nbytes)
+        except BaseException as error:
+            delivery.reject(str(error) or repr(error))
+            raise
+        self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
+        self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
+        self._layers: dict[LayerKey, tuple[Branch, range]] = {
+            (branch.name, layer): (branch, tensors)
+            for branch, layer, tensors in self.manifest.layers()
+        }
+
+    def __len__(self) -> int:
+        """Layers of all branches together."""
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[ReceivedLayer]:
+        """The layers in the order of the wire; waits up to the stream's timeout for each."""
+        for branch, layer in self._layers:
+            yield self.wait_for_layer(layer, branch=branch)
+
+    def wait_for_layer(
+        self, layer: int, *, branch: str = "", timeout: float | None = None
+    ) -> ReceivedLayer:
+        """Wait for one layer; in any order, as often as you like.
+
+        Args:
+            layer: its index, from 0.
+            branch: which cache of a bundle; may be left out of a single cache.
+            timeout: seconds; that of the stream if None.
+
+        Raises:
+            TransferFailed: the producer failed before the payload was whole.
+            TransferTimeout: the layer was not written in time.
+            PeerLostError: the producer died, or closed the link.
+            WireError: what was announced is not what the plan says.
+            SchemaError: there is no such layer.
+        """
+        key = self.find(layer, branch)
+        self._wait(self.when(key), self.name(key), timeout)
+        return self.open_layer(key)
+
+    def wait(self, *, timeout: float | None = None) -> Payload:
+        """Wait until the payload is committed; the data that `get` gives.
+
+        Args:
+            timeout: seconds; that of the stream if None.
+
+        Raises:
+            KVLinkError: the errors of `wait_for_layer`.
+        """
+        self._wait(self.whole(), self.WHOLE, timeout)
+        progress = self.delivery.progress
+        if progress is not None:  # all tensors must have been announced; take their digests over
+            everything = range(len(self.manifest.tensors))
+            self.check(progress.when(everything), self.WHOLE, 0.0)
+            self.manifest = self._with_digests(self.manifest, everything)
+        return open_payload(self.manifest, region_of(self.delivery))
+
+    def release(self) -> None:
+        """Release the payload; tensors that are kept elsewhere keep its memory."""
+        self.delivery.drop()
+
+    def __enter__(self) -> ReceivedStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    # For event loops: find a layer, wait for its future, check the future, open the layer.
+
+    def find(self, layer: int, branch: str) -> LayerKey:
+        """The key of a layer; SchemaError if there is none."""
+        if not self._layers:
+            raise SchemaError(f"payload {self.delivery.key!r} has no layers: wait() for all of it")
+        if not branch and self.manifest.bundle:
+            raise SchemaError("which branch of the bundle? wait_for_layer(…, branch=name)")
+        key = (branch or self.manifest.branches[0].name, layer)
+        if key not in self._layers:
+            raise SchemaError(f"payload {self.delivery.key!r} has no layer {layer} of {key[0]!r}")
+        return key
+
+    def name(self, key: LayerKey) -> str:
+        """A layer's name in error texts."""
+        return f"layer {key[1]} of branch {key[0]!r}"
+
+    def names(self) -> list[LayerKey]:
+        """Branch and index of every layer, in the order of the wire."""
+        return list(self._layers)
+
+    def when(self, key: LayerKey) -> Future[None]:
+        """A future that ends with the layer, or with the error."""
+        progress = self.delivery.progress
+        return _done() if progress is None else progress.when(self._layers[key][1])
+
+    def whole(self) -> Future[None]:
+        """A future that ends with the commit, or with the error."""
+        progress = self.delivery.progress
+        return _done() if progress is None else progress.whole
+
+    def open_layer(self, key: LayerKey) -> ReceivedLayer:
+        """A layer whose future has ended well."""
+        tensors = self._layers[key][1]
+        manifest = self._with_digests(self.manifest.part(tensors), tensors)
+        return ReceivedLayer(self, manifest, *key)
+
+    def check(self, future: Future[None], what: str, waited: float) -> None:
+        """Raise the error that a future ended with, or TransferTimeout if it did not end."""
+        if not future.done():
+            raise self._timed_out(what, waited)
+        error = future.exception()
+        if isinstance(error, KVLinkError):
+            raise self._copy_of(error, what)
+
+    def forget(self, future: Future[None]) -> None:
+        """Cancel a wait: nothing waits for this future any more."""
+        if self.delivery.progress is not None:
+            self.delivery.progress.forget(future)
+
+    def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
+        """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
+        _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
+
+    def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
+        """A new error of the same type and text, which also says what was waited for.
+
+        Raising the one that the future keeps would keep this stream, and its memory, by its
+        traceback.
+        """
+        text = f"{error}; {what} was awaited"
+        if isinstance(error, WireError):
+            self.delivery.reject(text)
+        if isinstance(error, TransferFailed):
+            return TransferFailed(text, key=self.delivery.key, reason=error.reason)
+        return type(error)(text)
+
+    def _timed_out(self, what: str, waited: float) -> TransferTimeout:
+        return TransferTimeout(
+            f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
+            key=self.delivery.key,
+            waited=waited,
+            phase=f"announced; the producer is still writing {what}",
+        )
+
+    def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
+        seconds = self.timeout if timeout is None else timeout
+        started = time.perf_counter()
+        try:
+            future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        except FutureTimeout:
+            pass  # `check` raises
+        finally:
+            self.forget(future)
+        self.check(future, what, seconds)
+        spent = self.ledger.seconds.get("layers", 0.0)
+        self.ledger.seconds["layers"] = spent + time.perf_counter() - started
+
+    def _with_digests(self, manifest: Manifest, tensors: range) -> Manifest:
+        """The announced digests, each as long as the plan says."""
+        progress: Progress | None = self.delivery.progress
+        if progress is None:
+            return manifest
+        digests = [progress.digest(tensor).hex() for tensor in tensors]
+        for digest, spec in zip(digests, manifest.tensors, strict=True):
+            if len(digest) != len(spec.digest):
+                self.delivery.reject(f"{spec.where()}: a digest of another length")
+                raise WireError(f"{spec.where()}: a digest of another length was announced")
+        return manifest.with_digests(digests)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _scatter(
+    copier: Copier,
+    manifest: Manifest,
+    delivery: Delivery,
+    targets: Sequence[TensorView],
+    ledger: Ledger,
+) -> None:
+    """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
+    started = time.perf_counter()
+    _check_targets(manifest, region_of(delivery), targets)
+    try:
+        copier.scatter(manifest, region_of(delivery), targets)
+    except WireError as error:
+        delivery.reject(str(error))
+        raise
+    ledger.copies = delivery.copies + 1
+    ledger.copier, ledger.instructions = copier.name, copier.features
+    spent = ledger.seconds.get("scatter", 0.0)
+    ledger.seconds["scatter"] = spent + time.perf_counter() - started
+
+
+def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+    """Refuse a target that would be written twice or lies in readonly memory (a SIGSEGV)."""
+    seen: dict[tuple[torch.device, int], str] = {}
+    for target, spec in zip(targets, manifest.tensors, strict=False):
+        memory = target.pool if isinstance(target, PagedTensor) else target
+        if overlaps_itself(memory):
+            raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
+        if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:
+            raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
+        other = seen.setdefault((memory.device, memory.data_ptr()), spec.where())
+        if other != spec.where():
+            raise SchemaError(f"{spec.where()} has the same target as {other}")
+
+
+def region_of(delivery: Delivery) -> Region:
+    """The payload's memory; ClosedError if it was released."""
+    if delivery.region is None:
+        raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
+    return delivery.region
+
+
+def _manifest_of(key: str, header: bytes | memoryview, nbytes: int) -> Manifest:
+    """The manifest of the payload that was requested; WireError if it is another one's."""
+    manifest = Manifest.decode(header, nbytes)
+    if manifest.request_id != key:
+        raise WireError(f"requested {key!r}, the payload says it is {manifest.request_id!r}")
+    return manifest
+
+
+def check_verify(verify: str) -> None:
+    """Raise ValueError unless this is one of the values of `Verify`."""
+    if verify not in ("auto", "full", "off"):
+        raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")

@@ -1,0 +1,99 @@
+"""`LinkEnd`: what the two ends of a link have in common; the types of a payload."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from omni_kvlink.connectors.base import Connector
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.schema import KVCacheTransferData
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
+
+MAX_TIMEOUT = 1e9
+"""Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
+
+_open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
+
+
+class LinkEnd:
+    """One end of a link: its URL, its statistics and its closing.
+
+    Attributes:
+        url: the URL that the other side connects to; the port is the one that the system chose.
+    """
+
+    def __init__(self, url: str, end: Connector, copier: Copier):
+        self.url = url
+        self._end = end
+        self._copier = copier
+        self._closed = False
+        _open_ends.add(self)
+
+    def stats(self) -> dict[str, Any]:
+        """Return state and counters of this end, as JSON values."""
+        return {"url": self.url, **self._end.health()}
+
+    def close(self) -> None:
+        """Refuse new calls, wake every waiting call and free the memory.
+
+        A second call does nothing. Payloads that were not fetched yet are lost, and their
+        receipts say so: wait for the receipts first.
+        """
+        self._closed = True
+        self._end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._is_owned_here():
+            self.close()
+            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}{', closed' if self._closed else ''}>"
+
+    def _is_owned_here(self) -> bool:
+        """Whether this process opened the link, rather than its parent before a fork."""
+        return os.getpid() == getattr(self._end, "_pid", os.getpid())
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(f"link {self.url} is closed")
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close open links while threads still run; later, a close could wait for one that is gone."""
+    for end in list(_open_ends):
+        if not end._closed and end._is_owned_here():
+            end.close()  # no ResourceWarning: an atexit function of the owner may be about to
+
+
+def check_request_id(request_id: str) -> str:
+    """Return a valid request id.
+
+    A peer would treat another one as a protocol violation and close the connection.
+
+    Raises:
+        SchemaError: it is not a string of 1 to 1024 encodable characters.
+    """
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
+        raise SchemaError("request_id: a string of 1 to 1024 characters")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"request_id: no text: {error}") from None
+    return request_id

@@ -1,0 +1,646 @@
+"""`KVProducer`, the sending end of a link, and the operations that carry a payload out."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import msgspec
+import torch
+
+from omni_kvlink.connectors.base import Producer, Receipt
+from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.copier import Copier
+from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.link.allocation import Allocation
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload, check_request_id
+from omni_kvlink.link.gather_queue import GatherQueue
+from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.dtypes import dtype_name
+from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.views import TensorView
+
+MAX_DIGITS = 80_000
+"""Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
+STEP = 8 << 20
+"""Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
+
+
+class KVProducer(LinkEnd):
+    """The end of a link that payloads leave from; thread-safe; a context manager.
+
+    Opened by `KVLink.serve`.
+    """
+
+    _end: Producer
+
+    def __init__(self, url: str, end: Producer, copier: Copier, *, digests: bool):
+        super().__init__(url, end, copier)
+        self._digests = digests
+        self._allocations: dict[str, Allocation] = {}
+
+    def put(
+        self,
+        data: Payload,
+        *,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+        digests: bool | None = None,
+        background: bool = False,
+        direct: bool = False,
+    ) -> Receipt:
+        """Copy a payload into the link's memory and publish it under its request id.
+
+        Returns when it is committed: the caller's tensors may be modified again. The receipt tells
+        whether it was delivered. Tensors that lie in memory which `allocate` returned for this
+        request id are not copied.
+
+        With `direct=True` no tensor is copied, and no memory is reserved for one: over ZMQ and UCX
+        the bytes are sent from where they lie. `put` then blocks until every reader has received
+        the payload. A reader that is lost later cannot be replaced, and the receipt ends FAILED.
+
+        Args:
+            data: the tensors and their metadata.
+            readers: number of `get` calls that the payload is for.
+            ttl: seconds in which they must come.
+            timeout: seconds to wait for memory; with `direct=True` for the readers, too.
+            digests: compute CRC-32C digests or not; None for the link's default.
+            background: for allocated memory only: return at once, while a thread computes the
+                digests and commits. A failure there is reported by the receipt.
+            direct: send from the caller's tensors. They must be contiguous and on the host, or, for
+                `ucx://` links with `ucx_tls="…,cuda_copy"` and `digests=False`, on a GPU.
+
+        Raises:
+            DuplicateKeyError: a live payload has this request id.
+            CapacityError: not enough memory within the timeout; asked and free bytes are its
+                attributes.
+            TransferTimeout: with `direct=True`, not every reader received it; none will.
+            SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
+            ClosedError: this end was closed.
+        """
+        ledger = self._ledger(digests)
+        _check_delivery(readers, ttl)
+        with ledger.phase("plan"):
+            plan, views = self._plan(data, ledger), data.tensors()
+        is_allocated = plan.request_id in self._allocations
+        if background and not is_allocated:
+            raise SchemaError("background=True is for memory that allocate() gave")
+        if direct:
+            if background or is_allocated:
+                raise SchemaError("direct=True is for tensors of your own, and puts them now")
+            operation = DirectPutOperation(self._end, plan, self._copier, ledger, readers, ttl)
+            return operation.run_direct(views, timeout=min(timeout, MAX_TIMEOUT))
+        put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
+        announced = put.has_waiting_reader
+        draft = plan.header_nbytes if announced else 0
+        lease, allocation = self._reserve(plan, timeout, ledger, draft=draft)
+        if allocation is not None:
+            allocation.data.close()
+        if background:
+            return put.run_in_thread(lease, views)
+        return put.run(lease, views, announced=announced)
+
+    def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
+        """Reserve memory of the link that an engine writes its tensors to.
+
+        `put` of a payload with the same request id then copies nothing that lies there.
+
+        Args:
+            plan: the sizes: what `KVCacheTransferData.blank` returns, or a payload of the same
+                sizes. The payload that is put may have fewer tokens, fewer branches and other
+                metadata.
+            timeout: seconds to wait for memory.
+
+        Raises:
+            DuplicateKeyError: a live payload has this request id.
+            CapacityError: not enough memory within the timeout.
+            SchemaError: the plan is not valid.
+            ClosedError: this end was closed.
+        """
+        if self._closed:
+            raise self._closed_error()
+        capacity = plan.plan(digests=True).with_room()
+        lease = self._end.reserve(
+            capacity.request_id,
+            capacity.nbytes,
+            timeout=min(timeout, MAX_TIMEOUT),
+            draft=capacity.header_nbytes,
+        )
+        try:
+            return Allocation(capacity, lease, self._end.lend(lease), self._allocations)
+        except BaseException:
+            lease.release()
+            raise
+
+    def stream_put(
+        self,
+        plan: Payload | Manifest,
+        *,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+    ) -> PutStream:
+        """Send a cache while it is being computed: `with producer.stream_put(plan) as out: …`.
+
+        A reader that called `stream_get` receives each layer once `out.write_layer` has written it;
+        other readers receive the whole cache when the block ends. Layers that lie in memory which
+        `allocate` returned for this request id are not copied.
+
+        Args:
+            plan: sizes and metadata, such as `KVCacheTransferData.blank` returns.
+            readers: as for `put`.
+            ttl: as for `put`; it starts with the commit.
+            timeout: seconds to wait for memory.
+
+        Raises:
+            DuplicateKeyError: a live payload has this request id.
+            CapacityError: not enough memory within the timeout.
+            SchemaError: the payload has no layers, or a tensor too long for a stream.
+            ClosedError: this end was closed.
+        """
+        ledger = self._ledger(None)
+        _check_delivery(readers, ttl)
+        if isinstance(plan, Manifest) and plan.request_id in self._allocations:
+            raise SchemaError("for allocated memory, plan with the cache or bundle itself")
+        with ledger.phase("plan"):
+            layout = plan if isinstance(plan, Manifest) else self._plan(plan, ledger)
+        ledger.digests = "crc32c" if layout.has_digests else "off"
+        lease, allocation = self._reserve(layout, timeout, ledger, draft=layout.header_nbytes)
+        put = PutOperation(self._end, layout, self._copier, ledger, readers, ttl)
+        return PutStream(put, lease, None if allocation is None else allocation.data)
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
+        if self._closed:
+            raise self._closed_error()
+        self._end.fail(check_request_id(request_id), reason)
+
+    def abort(self, request_id: str, reason: str = "aborted") -> None:
+        """Abort a transfer: free its memory, and make every `get` of it raise TransferFailed."""
+        if self._closed:
+            raise self._closed_error()
+        self._end.fail(check_request_id(request_id), reason, aborted=True)
+
+    def close(self) -> None:
+        """Refuse new calls, wake every waiting call and free the memory; see `LinkEnd.close`."""
+        super().close()
+        self._allocations.clear()  # they would keep the memory for as long as the closed link
+
+    def _ledger(self, digests: bool | None) -> Ledger:
+        if self._closed:
+            raise self._closed_error()
+        with_digests = self._digests if digests is None else digests
+        return Ledger(
+            copier=self._copier.name,
+            instructions=self._copier.features,
+            digests="crc32c" if with_digests else "off",
+        )
+
+    def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
+        """Lay a payload out in the memory that was allocated for it, or in new memory."""
+        ledger.reused_nbytes = getattr(data, "reused_nbytes", 0)
+        allocation = self._allocations.get(data.request_id)
+        capacity = None if allocation is None else allocation.capacity
+        return data.plan(digests=ledger.digests != "off", capacity=capacity)
+
+    def _reserve(
+        self, plan: Manifest, timeout: float, ledger: Ledger, *, draft: int
+    ) -> tuple[Lease, Allocation | None]:
+        with ledger.phase("reserve"):
+            allocation = self._allocations.get(plan.request_id)
+            if allocation is None:
+                key, limit = plan.request_id, min(timeout, MAX_TIMEOUT)
+                return self._end.reserve(key, plan.nbytes, timeout=limit, draft=draft), None
+            lease = allocation.take_lease()
+            lease.shrink(plan.nbytes)
+            return lease, allocation
+
+
+def _check_delivery(readers: int, ttl: float) -> None:
+    if readers < 1 or not ttl > 0:
+        raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
+
+
+class PutOperation:
+    """Copies one payload into its lease, announces its tensors and commits it."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        plan: Manifest,
+        copier: Copier,
+        ledger: Ledger,
+        readers: int,
+        ttl: float,
+    ):
+        self.producer, self.plan, self.copier, self.ledger = producer, plan, copier, ledger
+        self._readers, self._ttl = readers, ttl
+
+    @property
+    def has_waiting_reader(self) -> bool:
+        """Whether a remote reader could fetch the first tensors while the last are being copied."""
+        plan = self.plan
+        is_large = plan.nbytes > 2 * STEP
+        return is_large and can_announce(plan) and self.producer.has_waiting_reader(plan.request_id)
+
+    def run(self, lease: Lease, views: Sequence[TensorView], *, announced: bool) -> Receipt:
+        """Copy the tensors that are not in place yet, and commit.
+
+        Args:
+            lease: of the payload's memory; it is spent when this returns or raises.
+            views: the tensors, in the plan's order.
+            announced: announce the tensors in steps, so that remote readers fetch them meanwhile.
+        """
+        with lease:
+            fault_points.point("put.reserved")
+            with self.ledger.phase("copy"):
+                if announced:
+                    digests, copied = self._gather_in_steps(lease, views)
+                else:
+                    digests, copied = gather_into(self.copier, views, self.plan, lease)
+                self.ledger.copies = int(copied)
+            fault_points.point("put.copied")
+            return self.publish(lease, digests)
+
+    def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
+        """Do the same in a thread; the receipt reports a failure."""
+        receipt = self.producer.receipt(lease, self.ledger)
+        try:
+            threading.Thread(target=self._run_or_fail, args=(lease, views), daemon=True).start()
+        except BaseException:
+            lease.release()
+            raise
+        return receipt
+
+    def begin(self, lease: Lease) -> None:
+        """Announce the payload before it is written."""
+        self.producer.begin(lease, self.plan.encode(), readers=self._readers)
+
+    def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
+        """Announce that the tensors from number `first` on are written; one digest for each."""
+        if sum(map(len, digests)) <= MAX_DIGITS:
+            self.producer.announce(lease, first, tuple(map(bytes.fromhex, digests)))
+            return
+        for tensor, digest in enumerate(digests, first):
+            self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
+
+    def publish(self, lease: Lease, digests: Sequence[str], *, until: float = 0.0) -> Receipt:
+        """Write the header, whose digests are known now, and commit.
+
+        Args:
+            lease: of the payload's memory.
+            digests: one for each tensor.
+            until: as for `Producer.publish`.
+        """
+        with self.ledger.phase("publish"):
+            header = self.plan.with_digests(digests).encode()
+            lease.region.view()[: len(header)] = header
+            fault_points.point("put.encoded")
+            self.ledger.nbytes = self.plan.nbytes
+            return self.producer.publish(
+                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=until
+            )
+
+    def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
+        """Gather like `gather_into`, and announce each step to the readers."""
+        self.begin(lease)
+        digests, copied = list[str](), False
+        for step in steps(self.plan):
+            part = views[step.start : step.stop]
+            new, is_copied = gather_into(self.copier, part, self.plan.part(step), lease)
+            self.announce(lease, step.start, new)
+            digests += new
+            copied |= is_copied
+        return digests, copied
+
+    def _run_or_fail(self, lease: Lease, views: Sequence[TensorView]) -> None:
+        """Run in the thread. Unlike `run`, fail the payload before the lease is released."""
+        with lease:
+            try:
+                digests, copied = gather_into(self.copier, views, self.plan, lease)
+                self.ledger.copies = int(copied)
+                self.publish(lease, digests)
+            except Exception as error:
+                self.producer.give_up(lease, f"it could not be committed: {error!r}")
+
+
+class DirectPutOperation(PutOperation):
+    """Sends a payload from the caller's tensors; only the header lies in the link's memory."""
+
+    def run_direct(self, views: Sequence[TensorView], *, timeout: float) -> Receipt:
+        """Announce each tensor once its digest is known; block until all readers received all.
+
+        Raises:
+            SchemaError: the tensors cannot be sent as they lie; the text says what helps.
+            TransferTimeout: not every reader received them within `timeout` seconds.
+        """
+        until, plan = time.monotonic() + timeout, self.plan
+        tensors = self._regions(views)
+        with self.ledger.phase("reserve"):
+            header = plan.header_nbytes
+            lease = self.producer.reserve(plan.request_id, header, timeout=timeout, draft=header)
+        with lease:
+            starts = [header + spec.start for spec in plan.tensors]
+            self.producer.begin_direct(
+                lease,
+                plan.encode(),
+                list(zip(starts, tensors, strict=True)),
+                nbytes=plan.nbytes,
+                readers=self._readers,
+            )
+            with self.ledger.phase("digest"):
+                digests = list[str]()
+                for step in steps(plan):
+                    new = [self._digest(plan.tensors[n], tensors[n]) for n in step]
+                    self.announce(lease, step.start, new)
+                    digests += new
+            return self.publish(lease, digests, until=until)
+
+    def _digest(self, spec: TensorSpec, tensor: Region) -> str:
+        if not spec.digest:
+            return ""
+        alone = self.plan.only([msgspec.structs.replace(spec, start=0, stop=spec.nbytes)])
+        whole = msgspec.structs.replace(alone, header_nbytes=0, nbytes=spec.nbytes)
+        return self.copier.digest(whole, tensor)[0]
+
+    def _regions(self, views: Sequence[TensorView]) -> list[Region]:
+        """The memory of the tensors, once all work queued on their devices is done."""
+        if not can_announce(self.plan):
+            raise SchemaError("direct=True: a tensor is too long to be announced; leave it out")
+        regions = list[Region]()
+        for view, spec in zip(views, self.plan.tensors, strict=True):
+            device = device_of(view)
+            problem = _direct_problem(view, spec) or self.producer.refuses(device)
+            if problem:
+                raise SchemaError(f"direct=True, {spec.where()}: {problem}")
+            assert isinstance(view, torch.Tensor)
+            regions.append(Region(view.data_ptr(), spec.nbytes, view, device=device))
+        for gpu in {view.device for view in views if view.device.type == "cuda"}:
+            torch.cuda.current_stream(gpu).synchronize()
+        return regions
+
+
+def device_of(view: TensorView) -> str:
+    """The device as connectors name it, such as "cpu" or "cuda:0"."""
+    return str(view.device)
+
+
+def _direct_problem(view: TensorView, spec: TensorSpec) -> str:
+    """Why a tensor cannot be sent as it lies, with the cure; "" if it can."""
+    if not isinstance(view, torch.Tensor) or not view.is_contiguous() or view.is_neg():
+        return "it does not lie in one piece; without direct=True it is copied into one"
+    if spec.digest and device_of(view) != "cpu":
+        return f"no digests are computed on {device_of(view)}; put it with digests=False"
+    return ""
+
+
+def can_announce(plan: Manifest) -> bool:
+    """Whether the digest of each tensor fits into a message."""
+    return all(len(spec.digest) <= MAX_DIGITS for spec in plan.tensors)
+
+
+def steps(plan: Manifest) -> Iterator[range]:
+    """Divide the tensors, in their order, into steps for announcements.
+
+    Each step is twice as long as the one before: copying is faster than sending, and a message has
+    a cost of its own.
+    """
+    step, first, nbytes = STEP, 0, 0
+    for number, spec in enumerate(plan.tensors):
+        nbytes += spec.nbytes
+        if nbytes >= step:
+            yield range(first, number + 1)
+            step, first, nbytes = 2 * step, number + 1, 0
+    if first < len(plan.tensors):
+        yield range(first, len(plan.tensors))
+
+
+def gather_into(
+    copier: Copier, views: Sequence[TensorView], plan: Manifest, lease: Lease
+) -> tuple[list[str], bool]:
+    """Copy tensors into a payload, except those that lie in their places already.
+
+    Returns:
+        The digest of each, and whether any was copied.
+
+    Raises:
+        SchemaError: a tensor is not what the plan says, or lies in another tensor's place.
+    """
+    if len(views) != len(plan.tensors):
+        raise SchemaError(f"{len(views)} tensors, the plan has {len(plan.tensors)}")
+    region, pairs = lease.region, list(zip(views, plan.tensors, strict=True))
+    in_place = [_is_in_place(view, spec, plan, lease) for view, spec in pairs]
+    if not any(in_place):
+        return copier.gather(views, plan, region), bool(views)
+    digests = dict.fromkeys((spec.name for spec in plan.tensors), "")
+    ready = [spec for spec, is_ready in zip(plan.tensors, in_place, strict=True) if is_ready]
+    rest = [pair for pair, is_ready in zip(pairs, in_place, strict=True) if not is_ready]
+    if rest:
+        specs = [spec for _, spec in rest]
+        new = copier.gather([view for view, _ in rest], plan.only(specs), region)
+        digests.update(zip((spec.name for spec in specs), new, strict=True))
+    if plan.has_digests:
+        new = copier.digest(plan.only(ready), region)
+        digests.update(zip((spec.name for spec in ready), new, strict=True))
+    return list(digests.values()), bool(rest)
+
+
+def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
+    if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
+        return False
+    at = view.data_ptr() - lease.region.address
+    if at == plan.header_nbytes + spec.start and view.is_contiguous():
+        # A tensor that the plan does not know is left to the copier, which says so.
+        return tuple(view.shape) == spec.shape and DTYPES[dtype_name(view.dtype)] == spec.dtype
+    if 0 <= at < lease.capacity:
+        raise SchemaError(
+            f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
+        )
+    return False
+
+
+class PutStream:
+    """A cache that is sent while it is being computed; a context manager; thread-safe.
+
+    Leaving the block commits it. An exception in the block, or a layer that was not written, fails
+    the transfer: its readers raise TransferFailed, which names the layer.
+
+    Attributes:
+        manifest: the plan.
+        receipt: what `commit` returned; None before.
+        ledger: of the receipt; `copy` is the sum over all layers.
+    """
+
+    def __init__(self, put: PutOperation, lease: Lease, allocated: Payload | None):
+        plan = self.manifest = put.plan
+        self.ledger = put.ledger
+        self.receipt: Receipt | None = None
+        self._put, self._allocated = put, allocated
+        self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
+        self._digests = [spec.digest for spec in plan.tensors]
+        self._lease: Lease | None = None
+        self._lock = threading.RLock()
+        digests = self._digests  # the queue must not keep the stream, whose finalizer fails it
+
+        def on_gathered(tensors: range, new: list[str]) -> None:
+            digests[tensors.start : tensors.stop] = new
+            put.announce(lease, tensors.start, new)
+
+        self._on_gathered = on_gathered
+        self._queue = GatherQueue(on_gathered)
+        try:
+            _check_streamable(plan)
+            put.begin(lease)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+
+    def write_layer(
+        self, layer: int, key: TensorView, value: TensorView | None = None, *, branch: str = ""
+    ) -> None:
+        """Copy one layer and let the readers have it. Layers may come in any order.
+
+        A host tensor may be modified again when this returns. A device tensor is copied behind the
+        work that its stream holds now, while the engine computes on: leave it as it is until
+        `commit`.
+
+        Args:
+            layer: its index, from 0.
+            key: `[tokens, kv_heads, head_dim]`; in layout "ND" the latent `[tokens, latent_dim]`.
+            value: as `key`; None in layout "ND".
+            branch: which cache of a bundle; may be left out of a single cache.
+
+        Raises:
+            SchemaError: not what the plan says, or written before; nothing was sent.
+            TransferFailed: the transfer was ended by a reader, or aborted.
+        """
+        with self._lock:
+            lease, layer_key = self._open_lease(), self._find(branch, layer)
+            tensors, started = self._missing[layer_key], time.perf_counter()
+            part = self.manifest.part(tensors)
+            views = [key] if value is None else [key, value]
+            fault_points.point("stream.layer")
+            if any(map(is_on_device, views)):
+                handle = self._put.copier.begin_gather(views, part, lease.region)
+                self._queue.add(tensors, handle)
+                self.ledger.copies = 1
+            else:
+                digests, copied = gather_into(self._put.copier, views, part, lease)
+                self.ledger.copies |= copied
+                self._on_gathered(tensors, digests)
+            spent = self.ledger.seconds.get("copy", 0.0)
+            self.ledger.seconds["copy"] = spent + time.perf_counter() - started
+            del self._missing[layer_key]
+
+    def commit(self) -> Receipt:
+        """Commit the payload, once every copy has ended. The end of the block calls this.
+
+        Raises:
+            SchemaError: a layer is missing; the transfer has failed.
+            TransferFailed: the transfer was ended by a reader, or aborted.
+        """
+        with self._lock:
+            if self.receipt is None:
+                self.receipt = self._commit()
+            return self.receipt
+
+    def fail(self, reason: str) -> None:
+        """Fail the transfer: its readers raise TransferFailed with this reason."""
+        with self._lock:  # no layer is being written, so none lands in another payload's memory
+            lease = self._lease
+            if lease is not None:
+                self._close()
+                self._put.producer.give_up(lease, reason)
+
+    def __enter__(self) -> PutStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.commit()
+        else:
+            where = f"{self._first_missing()} was not written" if self._missing else "at its end"
+            self.fail(f"{where}: {error!r}")
+
+    def __del__(self) -> None:
+        lease = getattr(self, "_lease", None)
+        if lease is not None:
+            self._queue.drain()  # else a late copy would land in another payload
+            self._put.producer.give_up(lease, "its producer never committed it", soon=True)
+            name = self.manifest.request_id
+            warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
+
+    def _commit(self) -> Receipt:
+        lease = self._open_lease()
+        if self._missing:
+            text = f"{self._first_missing()} was never written"
+            more = len(self._missing) - 1
+            self.fail(text)
+            raise SchemaError(
+                f"payload {self.manifest.request_id!r}: {text}, nor {more} others"
+                if more
+                else f"payload {self.manifest.request_id!r}: {text}"
+            )
+        try:
+            self._queue.join()
+        except BaseException as error:
+            self.fail(f"a layer could not be copied: {error!r}")
+            raise
+        self._close()
+        with lease:
+            return self._put.publish(lease, self._digests)
+
+    def _close(self) -> None:
+        self._queue.close()
+        self._lease = None
+        if self._allocated is not None:
+            self._allocated.close()
+
+    def _open_lease(self) -> Lease:
+        if self._lease is None:
+            raise ClosedError(
+                f"stream {self.manifest.request_id!r} was committed or failed already"
+            )
+        return self._lease
+
+    def _find(self, branch: str, layer: int) -> tuple[str, int]:
+        name = branch or self.manifest.branches[0].name
+        if not branch and self.manifest.bundle:
+            raise SchemaError("which branch of the bundle? write_layer(…, branch=name)")
+        if (name, layer) not in self._missing:
+            known = [each for each in self.manifest.branches if each.name == name]
+            if known and known[0].carries_tensors and 0 <= layer < known[0].num_layers:
+                raise SchemaError(f"layer {layer} of branch {name!r} was written already")
+            raise SchemaError(f"the plan has no layer {layer} of branch {name!r}")
+        return name, layer
+
+    def _first_missing(self) -> str:
+        branch, layer = next(iter(self._missing))
+        return f"layer {layer} of branch {branch!r}"
+
+
+def is_on_device(view: TensorView) -> bool:
+    """Whether a copy of this tensor runs by itself, on its device."""
+    return view.device.type != "cpu"
+
+
+def _check_streamable(plan: Manifest) -> None:
+    if plan.tensors and not plan.layers():
+        raise SchemaError(
+            f"payload {plan.request_id!r} has no layers and cannot be streamed: put it"
+        )
+    if not can_announce(plan):
+        limit = MAX_DIGITS // 8
+        raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")

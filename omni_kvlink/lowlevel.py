@@ -1,0 +1,46 @@
+"""What lies below `KVProducer` and `KVConsumer`: for event loops, integrations and engines.
+
+Stable and documented like the rest of the public API. Application code needs none of it.
+
+A get without a waiting thread: `begin_get` sends the request; wait for `PendingGet.future` in any
+event loop; `PendingGet.wait(timeout=0.0)` then returns the `Delivery` or raises its error, and
+`open_delivery` checks the payload and makes views of it. After PeerLostError, `can_retry` says
+whether to call `begin_get` again. A `Delivery` that is neither opened nor released keeps memory of
+the producer.
+
+| names | for |
+|---|---|
+| `begin_get`, `can_retry`, `open_delivery`, `open_stream` | gets that hold no thread |
+| `PendingGet`, `Delivery` | what they return |
+| `Options`, `backend`, `check_verify` | validate a configuration before a link is opened |
+| `check_private`, `locked`, `watching`, `default_directory` | directories of this user |
+| `Copier`, `GatherHandle`, `TorchCopier` | base classes of a copier of one's own |
+| `ArenaPool`, `Block`, `Mapping`, `Region`, `is_sealed`, `byte_tensor` | shared memory |
+| `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
+"""
+
+from omni_kvlink.connectors.base import Delivery as Delivery
+from omni_kvlink.connectors.base import Options as Options
+from omni_kvlink.connectors.base import PendingGet as PendingGet
+from omni_kvlink.connectors.registry import backend as backend
+from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
+from omni_kvlink.connectors.runtime.user_dirs import locked as locked
+from omni_kvlink.connectors.shm.rendezvous import default_directory as default_directory
+from omni_kvlink.connectors.shm.rendezvous import watching as watching
+from omni_kvlink.copier import Copier as Copier
+from omni_kvlink.copier import GatherHandle as GatherHandle
+from omni_kvlink.copier import TorchCopier as TorchCopier
+from omni_kvlink.link import begin_get as begin_get
+from omni_kvlink.link import can_retry as can_retry
+from omni_kvlink.link import check_verify as check_verify
+from omni_kvlink.link import open_delivery as open_delivery
+from omni_kvlink.link import open_stream as open_stream
+from omni_kvlink.memory.arena import ArenaPool as ArenaPool
+from omni_kvlink.memory.arena import Block as Block
+from omni_kvlink.memory.region import Mapping as Mapping
+from omni_kvlink.memory.region import Region as Region
+from omni_kvlink.memory.region import is_sealed as is_sealed
+from omni_kvlink.payload.dtypes import byte_tensor as byte_tensor
+from omni_kvlink.payload.dtypes import dtype_name as dtype_name
+from omni_kvlink.payload.manifest import Manifest as Manifest
+from omni_kvlink.payload.views import write as write
