@@ -120,7 +120,7 @@ def make_sample(
 
 
 def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
-    """Make a bundle whose first branch has bytes; the others are in turn half of it and the same."""
+    """Make a bundle whose first branch has bytes; the others are in turn half of it and all."""
     first = BRANCH_NAMES[0]
     made: dict[str, BundleBranch] = {first: sample.cache}
     for index in range(1, branches):

@@ -13,6 +13,7 @@ from omni_kvlink.bench.cli import main
 from omni_kvlink.bench.copy_methods import CopyMethod, FirstTouchMethod, make_copy_methods
 from omni_kvlink.bench.payloads import Shape
 from omni_kvlink.copier import Copier, NativeCopier
+from omni_kvlink.memory.region import Mapping
 
 SHAPE = Shape(2, 300, 4, 128)
 SMALL = ["copy", "--preset", "small", "--layers", "2", "--tokens", "300", "--rounds", "3"]
@@ -184,7 +185,7 @@ def test_memory_is_fresh_each_time(methods: list[CopyMethod]) -> None:
 def test_only_the_second_is_populated_before() -> None:
     untouched = copy_methods._untouched("t", 1 << 20)
     assert _resident(untouched.fd) == 0
-    assert _resident(copy_methods.Mapping.shared("t", 1 << 20).fd) == 1 << 20
+    assert _resident(Mapping.shared("t", 1 << 20).fd) == 1 << 20
 
 
 def _resident(fd: int) -> int:

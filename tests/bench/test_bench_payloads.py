@@ -9,6 +9,7 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, PagedTensor
 from omni_kvlink.bench.cases import BRANCHINGS, cases
 from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
 from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.views import dense
 
 SHAPE = Shape(2, 5, 3, 8)
 
@@ -20,8 +21,8 @@ def test_a_sample_is_of_its_shape(dtype: str, sources: Sources, heads: int) -> N
     shape = Shape(2, 5, heads, 8, dtype)
     sample = make_sample("k", shape, np.random.default_rng(0), sources=sources)
     tensors = sample.cache.tensors()
-    assert sum(t.numel() * t.element_size() for t in tensors) == shape.nbytes
-    assert all(t.is_contiguous() is (sources == "contiguous") for t in tensors)
+    assert sum(tensor.nbytes for tensor in tensors) == shape.nbytes
+    assert all(dense(t).is_contiguous() is (sources == "contiguous") for t in tensors)
 
 
 def test_the_raw_bytes_are_those_of_the_tensors() -> None:

@@ -1,4 +1,4 @@
-"""`kvlink-bench stream`: every measurement is made in the same rounds, and its figures are plausible."""
+"""`kvlink-bench stream`: every measurement is made, and its figures are plausible."""
 
 from __future__ import annotations
 
