@@ -1,4 +1,4 @@
-"""What the native copier's tests share: plans without a schema, and memory with a locked edge."""
+"""Fixtures of the native copier's tests: plans without a schema, memory before a locked page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = {
 
 @contextmanager
 def using(features: str) -> Iterator[None]:
-    """Run the block with one instruction set; skip where the processor lacks it."""
+    """Run the block with one instruction set; skip the test if the processor lacks it."""
     try:
         host.select(features)
     except host.NativeError as error:
@@ -42,7 +42,7 @@ def using(features: str) -> Iterator[None]:
 
 
 def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifest:
-    """A plan with one tensor after another; the copiers need no more of a manifest."""
+    """A plan with one tensor after another, which is all that copiers need of a manifest."""
     named = [
         (f"kv.{layer}.key", DTYPES[tensor.dtype], tuple(tensor.shape))
         for layer, tensor in enumerate(tensors)
@@ -51,7 +51,7 @@ def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifes
 
 
 class Locked:
-    """Memory that ends where a page begins that nobody may touch."""
+    """Memory that ends where an inaccessible page begins."""
 
     def __init__(self, nbytes: int):
         page = mmap.PAGESIZE

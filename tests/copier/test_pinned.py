@@ -1,4 +1,4 @@
-"""The pinned copier on a fake device; `tests/gpu` has what a real one must show."""
+"""The pinned copier on a fake device; `tests/gpu` tests it on a real one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
     yield fake_device.install(directory, monkeypatch)
-    gc.collect()  # what was registered with it is unregistered with it, and not with what follows
+    gc.collect()  # unregister with this library, not with the next one
 
 
 def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
@@ -58,7 +58,7 @@ def true_digest(tensor: torch.Tensor) -> str:
     return "".join(f"{crc32c(data[at : at + MIB]):08x}" for at in range(0, len(data), MIB))
 
 
-def landed(plan: Manifest, region: Region, number: int) -> bytes:
+def payload_bytes(plan: Manifest, region: Region, number: int) -> bytes:
     spec = plan.tensors[number]
     start = plan.header_nbytes + spec.start
     return bytes(region.view(start, start + spec.nbytes))
@@ -97,7 +97,9 @@ def test_pages(
         region = Mapping.anonymous(plan.nbytes).region
         manifest = plan.with_digests(mover.gather(data.tensors(), plan, region))
         parts = range(len(plan.tensors))
-        assert [landed(plan, region, number) for number in parts] == wanted(source, there, tokens)
+        assert [payload_bytes(plan, region, number) for number in parts] == wanted(
+            source, there, tokens
+        )
         copier("torch").verify(manifest, region)
         mover.scatter(manifest, region, into.tensors())
         assert wanted(target, back, tokens) == wanted(source, there, tokens)
@@ -106,8 +108,8 @@ def test_pages(
 def test_host_and_device_in_one_payload(device: FakeDevice) -> None:
     sources = [tensor_of((40, 2, 8), torch.bfloat16, seed) for seed in range(6)]
     targets = [torch.zeros_like(source) for source in sources]
-    here = {id(place) for place in [*sources[::2], *targets[1::2]]}
-    device.holds = lambda place: id(place) in here
+    here = {id(view) for view in [*sources[::2], *targets[1::2]]}
+    device.holds = lambda view: id(view) in here
     plan, region = payload(sources)
     digests = PinnedCopier().gather(sources, plan, region)
     assert digests == [true_digest(source) for source in sources]
@@ -122,39 +124,41 @@ def test_what_only_torch_can_read(device: FakeDevice) -> None:
     deep = torch.arange(64.0).view(2, 2, 2, 2, 4).transpose(0, 3)
     plan, region = payload([conjugate, deep])
     digests = PinnedCopier().gather([conjugate, deep], plan, region)
-    assert landed(plan, region, 0) == raw(conjugate.resolve_neg())
-    assert landed(plan, region, 1) == raw(deep)
+    assert payload_bytes(plan, region, 0) == raw(conjugate.resolve_neg())
+    assert payload_bytes(plan, region, 1) == raw(deep)
     assert digests[1] == true_digest(deep)
 
 
 # ---- time
 
 
-def test_a_landing_layer_by_layer(device: FakeDevice) -> None:
+def test_gather_layer_by_layer(device: FakeDevice) -> None:
     sources = [tensor_of((1500, 2, 350), torch.uint8, seed) for seed in range(4)]
     plan, region = payload(sources)
     mover, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
     parts = [msgspec.structs.replace(plan, tensors=plan.tensors[at : at + 2]) for at in (0, 2)]
     first = mover.begin_gather(sources[:2], parts[0], region)
     second = mover.begin_gather(sources[2:], parts[1], region)
-    assert [landed(plan, region, number) for number in range(4)] == 4 * [zero]
+    assert [payload_bytes(plan, region, number) for number in range(4)] == 4 * [zero]
     assert first.wait() == [true_digest(source) for source in sources[:2]] == first.wait()
-    assert [landed(plan, region, number) for number in (2, 3)] == 2 * [zero]
+    assert [payload_bytes(plan, region, number) for number in (2, 3)] == 2 * [zero]
     assert second.wait() == [true_digest(source) for source in sources[2:]]
-    assert [landed(plan, region, number) for number in range(4)] == list(map(raw, sources))
+    assert [payload_bytes(plan, region, number) for number in range(4)] == list(map(raw, sources))
 
 
-def test_digests_of_what_landed_first_come_first(
+def test_first_copies_are_digested_first(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last tensors are still on their way when the first ones are read."""
+    """The last tensors are still being copied when the first ones are digested."""
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
     mover, seen = PinnedCopier(threads=1), []
     digest = NativeCopier.digest
 
     def spy(self: NativeCopier, manifest: Manifest, region: Region) -> list[str]:
-        seen.append([landed(plan, region, number) == raw(sources[number]) for number in range(3)])
+        seen.append(
+            [payload_bytes(plan, region, number) == raw(sources[number]) for number in range(3)]
+        )
         return digest(self, manifest, region)
 
     monkeypatch.setattr(NativeCopier, "digest", spy)
@@ -168,18 +172,18 @@ def test_neighbours_are_digested_together() -> None:
     assert list(_batches(specs)) == [range(2), range(2, 3), range(3, 5)]
 
 
-def test_a_dropped_landing_ends_before_its_memory_goes(device: FakeDevice) -> None:
+def test_a_dropped_handle_waits_for_its_copies(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
-    landing = PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 0) != raw(sources[0])
-    del landing
+    handle = PinnedCopier().begin_gather(sources, plan, region)
+    assert payload_bytes(plan, region, 0) != raw(sources[0])
+    del handle
     gc.collect()
-    assert landed(plan, region, 0) == raw(sources[0])
+    assert payload_bytes(plan, region, 0) == raw(sources[0])
 
 
-def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither end goes before the copy is done, whoever forgets it."""
+def test_copied_memory_is_kept_alive(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket keeps both sides of its copies alive."""
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
     kept: list[Any] = []
@@ -192,44 +196,44 @@ def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda, "Ticket", Spy)
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     PinnedCopier().scatter(manifest, region, sources)
-    for whole, places in kept:
+    for whole, views in kept:
         assert whole is region
-        assert places[0] is sources[0]
+        assert views[0] is sources[0]
     assert len(kept) == 2
 
 
-def test_a_ticket_keeps_until_it_is_finished(device: FakeDevice) -> None:
+def test_a_ticket_keeps_memory_until_it_is_closed(device: FakeDevice) -> None:
     region = Mapping.anonymous(4096).region
     ticket, kept = cuda.Ticket(region), weakref.ref(region.owner)
     del region
     gc.collect()
     assert kept() is not None
-    ticket.finish()
+    ticket.close()
     assert kept() is None
 
 
-def test_other_copiers_have_landed_at_once() -> None:
+def test_other_copiers_gather_at_once() -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     for mover in (NativeCopier(), TorchCopier()):
         plan, region = payload(sources)
-        landing = mover.begin_gather(sources, plan, region)
-        assert landed(plan, region, 0) == raw(sources[0])
-        assert landing.wait() == [true_digest(sources[0])]
+        handle = mover.begin_gather(sources, plan, region)
+        assert payload_bytes(plan, region, 0) == raw(sources[0])
+        assert handle.wait() == [true_digest(sources[0])]
 
 
 # ---- failures
 
 
-def test_nothing_moves_after_a_failure(device: FakeDevice) -> None:
+def test_no_copy_is_in_progress_after_a_failure(device: FakeDevice) -> None:
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
     with device.set("fails_after", 2), pytest.raises(NativeError, match="fake error"):
         PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 1) == raw(sources[1])  # it was waited for
-    assert landed(plan, region, 2) == bytes(9 * MIB)
+    assert payload_bytes(plan, region, 1) == raw(sources[1])  # its copy was waited for
+    assert payload_bytes(plan, region, 2) == bytes(9 * MIB)
 
 
-def test_nothing_moves_after_a_failed_wait(
+def test_no_copy_is_in_progress_after_a_failed_wait(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
@@ -239,18 +243,18 @@ def test_nothing_moves_after_a_failed_wait(
         raise NativeError("no")
 
     monkeypatch.setattr(NativeCopier, "digest", fail)
-    landing = PinnedCopier(threads=1).begin_gather(sources, plan, region)
+    handle = PinnedCopier(threads=1).begin_gather(sources, plan, region)
     with pytest.raises(NativeError, match="no"):
-        landing.wait()
-    assert landed(plan, region, 2) == raw(sources[2])
-    assert landing  # it is no garbage yet
+        handle.wait()
+    assert payload_bytes(plan, region, 2) == raw(sources[2])
+    assert handle  # not collected yet
 
 
 def test_a_refused_host_tensor_waits_for_the_device(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
-    device.holds = lambda place: place is sources[0]
+    device.holds = lambda view: view is sources[0]
     plan, region = payload(sources)
 
     def refuse(*args: object) -> list[str]:
@@ -259,11 +263,11 @@ def test_a_refused_host_tensor_waits_for_the_device(
     monkeypatch.setattr(NativeCopier, "gather", refuse)
     with pytest.raises(SchemaError, match="no") as caught:
         PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 0) == raw(sources[0])
-    assert caught.tb  # as long as this is kept, no garbage collection has done it
+    assert payload_bytes(plan, region, 0) == raw(sources[0])
+    assert caught.tb  # the traceback keeps the memory: no garbage collection has waited
 
 
-def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None:
+def test_a_wrong_digest_is_raised_after_all_copies(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
@@ -271,8 +275,8 @@ def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None
     target = torch.zeros_like(sources[0])
     with pytest.raises(IntegrityError, match=r"layer 0, K: .*MiB 0 of 1") as caught:
         PinnedCopier().scatter(manifest, region, [target])
-    assert raw(target) == landed(plan, region, 0)  # as it was at the call's end
-    assert caught.tb  # see above
+    assert raw(target) == payload_bytes(plan, region, 0)  # as it was at the call's end
+    assert caught.tb  # as above
 
 
 def test_targets_that_overlap_themselves(device: FakeDevice) -> None:
@@ -338,7 +342,7 @@ WARNING = (
 # ---- choosing it
 
 
-def test_who_gets_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_copier(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = fastest_copier()
@@ -353,7 +357,7 @@ def test_who_gets_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None:
-    """Also out of a consumer's readonly mapping."""
+    """Copies from a consumer's readonly mapping, too."""
     producer, consumer = ends
     producer._copier = consumer._copier = mover = PinnedCopier()
     keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
