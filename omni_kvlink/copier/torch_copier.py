@@ -138,6 +138,10 @@ def _copy_bytes(
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
     """Copy some tokens at a time, so that strided sources and devices need no large temporary."""
+    if target.dim() == 0 or target.numel() == 0:
+        target.copy_(source)
+        yield target.nbytes
+        return
     row = target[0].numel() * target.element_size()
     rows = max(1, STEP // row)
     for start in range(0, len(target), rows):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from omni_kvlink._native import host
+from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 
@@ -33,7 +34,7 @@ def using(features: str) -> Iterator[None]:
     """Run the block with one instruction set; skip the test if the processor lacks it."""
     try:
         host.select(features)
-    except host.NativeError as error:
+    except NativeError as error:
         pytest.skip(str(error))
     try:
         yield
@@ -62,7 +63,7 @@ class Locked:
         assert libc.mprotect(ctypes.c_void_p(start + pages), page, 0) == 0
         self.address = start + pages - nbytes
         self.region = Region(self.address, nbytes, self._pages)
-        self.bytes = np.frombuffer(self.region.span, np.uint8)
+        self.bytes = np.frombuffer(self.region.view(), np.uint8)
 
 
 def noise(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

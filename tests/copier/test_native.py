@@ -143,6 +143,21 @@ def test_what_only_torch_can_read() -> None:
         assert as_bytes(source.resolve_neg()) == as_bytes(target)
 
 
+@pytest.mark.parametrize("kind", [NativeCopier, TorchCopier])
+def test_tensors_without_dimensions_or_elements(kind: type[Copier]) -> None:
+    copier = kind()
+    lazy = torch.tensor(1 + 2j, dtype=torch.complex64).conj().imag
+    assert lazy.is_neg()
+    sources = [lazy, torch.zeros(0, 3), torch.tensor(7, dtype=torch.int8), torch.zeros(2, 0)]
+    plan = plan_of(sources)
+    region = Mapping.anonymous(plan.nbytes).region
+    committed = plan.with_digests(copier.gather(sources, plan, region))
+    targets = [torch.zeros_like(source.resolve_neg()) for source in sources]
+    copier.scatter(committed, region, targets)
+    copier.verify(committed, region)
+    assert [target.tolist() for target in targets] == [-2.0, [], 7, [[], []]]
+
+
 def test_callers_from_many_threads() -> None:
     failures: list[BaseException] = []
 

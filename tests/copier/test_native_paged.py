@@ -179,7 +179,7 @@ def test_latents_and_large_blocks() -> None:
             lambda: BlockTable.of_blocks([1, -2], block_size=16, tokens=32),
             "block id -2 is negative",
         ),
-        (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),
+        (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),  # type: ignore[list-item]
         (lambda: BlockTable.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
         (lambda: BlockTable.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
         (lambda: BlockTable.of_slots([-1], block_size=16), "slot -1 is negative"),

@@ -25,7 +25,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import check_copier
 
@@ -83,25 +83,29 @@ def test_pages(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str, by_slot: bool
 ) -> None:
     monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
-    mover = PinnedCopier()
+    pinned = PinnedCopier()
     for layout, tokens, dtype in itertools.product(LAYOUTS, (1, SIZE, 10), ("bfloat16", "int8")):
         source, target = (layout(dtype, seed) for seed in (1, 2))
         there, back = (table(tokens, by_slot=by_slot, seed=seed) for seed in (3, 4))
         data, into = (
             KVCacheTransferData.from_paged(
-                "r", *pools, block_size=SIZE, metadata=about(tokens), **tables
+                "r",
+                *pools,
+                block_size=SIZE,
+                metadata=about(tokens),
+                **tables,  # type: ignore[arg-type]
             )
             for pools, tables in ((source, there), (target, back))
         )
         plan = data.plan()
         region = Mapping.anonymous(plan.nbytes).region
-        manifest = plan.with_digests(mover.gather(data.tensors(), plan, region))
+        manifest = plan.with_digests(pinned.gather(data.tensors(), plan, region))
         parts = range(len(plan.tensors))
         assert [payload_bytes(plan, region, number) for number in parts] == wanted(
             source, there, tokens
         )
         copier("torch").verify(manifest, region)
-        mover.scatter(manifest, region, into.tensors())
+        pinned.scatter(manifest, region, into.tensors())
         assert wanted(target, back, tokens) == wanted(source, there, tokens)
 
 
@@ -135,10 +139,10 @@ def test_what_only_torch_can_read(device: FakeDevice) -> None:
 def test_gather_layer_by_layer(device: FakeDevice) -> None:
     sources = [tensor_of((1500, 2, 350), torch.uint8, seed) for seed in range(4)]
     plan, region = payload(sources)
-    mover, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
+    pinned, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
     parts = [msgspec.structs.replace(plan, tensors=plan.tensors[at : at + 2]) for at in (0, 2)]
-    first = mover.begin_gather(sources[:2], parts[0], region)
-    second = mover.begin_gather(sources[2:], parts[1], region)
+    first = pinned.begin_gather(sources[:2], parts[0], region)
+    second = pinned.begin_gather(sources[2:], parts[1], region)
     assert [payload_bytes(plan, region, number) for number in range(4)] == 4 * [zero]
     assert first.wait() == [true_digest(source) for source in sources[:2]] == first.wait()
     assert [payload_bytes(plan, region, number) for number in (2, 3)] == 2 * [zero]
@@ -152,7 +156,7 @@ def test_first_copies_are_digested_first(
     """The last tensors are still being copied when the first ones are digested."""
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
-    mover, seen = PinnedCopier(threads=1), []
+    pinned, seen = PinnedCopier(threads=1), []
     digest = NativeCopier.digest
 
     def spy(self: NativeCopier, manifest: Manifest, region: Region) -> list[str]:
@@ -162,7 +166,7 @@ def test_first_copies_are_digested_first(
         return digest(self, manifest, region)
 
     monkeypatch.setattr(NativeCopier, "digest", spy)
-    assert mover.gather(sources, plan, region) == [true_digest(source) for source in sources]
+    assert pinned.gather(sources, plan, region) == [true_digest(source) for source in sources]
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
 
 
@@ -214,9 +218,9 @@ def test_a_ticket_keeps_memory_until_it_is_closed(device: FakeDevice) -> None:
 
 def test_other_copiers_gather_at_once() -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
-    for mover in (NativeCopier(), TorchCopier()):
+    for pinned in (NativeCopier(), TorchCopier()):
         plan, region = payload(sources)
-        handle = mover.begin_gather(sources, plan, region)
+        handle = pinned.begin_gather(sources, plan, region)
         assert payload_bytes(plan, region, 0) == raw(sources[0])
         assert handle.wait() == [true_digest(sources[0])]
 
@@ -298,9 +302,14 @@ def test_a_mapping_is_registered_once_and_unregistered_in_time(
     plan = plan_of(sources)
     mapping = Mapping.anonymous(4 * plan.nbytes)
     regions = [mapping.region.slice(at * plan.nbytes, plan.nbytes) for at in range(4)]
-    calls: list[object] = []
+    calls: list[int] = []
     register = cuda._register
-    monkeypatch.setattr(cuda, "_register", lambda *given: calls.append(1) or register(*given))
+
+    def counted(pages: MappedPages, device: int) -> str | None:
+        calls.append(pages.nbytes)
+        return register(pages, device)
+
+    monkeypatch.setattr(cuda, "_register", counted)
     for region in regions:
         PinnedCopier().gather(sources, plan, region)
     assert len(calls) == 1
@@ -318,13 +327,13 @@ def test_a_mapping_is_registered_once_and_unregistered_in_time(
 
 def test_memory_that_cannot_be_page_locked(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
-    mover = PinnedCopier()
+    pinned = PinnedCopier()
     with device.set("refuses_registration", 1):
         for turn in range(2):
             plan, region = payload(sources)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                digests = mover.gather(sources, plan, region)
+                digests = pinned.gather(sources, plan, region)
             assert digests == [true_digest(source) for source in sources]
             assert len(caught) == 1 - turn
             assert all(re.match(WARNING, str(warning.message)) for warning in caught)
@@ -359,7 +368,7 @@ def test_fastest_copier(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> 
 def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None:
     """Copies from a consumer's readonly mapping, too."""
     producer, consumer = ends
-    producer._copier = consumer._copier = mover = PinnedCopier()
+    producer._copier = consumer._copier = pinned = PinnedCopier()
     keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
     blocks = {"key_cache": keys, "value_cache": values}
     cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
@@ -370,7 +379,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None
     with received as data:
         region = received._delivery.region
         assert region is not None
-        mover.scatter(received.manifest, region, targets)
+        pinned.scatter(received.manifest, region, targets)
         assert [raw(target) for target in targets] == [raw(keys[0]), raw(values[0])]
         assert device.get("readonly") - before == producer.url.startswith("shm")
         del region
