@@ -18,7 +18,7 @@ from omni_kvlink.bench.payloads import (
     prefix_metadata,
 )
 from omni_kvlink.link import Payload
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 
 SOURCES: tuple[Sources, ...] = ("contiguous", "strided", "paged")
@@ -76,7 +76,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     tokens = (1, 7, 255) if quick else (1, 7, 255, 1023)
     rows = _QUICK_ROWS if quick else tuple(_ROWS)
     for dtype, row, layer, token, branching, sources in itertools.product(
-        DTYPES, rows, layers, tokens, BRANCHINGS, SOURCES
+        KV_DTYPES, rows, layers, tokens, BRANCHINGS, SOURCES
     ):
         heads, dim = _ROWS[row]
         shape = Shape(layer, token, heads, dim, dtype)

@@ -12,7 +12,7 @@ from omni_kvlink.bench import latency, machine, membench, report, streaming, ver
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.payloads import BLOCK, Shape
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 
 PRESETS = {
     "tiny": Shape(1, 1, 1, 1024),
@@ -77,7 +77,7 @@ def _add_shape(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
     add("--tokens", type=_positive)
     add("--heads", type=_positive)
     add("--head-dim", type=_positive)
-    add("--dtype", choices=tuple(DTYPES))
+    add("--dtype", choices=tuple(KV_DTYPES))
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:

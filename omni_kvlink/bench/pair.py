@@ -17,7 +17,7 @@ from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.reader import ReaderCommands
 from omni_kvlink.connectors.registry import schemes
 from omni_kvlink.errors import KVLinkError, UnavailableError
-from omni_kvlink.link import KVLink
+from omni_kvlink.link import KVLink, KVProducer
 from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, ProcessPeer, ThreadPeer
 
 SAME_PROCESS = ("inproc",)
@@ -33,7 +33,7 @@ class Pair:
         own_thread: the reader is a thread of this process.
     """
 
-    def __init__(self, link: KVLink, peer: Peer, *, own_thread: bool):
+    def __init__(self, link: KVProducer, peer: Peer, *, own_thread: bool):
         self.link, self.peer, self.own_thread = link, peer, own_thread
 
     def wait_until_requested(self, *, timeout: float = 10.0) -> None:

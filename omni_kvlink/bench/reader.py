@@ -15,7 +15,8 @@ import torch
 
 from omni_kvlink.bench.baselines import BaselineReceiver, TcpReceiver, UcxReceiver, ZmqReceiver
 from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
-from omni_kvlink.link import KVLink, Payload
+from omni_kvlink.link import KVConsumer, KVLink, Payload
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
@@ -39,7 +40,7 @@ class ReaderCommands(CommandSet):
     def __init__(self, *, own_thread: bool):
         super().__init__()
         self._own_thread = own_thread
-        self._link: KVLink | None = None
+        self._link: KVConsumer | None = None
         self._baselines: dict[str, BaselineReceiver] = {}
         self._target_layers: list[list[TensorView]] = []
 
@@ -113,7 +114,7 @@ class ReaderCommands(CommandSet):
 
     def idle(self, key: str, seconds: float) -> float:
         """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
-        pending = self._connected().begin_get(key, timeout=1.0)
+        pending = begin_get(self._connected(), key, timeout=1.0)
         before = time.process_time()
         time.sleep(seconds)
         used = time.process_time() - before
@@ -161,7 +162,7 @@ class ReaderCommands(CommandSet):
             self._target_layers = [views[at : at + parts] for at in range(0, len(views), parts)]
         return self._target_layers
 
-    def _connected(self) -> KVLink:
+    def _connected(self) -> KVConsumer:
         if self._link is None:
             raise RuntimeError("not connected")
         return self._link

@@ -15,6 +15,7 @@ from omni_kvlink.bench.payloads import Sample, Shape, Sources, bytes_of, make_sa
 from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link import Allocation
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.schema import KVCacheTransferData
@@ -131,19 +132,19 @@ def measure(setup: StreamSetup, step: Callable[[], None] = lambda: None) -> Stre
     """Run every measurement once a round; `step` is called after each round."""
     sources: Sources = "paged" if setup.paged else "contiguous"
     sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources=sources)
-    plain = PlainCopy(setup.shape.nbytes)
+    plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
     seconds: dict[str, list[float]] = {name: [] for name in MEASUREMENTS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
     own = Mapping.anonymous(sample.cache.plan().nbytes).region
-    with open_pair(setup.connector, url=setup.url, copier=setup.copier, quota=quota) as pair:
+    with open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair:
         for turn in range(setup.warmup + setup.rounds):
             one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
-            one.update(**_at_once(pair, sample, own), **_in_place(pair, sample))
+            one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
             if turn >= setup.warmup:
                 for name in MEASUREMENTS:
                     seconds[name].append(one[name])
             step()
-        return StreamResult(setup, seconds, pair.link._copier.name)
+        return StreamResult(setup, seconds, copier.name)
 
 
 def _start_reader(pair: Pair, sample: Sample, command: str, **more: Any) -> Future[Any]:
@@ -178,7 +179,7 @@ def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
 
-def _at_once(pair: Pair, sample: Sample, own: Region) -> dict[str, float]:
+def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[str, float]:
     """The reader copies out a payload that it has, while this process copies into other memory."""
     moment = time.monotonic_ns() + 50_000_000 + 2 * sample.shape.nbytes
     reading = _start_reader(pair, sample, "copy_out", at=moment)
@@ -186,7 +187,7 @@ def _at_once(pair: Pair, sample: Sample, own: Region) -> dict[str, float]:
     sources, plan = sample.cache.tensors(), sample.cache.plan()
     while time.monotonic_ns() < moment:
         pass
-    pair.link._copier.gather(sources, plan, own)
+    copier.gather(sources, plan, own)
     ended = time.monotonic_ns()
     last = reading.result(60.0)
     receipt.wait(timeout=60.0)

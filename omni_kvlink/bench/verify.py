@@ -12,6 +12,7 @@ from omni_kvlink.bench.bitflip import BitflipCopier
 from omni_kvlink.bench.cases import Case
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import table
+from omni_kvlink.copier import named_copier
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.peer_harness import PeerError
 
@@ -97,10 +98,9 @@ def run(
         corrupt: the number of a case of which a bit is flipped, so that failing can be seen.
     """
     outcomes = []
-    with open_pair(connector, url=url, copier=copier, mode=mode) as pair:
-        bitflip = BitflipCopier(pair.link._copier)
-        if corrupt >= 0:
-            pair.link._copier = bitflip
+    bitflip = BitflipCopier(named_copier(copier))
+    chosen_copier = copier if corrupt < 0 else bitflip
+    with open_pair(connector, url=url, copier=chosen_copier, mode=mode) as pair:
         for case in chosen:
             bitflip.armed = case.number == corrupt
             outcomes.append(_send(pair, case))

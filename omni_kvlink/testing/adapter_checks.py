@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
 from omni_kvlink.testing.caches import random_tensor
@@ -43,7 +43,7 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
 
 def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Bit for bit, in each dtype, and the tensors are the engine's own on both ways."""
-    for dtype in DTYPES:
+    for dtype in KV_DTYPES:
         keys, values = _layers(3, dtype), _layers(3, dtype)
         data = adapter.export(make_cache(keys, values), request_id="r", metadata=_metadata(3))
         assert data.request_id == "r"

@@ -15,7 +15,8 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.link import Allocation, KVLink, Payload
+from omni_kvlink.link import Allocation, KVProducer, Payload
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.manifest import Manifest
@@ -175,7 +176,7 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
         allocation.release()
         allocation.release()
         expect(ClosedError, allocation.data.tensors)
-        expect(ClosedError, allocation.take)
+        expect(ClosedError, lambda: producer.put(allocation.data))
         until_freed(producer)
     receipt = producer.put(CACHE.make())
     assert receipt.ledger.copies == 1
@@ -201,7 +202,7 @@ def check_abort_of_an_allocation(rig: Rig) -> None:
     producer, here = rig.serve(), rig.connect_here()
     for link in (producer, here):
         allocation, data = _filled(producer, CACHE)
-        waiting = here.begin_get("a", timeout=5)
+        waiting = begin_get(here, "a", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
         link.abort("a", "the user left")
         expect(TransferFailed, lambda w=waiting: w.wait(timeout=5), within=SLACK)  # type: ignore[misc]
@@ -272,7 +273,7 @@ class BrokenCopier(TorchCopier):
         raise RuntimeError("out of luck")
 
 
-def _filled(producer: KVLink, recipe: Recipe) -> tuple[Allocation, Payload]:
+def _filled(producer: KVProducer, recipe: Recipe) -> tuple[Allocation, Payload]:
     data = recipe.make()
     allocation = producer.allocate(data)
     fill(allocation, data)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from omni_kvlink.link import Payload
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.bundle import KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
@@ -109,7 +109,8 @@ def make_bundle(recipe: Recipe) -> KVCacheBundle:
 def every_dtype(key: str, **fields: Any) -> list[Recipe]:
     """One recipe for each dtype that a cache may have."""
     return [
-        Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields) for seed, name in enumerate(DTYPES)
+        Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields)
+        for seed, name in enumerate(KV_DTYPES)
     ]
 
 

@@ -13,7 +13,7 @@ from crc32c import crc32c
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
@@ -39,7 +39,7 @@ def check_copier(copier: Copier) -> None:
 def check_gather_of_every_layout(copier: Copier) -> None:
     """Each dtype in each layout, odd sizes: the right bytes in the right place, nothing beside."""
     chance = random.Random(1)
-    for name, layout in itertools.product(DTYPES, LAYOUTS):
+    for name, layout in itertools.product(KV_DTYPES, LAYOUTS):
         sizes = [chance.randint(1, 7) for _ in range(3)]
         sources = _sources(name, layout, *sizes)
         _check_gather(copier, sources, f"{name}, {layout.__name__} {sizes}")
@@ -48,7 +48,7 @@ def check_gather_of_every_layout(copier: Copier) -> None:
 def check_gather_of_random_shapes(copier: Copier) -> None:
     chance = random.Random(2)
     for turn in range(60):
-        name, layout = chance.choice(list(DTYPES)), chance.choice(LAYOUTS)
+        name, layout = chance.choice(list(KV_DTYPES)), chance.choice(LAYOUTS)
         sizes = [chance.randint(1, 60), chance.randint(1, 9), chance.randint(1, 130)]
         sources = _sources(name, layout, *sizes, layers=chance.randint(1, 3), seed=turn)
         _check_gather(copier, sources, f"turn {turn}: {name}, {layout.__name__} {sizes}")
@@ -83,7 +83,7 @@ def check_sources_are_only_read(copier: Copier) -> None:
 
 def check_scatter_into_every_layout(copier: Copier) -> None:
     """The bytes come out again, also into strided tensors, whose gaps stay what they were."""
-    for name, layout in itertools.product(DTYPES, (_contiguous, _transposed, _every_second)):
+    for name, layout in itertools.product(KV_DTYPES, (_contiguous, _transposed, _every_second)):
         manifest, region, sources = _gathered(copier, _sources(name, _contiguous, 7, 3, 5))
         targets = _sources(name, layout, 7, 3, 5, seed=99)
         beside = [_beside(target) for target in targets]

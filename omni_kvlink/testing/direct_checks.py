@@ -11,7 +11,7 @@ import torch
 
 from omni_kvlink.connectors.base import Producer, Receipt
 from omni_kvlink.errors import SchemaError, TransferFailed, TransferTimeout
-from omni_kvlink.link import KVLink, Payload
+from omni_kvlink.link import KVProducer, Payload
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
@@ -151,12 +151,12 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
     receipt.wait(timeout=5)
 
 
-def _is_possible(producer: KVLink) -> bool:
+def _is_possible(producer: KVProducer) -> bool:
     assert isinstance(producer._end, Producer)
     return not producer._end.refuses("cpu")
 
 
-def _putting(producer: KVLink, data: Payload) -> Future[Receipt]:
+def _putting(producer: KVProducer, data: Payload) -> Future[Receipt]:
     """A direct put for two readers, in a thread."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(producer.put, data, direct=True, readers=2)
@@ -164,7 +164,7 @@ def _putting(producer: KVLink, data: Payload) -> Future[Receipt]:
     return future
 
 
-def _until_offered(producer: KVLink) -> None:
+def _until_offered(producer: KVProducer) -> None:
     """Not only until one asked: that may be before there is anything to end."""
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "a reader has the offer")
 

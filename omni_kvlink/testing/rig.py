@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from omni_kvlink.copier import Copier
-from omni_kvlink.link import KVLink
+from omni_kvlink.link import KVConsumer, KVLink, KVProducer
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
 
 SLACK = 0.25
@@ -54,15 +53,12 @@ class Rig:
         self.url = make_url()
         self._options = {"quota": 8 << 20, **options}
         self._peer = peer
-        self._links: list[KVLink] = []
+        self._links: list[KVProducer | KVConsumer] = []
         self._remotes: list[RemoteLink] = []
 
-    def serve(self, *, copier: Copier | None = None, **options: Any) -> KVLink:
+    def serve(self, **options: Any) -> KVProducer:
         """Make a producer in this process."""
-        chosen = {**self._options, **options}
-        link = KVLink.serve(self.url, **chosen)
-        if copier is not None:
-            link._copier = copier
+        link = KVLink.serve(self.url, **{**self._options, **options})
         self._links.append(link)
         return link
 
@@ -78,7 +74,7 @@ class Rig:
         self._remotes.append(remote)
         return remote
 
-    def connect_here(self, *, timeout: float = PATIENCE) -> KVLink:
+    def connect_here(self, *, timeout: float = PATIENCE) -> KVConsumer:
         """Make a reader in this process, for a check that needs its objects."""
         link = KVLink.connect(self.url, timeout=timeout, **self._options)
         self._links.append(link)
@@ -116,7 +112,7 @@ def until_disconnected(reader: RemoteLink) -> None:
     until(lambda: not reader.call("stats")["connected"], "the reader noticed")
 
 
-def until_requested(producer: KVLink, readers: int) -> None:
+def until_requested(producer: KVProducer, readers: int) -> None:
     """Wait until so many readers wait for a payload, or have its offer already."""
 
     def is_requested() -> bool:
@@ -126,7 +122,7 @@ def until_requested(producer: KVLink, readers: int) -> None:
     until(is_requested, "every request arrived")
 
 
-def until_freed(producer: KVLink, timeout: float = PATIENCE) -> None:
+def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:
     """Wait until no byte of the producer's memory is in use."""
 
     def is_free() -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from omni_kvlink.errors import DuplicateKeyError, SchemaError, TransferTimeout
-from omni_kvlink.link import KVLink, PutStream
+from omni_kvlink.link import KVProducer, PutStream
 from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
 
 
-def begin(producer: KVLink, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
+def begin(producer: KVProducer, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
     """A stream that was announced, and what its layers will be."""
     data = recipe.make()
     return producer.stream_put(data, readers=readers), layers_of(data)
@@ -219,7 +219,7 @@ def _recipes() -> list[Recipe]:
     ]
 
 
-def _pass_through(producer: KVLink, reader: RemoteLink, recipe: Recipe) -> PutStream:
+def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> PutStream:
     out, layers = begin(producer, recipe)
     reader.call("stream_get", key=recipe.key, timeout=5)
     for (branch, layer), places in layers.items():

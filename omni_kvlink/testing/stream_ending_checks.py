@@ -16,7 +16,7 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.link import KVLink, ReceivedStream
+from omni_kvlink.link import KVConsumer, KVProducer, ReceivedStream
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
@@ -268,7 +268,7 @@ def _raised(stream: ReceivedStream) -> BaseException:
     raise AssertionError("a layer came that was not written")
 
 
-def _forget_a_failed_stream(producer: KVLink, here: KVLink) -> None:
+def _forget_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
     out, layers = begin(producer, THREE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0))

@@ -8,7 +8,7 @@ import pytest
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, PagedTensor
 from omni_kvlink.bench.cases import BRANCHINGS, cases
 from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.views import dense
 
 SHAPE = Shape(2, 5, 3, 8)
@@ -16,7 +16,7 @@ SHAPE = Shape(2, 5, 3, 8)
 
 @pytest.mark.parametrize("heads", [3, 0])
 @pytest.mark.parametrize("sources", ["contiguous", "strided"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_sample_is_of_its_shape(dtype: str, sources: Sources, heads: int) -> None:
     shape = Shape(2, 5, heads, 8, dtype)
     sample = make_sample("k", shape, np.random.default_rng(0), sources=sources)
@@ -32,7 +32,7 @@ def test_the_raw_bytes_are_those_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("heads", [3, 0])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_paged_sample_is_in_blocks_out_of_order(dtype: str, heads: int) -> None:
     shape = Shape(2, 100, heads, 8, dtype)
     sample = make_sample("k", shape, np.random.default_rng(0), sources="paged")
@@ -56,7 +56,7 @@ def test_a_bundle_has_one_branch_with_bytes() -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
     chosen = list(cases(quick=quick))
-    assert {case.shape.dtype for case in chosen} == set(DTYPES)
+    assert {case.shape.dtype for case in chosen} == set(KV_DTYPES)
     assert {case.branching for case in chosen} == set(BRANCHINGS)
     assert {case.shape.layout for case in chosen} == {"NHD", "ND"}
     assert {case.sources for case in chosen} == {"contiguous", "strided", "paged"}
