@@ -32,9 +32,10 @@ BUNDLE = Recipe("a", bundle=True, layers=2, tokens=9)
 
 
 def fill(allocation: Allocation, data: Payload) -> None:
-    """What an engine does: write its own K and V there."""
+    """Write a payload's tensors into allocated memory, as an engine does."""
     for target, source in zip(allocation.data.tensors(), data.tensors(), strict=True):
-        dense(target).view(torch.uint8).copy_(dense(source).contiguous().view(torch.uint8))
+        flat = dense(source).contiguous().view(-1)
+        dense(target).view(-1).view(torch.uint8).copy_(flat.view(torch.uint8))
 
 
 def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
@@ -176,7 +177,7 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
         allocation.release()
         allocation.release()
         expect(ClosedError, allocation.data.tensors)
-        expect(ClosedError, lambda: producer.put(allocation.data))
+        expect(ClosedError, lambda a=allocation: producer.put(a.data))  # type: ignore[misc]
         until_freed(producer)
     receipt = producer.put(CACHE.make())
     assert receipt.ledger.copies == 1

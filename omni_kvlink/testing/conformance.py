@@ -16,6 +16,7 @@ from omni_kvlink.testing import (
     scatter_checks,
     stream_checks,
     stream_ending_checks,
+    tensor_checks,
 )
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
@@ -42,6 +43,7 @@ CONNECTOR_CHECKS = _checks_of(
     scatter_checks,
     allocation_checks,
     direct_checks,
+    tensor_checks,
 )
 """The checks of `check_connector`, in their order."""
 

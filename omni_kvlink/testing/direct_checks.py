@@ -30,7 +30,7 @@ RECIPES = (
 def check_direct_put_copies_nothing(rig: Rig) -> None:
     """Every byte arrives, of more than the link has memory for; or it is refused, and said why."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
-    if not _is_possible(producer):
+    if not can_put_direct(producer):
         data = RECIPES[0].make()
         expect(
             SchemaError, lambda: producer.put(data, direct=True), mentions=("link's own memory",)
@@ -50,7 +50,7 @@ def check_direct_put_copies_nothing(rig: Rig) -> None:
 def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
     """It returns when the last of them has been sent the tensors, which are the caller's then."""
     producer, reader = rig.serve(), rig.connect()
-    if not _is_possible(producer):
+    if not can_put_direct(producer):
         return
     recipe = sized("d", MIB)
     data = recipe.make()
@@ -71,7 +71,7 @@ def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
 def check_direct_put_gives_up_in_time(rig: Rig) -> None:
     """Nobody comes, or one of two: it raises, no byte counts, and the key can be put again."""
     producer, reader = rig.serve(), rig.connect()
-    if not _is_possible(producer):
+    if not can_put_direct(producer):
         return
     recipe = sized("d", MIB)
     data = recipe.make()
@@ -96,7 +96,7 @@ def check_direct_put_gives_up_in_time(rig: Rig) -> None:
 def check_stream_of_a_direct_put(rig: Rig) -> None:
     """A reader of layers has them, all at once: none counts before the commit."""
     producer, reader = rig.serve(), rig.connect()
-    if not _is_possible(producer):
+    if not can_put_direct(producer):
         return
     data = RECIPES[0].make()
     reading = reader.submit("stream_get", key="d", timeout=PATIENCE)
@@ -111,7 +111,7 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
 def check_direct_put_can_be_ended(rig: Rig) -> None:
     """By an abort of either side, and by closing the link."""
     producer, reader = rig.serve(), rig.connect()
-    if not _is_possible(producer):
+    if not can_put_direct(producer):
         return
     ends: tuple[Callable[[], object], ...] = (
         lambda: producer.abort("d", "no more"),
@@ -151,7 +151,8 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
     receipt.wait(timeout=5)
 
 
-def _is_possible(producer: KVProducer) -> bool:
+def can_put_direct(producer: KVProducer) -> bool:
+    """Whether a producer can send from its caller's own tensors."""
     assert isinstance(producer._end, Producer)
     return not producer._end.refuses("cpu")
 

@@ -17,14 +17,20 @@ from omni_kvlink.link import (
     KVConsumer,
     KVLink,
     KVProducer,
-    Payload,
     PutStream,
     Received,
     ReceivedStream,
 )
-from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.bundle import Payload
 from omni_kvlink.payload.views import TensorView
-from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.caches import (
+    Layers,
+    Recipe,
+    fingerprint,
+    hash_tensors,
+    layers_of,
+    parts_of,
+)
 from omni_kvlink.testing.peer_harness import CommandSet
 
 
@@ -229,9 +235,7 @@ class LinkCommands(CommandSet):
 
 
 def _tensors(data: Payload) -> list[TensorView]:
-    if isinstance(data, KVCacheBundle):
-        return [tensor for name in data for tensor in data[name].tensors()]
-    return data.tensors()
+    return [tensor for part in parts_of(data).values() for tensor in part.tensors()]
 
 
 def _error_name(call: Callable[[], Any]) -> str:
