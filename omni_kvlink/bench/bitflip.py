@@ -22,10 +22,10 @@ class BitflipCopier(Copier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        """Gather, and flip a bit in the middle of the last tensor if armed."""
+        """Gather, and flip a bit in the middle of the last tensor with bytes if armed."""
         digests = self._copier.gather(sources, manifest, region)
         if self.armed:
-            spec = manifest.tensors[-1]
+            spec = next(spec for spec in reversed(manifest.tensors) if spec.nbytes)
             at = manifest.header_nbytes + (spec.start + spec.stop) // 2
             region.view()[at] ^= 1
         return digests

@@ -27,8 +27,8 @@ from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.connectors.ledger import Ledger
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.link import Payload
 from omni_kvlink.memory.region import PAGE
+from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.pools import PoolLayers
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import dense
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.payload.views import TensorView, dense
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""
@@ -159,11 +162,73 @@ def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
         **_metadata_fields(cache.metadata),
         "dtype": cache.metadata.dtype,
         "block_ids": list(cache.block_ids),
-        "digests": [
-            _sha256(f"{str(t.dtype)[len('torch.') :]} {list(t.shape)}", bytes_of(t))
-            for t in tensors
-        ],
+        "digests": list(map(_tensor_sha256, tensors)),
     }
+
+
+def make_tensor_sample(
+    request_id: str, shape: Shape, rng: np.random.Generator, *, sources: Sources
+) -> tuple[TensorTransferData, dict[str, Any]]:
+    """Make nested tensors of one dtype, and what a reader must find, see `found_in_tensors`."""
+    dtype, digests = torch_dtype(shape.dtype), list[str]()
+
+    def leaf(*sizes: int) -> TensorView:
+        rows, row = (sizes[0], math.prod(sizes[1:])) if sizes else (1, 1)
+        row_nbytes = row * dtype.itemsize
+        table = torch.arange(rows)
+        if sources == "paged" and len(sizes) > 1 and rows * row:
+            blocks = -(-rows // BLOCK)
+            ids = rng.permutation(blocks + 2)[:blocks]
+            table = (torch.from_numpy(ids)[:, None] * BLOCK + torch.arange(BLOCK)).view(-1)[:rows]
+            pool = _random_bytes(rng, (blocks + 2) * BLOCK, row_nbytes)
+        else:
+            is_strided = sources == "strided" and len(sizes) > 1
+            pool = _random_bytes(rng, rows, row_nbytes * (1 + is_strided))
+        if dtype == torch.bool:
+            pool &= 1
+        content = np.ascontiguousarray(pool[table.numpy(), :row_nbytes])
+        digests.append(_sha256(f"{shape.dtype} {list(sizes)}", content))
+        tensor = torch.from_numpy(pool).view(-1).view(dtype)
+        if len(pool) != rows:
+            paged_pool = tensor.view(len(pool) // BLOCK, BLOCK, *sizes[1:])
+            block_table = BlockTable.of_blocks(ids.tolist(), tokens=rows, block_size=BLOCK)
+            return PagedTensor(paged_pool, block_table)
+        wide = tensor.view(rows, -1) if tensor.numel() else tensor.view(rows, row)
+        return wide[:, :row].view(rows, *sizes[1:]) if len(sizes) > 1 else tensor.view(sizes)
+
+    tokens, dim = shape.tokens, shape.head_dim
+    tree = {
+        "hidden": [leaf(tokens, dim), {"mask": leaf(tokens), "é/ ": [leaf(tokens, 2, 3)]}],
+        "scalar": leaf(),
+        "no elements": [leaf(0, 3), leaf(tokens, 0)],
+        "deep": {"a": {"b": [[leaf(5, 7)], leaf(1)]}},
+    }
+    paths = ["hidden[0]", "hidden[1].mask", "hidden[1].é/ [0]", "scalar", "no elements[0]"]
+    paths += ["no elements[1]", "deep.a.b[0][0]", "deep.a.b[1]"]
+    metadata = {"salt": int(rng.integers(0, 1 << 40)), "nested": {"list": [1, 0.5, None, "é"]}}
+    expected = {"metadata": metadata, "paths": paths, "digests": digests}
+    return TensorTransferData(request_id, tree, metadata), expected
+
+
+def found_in_tensors(data: TensorTransferData) -> dict[str, Any]:
+    """The metadata, the path of each tensor, and the SHA-256 of its dtype, shape and bytes."""
+    leaves = list(_leaves(data.tree, ""))
+    return {
+        "metadata": data.metadata,
+        "paths": [path for path, _ in leaves],
+        "digests": [_tensor_sha256(dense(tensor).contiguous()) for _, tensor in leaves],
+    }
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorView]]:
+    if isinstance(node, dict):
+        for key, child in node.items():
+            yield from _leaves(child, f"{path}.{key}" if path else key)
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _leaves(child, f"{path}[{index}]")
+    else:
+        yield path, node
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -223,6 +288,11 @@ def _metadata_fields(metadata: KVMetadata) -> dict[str, Any]:
     values = metadata.to_dict()
     names = ("kv_lens", "ropes", "num_layers", "seq_len", "layout", "extra")
     return {name: values[name] for name in names}
+
+
+def _tensor_sha256(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _sha256(f"{dtype} {list(tensor.shape)}", bytes_of(tensor))
 
 
 def _sha256(label: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

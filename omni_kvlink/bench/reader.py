@@ -14,13 +14,20 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.baselines import BaselineReceiver, TcpReceiver, UcxReceiver, ZmqReceiver
-from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
-from omni_kvlink.link import KVConsumer, KVLink, Payload
+from omni_kvlink.bench.payloads import (
+    Shape,
+    Sources,
+    bytes_of,
+    found_in,
+    found_in_tensors,
+    make_sample,
+)
+from omni_kvlink.link import KVConsumer, KVLink
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import PAGE
-from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
+from omni_kvlink.testing.caches import parts_of
 from omni_kvlink.testing.peer_harness import CommandSet, serve
 
 
@@ -63,11 +70,11 @@ class ReaderCommands(CommandSet):
         received = self._connected().get(key, timeout=timeout, verify=verify)
         returned = time.monotonic_ns()
         with received as data:
-            for cache in _caches(data).values():
-                for tensor in cache.tensors():
+            for part in parts_of(data).values():
+                for tensor in part.tensors():
                     bytes_of(dense(tensor))[::PAGE].sum()
             faults = page_faults(own_thread=self._own_thread) - before
-            cache = tensor = data = None  # type: ignore[assignment]
+            part = tensor = data = None  # type: ignore[assignment]
         dropped = time.monotonic_ns()
         seconds = received.ledger.seconds
         return {
@@ -108,9 +115,14 @@ class ReaderCommands(CommandSet):
         return {"first": first, "last": last}
 
     def inspect(self, key: str, timeout: float) -> dict[str, Any]:
-        """Wait for a payload; what is in it, by branch, see `found_in`."""
+        """Wait for a payload; what is in it, by branch, see `found_in` and `found_in_tensors`."""
         with self._connected().get(key, timeout=timeout) as data:
-            return {name: found_in(cache) for name, cache in _caches(data).items()}
+            return {
+                name: found_in_tensors(part)
+                if isinstance(part, TensorTransferData)
+                else found_in(part)
+                for name, part in parts_of(data).items()
+            }
 
     def idle(self, key: str, seconds: float) -> float:
         """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
@@ -166,12 +178,6 @@ class ReaderCommands(CommandSet):
         if self._link is None:
             raise RuntimeError("not connected")
         return self._link
-
-
-def _caches(data: Payload) -> dict[str, KVCacheTransferData]:
-    if isinstance(data, KVCacheBundle):
-        return {name: data[name] for name in data}
-    return {"": data}
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ def fingerprint(data: Payload) -> str:
     """SHA-256 over all that must arrive: ids, metadata, structure, and every byte."""
     found = hashlib.sha256()
     for name, part in parts_of(data).items():
-        fields = [name, part.request_id]
+        fields: list[Any] = [name, part.request_id]
         if isinstance(part, TensorTransferData):
             fields += [part.metadata, _structure(part.tree)]
         else:

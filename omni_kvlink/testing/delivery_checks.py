@@ -1,4 +1,4 @@
-"""What arrives, when, and at whom: checks that hold for every connector."""
+"""Checks of `put` and `get`: which reader gets what, and when."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def check_bundle_arrives(rig: Rig) -> None:
 
 
 def check_get_before_put(rig: Rig) -> None:
-    """A waiting get is woken by the commit, not by a poll."""
+    """A waiting get returns at the commit, not at the next poll."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         recipe = Recipe(f"early-{number}", seed=number)
         waiting = reader.submit("get", key=recipe.key, timeout=PATIENCE)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
         data = recipe.make()
         receipt = producer.put(data)
         committed = time.monotonic()
@@ -72,7 +72,7 @@ def check_get_before_put(rig: Rig) -> None:
 
 
 def check_get_after_put(rig: Rig) -> None:
-    """A payload waits for its reader, also for one that connects only later."""
+    """A payload is kept for its reader, which may connect later."""
     producer = rig.serve()
     recipe = Recipe("late")
     receipt = producer.put(recipe.make())
@@ -98,14 +98,14 @@ def check_either_side_starts_first(rig: Rig) -> None:
 
 
 def check_connect_times_out(rig: Rig) -> None:
-    """Nobody serves: TransferTimeout at the deadline."""
+    """Without a producer, `connect` raises TransferTimeout at the deadline."""
     reader = rig.begin_connect()
     call = reader.submit("connect", url=rig.url, timeout=0.2, **rig.options)
     expect(TransferTimeout, lambda: call.result(PATIENCE), within=0.2 + SLACK)
 
 
 def check_several_readers(rig: Rig) -> None:
-    """`readers=3` reaches three of them, and only the last one's release ends it."""
+    """A payload for three readers is done when the last of them releases it."""
     producer = rig.serve()
     readers = [rig.connect() for _ in range(3)]
     recipe = Recipe("shared")
@@ -135,7 +135,7 @@ def check_one_get_too_many(rig: Rig) -> None:
 
 
 def check_timeout_names_the_phase(rig: Rig) -> None:
-    """Never announced: the deadline holds, and the error says how far the payload had come."""
+    """A get of a key that is never put ends at its deadline, and the error says so."""
     rig.serve()
     reader = rig.connect()
     for timeout in (0.0, 0.05, 0.4):
@@ -174,27 +174,27 @@ def check_key_is_reusable(rig: Rig) -> None:
 
 
 def check_timed_out_get_takes_nothing(rig: Rig) -> None:
-    """A get that gave up leaves the payload to the next reader, and nothing behind."""
+    """After a get timed out, the payload is left to the next reader."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     for number in range(3):
-        key = f"given-up-{number}"
+        key = f"timed-out-{number}"
         expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))  # type: ignore[misc]
-        until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the want was withdrawn")
+        until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the request was cancelled")
         receipt = producer.put(Recipe(key).make())
         assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
         receipt.wait(timeout=5)
 
 
-def check_unread_offer_goes_back(rig: Rig) -> None:
-    """A get that is cancelled as the payload comes gives it back unread, for another reader."""
+def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
+    """A get that is cancelled as the payload comes leaves it unread, for another reader."""
     producer, here, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
         key = f"cancelled-{number}"
-        want = begin_get(here, key, timeout=5)
+        pending = begin_get(here, key, timeout=5)
         if number % 2:
-            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
         receipt = producer.put(Recipe(key).make())
-        want.cancel()
+        pending.cancel()
         assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
         receipt.wait(timeout=5)
     until_freed(producer)

@@ -1,4 +1,4 @@
-"""Payloads sent from their caller's own tensors: where it can be done, and where it is refused."""
+"""Checks of `put(direct=True)`, which sends from the caller's tensors, or is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPES = (
 
 
 def check_direct_put_copies_nothing(rig: Rig) -> None:
-    """Every byte arrives, of more than the link has memory for; or it is refused, and said why."""
+    """More bytes arrive than the link has memory for; or the put is refused with the reason."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
     if not can_put_direct(producer):
         data = RECIPES[0].make()
@@ -48,13 +48,13 @@ def check_direct_put_copies_nothing(rig: Rig) -> None:
 
 
 def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
-    """It returns when the last of them has been sent the tensors, which are the caller's then."""
+    """It returns after the last reader was sent the tensors, which may then be modified."""
     producer, reader = rig.serve(), rig.connect()
     if not can_put_direct(producer):
         return
     recipe = sized("d", MIB)
     data = recipe.make()
-    putting = _putting(producer, data)
+    putting = _start_direct_put(producer, data)
     first = reader.submit("get", key="d", timeout=PATIENCE)
     _until_offered(producer)
     time.sleep(SLACK / 5)
@@ -68,20 +68,20 @@ def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
     until_freed(producer)
 
 
-def check_direct_put_gives_up_in_time(rig: Rig) -> None:
-    """Nobody comes, or one of two: it raises, no byte counts, and the key can be put again."""
+def check_direct_put_times_out(rig: Rig) -> None:
+    """With a reader missing it raises at its deadline, and the key can be put again."""
     producer, reader = rig.serve(), rig.connect()
     if not can_put_direct(producer):
         return
     recipe = sized("d", MIB)
     data = recipe.make()
-    words = ("1 readers missing", "its caller's tensors")
+    mentions = ("1 readers missing", "its caller's tensors")
     nobody = partial(producer.put, data, direct=True, timeout=0.2)
-    expect(TransferTimeout, nobody, within=0.2 + SLACK, mentions=words)
+    expect(TransferTimeout, nobody, within=0.2 + SLACK, mentions=mentions)
     stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
     until_requested(producer, 1)
     one = partial(producer.put, data, direct=True, readers=2, timeout=1.0)
-    expect(TransferTimeout, one, within=1.0 + SLACK, mentions=words)
+    expect(TransferTimeout, one, within=1.0 + SLACK, mentions=mentions)
     _overwrite(data)
     stream.result(PATIENCE)
     layer = reader.peer.submit("wait_layer", key="d", layer=0, timeout=5)
@@ -94,7 +94,7 @@ def check_direct_put_gives_up_in_time(rig: Rig) -> None:
 
 
 def check_stream_of_a_direct_put(rig: Rig) -> None:
-    """A reader of layers has them, all at once: none counts before the commit."""
+    """A reader of layers gets all of them at the commit."""
     producer, reader = rig.serve(), rig.connect()
     if not can_put_direct(producer):
         return
@@ -108,8 +108,8 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     receipt.wait(timeout=5)
 
 
-def check_direct_put_can_be_ended(rig: Rig) -> None:
-    """By an abort of either side, and by closing the link."""
+def check_direct_put_can_be_aborted(rig: Rig) -> None:
+    """It raises after an abort by either side, and when the link is closed."""
     producer, reader = rig.serve(), rig.connect()
     if not can_put_direct(producer):
         return
@@ -119,7 +119,7 @@ def check_direct_put_can_be_ended(rig: Rig) -> None:
         producer.close,
     )
     for end in ends:
-        putting = _putting(producer, RECIPES[0].make())
+        putting = _start_direct_put(producer, RECIPES[0].make())
         waiting = reader.submit("get", key="d", timeout=PATIENCE)
         _until_offered(producer)
         end()
@@ -128,12 +128,12 @@ def check_direct_put_can_be_ended(rig: Rig) -> None:
 
 
 def check_what_cannot_be_sent_directly(rig: Rig) -> None:
-    """Refused before anything is announced, and can be put as ever."""
+    """Tensors that cannot be sent directly are refused before they are announced."""
     producer, reader = rig.serve(), rig.connect()
     data = Recipe("d", layers=1, tokens=8, heads=4).make()
     assert isinstance(data, KVCacheTransferData)
     pieces = {
-        name: [torch.stack([dense(place)] * 2, -1)[..., 0] for place in layers if place is not None]
+        name: [torch.stack([dense(view)] * 2, -1)[..., 0] for view in layers if view is not None]
         for name, layers in data.layer_blocks.items()
     }
     broken = KVCacheTransferData.from_dict({**data.to_dict(), "layer_blocks": pieces})
@@ -157,7 +157,7 @@ def can_put_direct(producer: KVProducer) -> bool:
     return not producer._end.refuses("cpu")
 
 
-def _putting(producer: KVProducer, data: Payload) -> Future[Receipt]:
+def _start_direct_put(producer: KVProducer, data: Payload) -> Future[Receipt]:
     """A direct put for two readers, in a thread."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(producer.put, data, direct=True, readers=2)
@@ -166,10 +166,10 @@ def _putting(producer: KVProducer, data: Payload) -> Future[Receipt]:
 
 
 def _until_offered(producer: KVProducer) -> None:
-    """Not only until one asked: that may be before there is anything to end."""
+    """Wait for the offer: after the request alone there may be nothing to abort yet."""
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "a reader has the offer")
 
 
 def _overwrite(data: Payload) -> None:
-    for place in data.tensors():
-        dense(place).view(torch.uint8).fill_(0xBB)
+    for view in data.tensors():
+        dense(view).view(torch.uint8).fill_(0xBB)

@@ -1,4 +1,4 @@
-"""How a transfer ends when it does not end well: checks that hold for every connector."""
+"""Checks of transfers that fail, are aborted or expire, and of links that are closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_disconnecte
 
 
 def check_fail_before_get(rig: Rig) -> None:
-    """Who asks after a failure is told at once, with the reason."""
+    """A get after a failure raises at once, with the reason."""
     producer, reader = rig.serve(), rig.connect()
     producer.fail("f", "out of luck")
     error = expect(
@@ -32,16 +32,17 @@ def check_fail_before_get(rig: Rig) -> None:
 
 
 def check_fail_wakes_a_waiting_get(rig: Rig) -> None:
+    """A waiting get raises as soon as its key fails."""
     producer, reader = rig.serve(), rig.connect()
     waiting = reader.submit("get", key="f", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     producer.fail("f", "out of luck")
     error = expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK)
     assert error.reason == "out of luck"
 
 
 def check_fail_of_a_committed_payload(rig: Rig) -> None:
-    """Its receipt, its memory and its later readers know."""
+    """The receipt fails, the memory is free, and later gets raise."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("f").make())
     producer.fail("f", "changed my mind")
@@ -53,7 +54,7 @@ def check_fail_of_a_committed_payload(rig: Rig) -> None:
 
 
 def check_fail_while_read(rig: Rig) -> None:
-    """The receipt fails at once; what the reader has stays as it is until it lets go."""
+    """The receipt fails at once, but the memory is kept until its reader releases it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("f").make())
     reader.call("hold", key="f", timeout=5)
@@ -79,9 +80,10 @@ def check_put_after_fail(rig: Rig) -> None:
 
 
 def check_abort_by_the_producer(rig: Rig) -> None:
+    """A waiting get raises as soon as its key is aborted."""
     producer, reader = rig.serve(), rig.connect()
     waiting = reader.submit("get", key="a", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     producer.abort("a", "no longer needed")
     error = expect(
         TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=("aborted",)
@@ -90,10 +92,10 @@ def check_abort_by_the_producer(rig: Rig) -> None:
 
 
 def check_abort_by_the_reader(rig: Rig) -> None:
-    """The reader's own waiting get ends, the receipt fails, the memory is back."""
+    """The reader's waiting get raises, the receipt fails, the memory is free."""
     producer, reader = rig.serve(), rig.connect()
     waiting = reader.submit("get", key="a", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     reader.call("abort", key="a", reason="the user left")
     error = expect(
         TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=("aborted",)
@@ -107,7 +109,7 @@ def check_abort_by_the_reader(rig: Rig) -> None:
 
 
 def check_ttl(rig: Rig) -> None:
-    """Nobody came: the receipt ends expired, the memory is back, later readers are told."""
+    """Without readers the receipt expires, the memory is free, and later gets raise."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("t").make(), ttl=0.2)
     error = expect(
@@ -128,10 +130,10 @@ def check_ttl(rig: Rig) -> None:
 
 
 def check_ttl_with_one_reader_missing(rig: Rig) -> None:
-    """The reader that came keeps what it has; the memory goes when it lets go."""
+    """A reader keeps an expired payload until it releases it."""
     producer, reader = rig.serve(), rig.connect()
     holding = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("t").make(), readers=2, ttl=0.3)
     holding.result(PATIENCE)
     before = reader.peer.call("hash_held", key="t")
@@ -145,10 +147,10 @@ def check_ttl_with_one_reader_missing(rig: Rig) -> None:
 
 
 def check_ttl_spares_a_slow_reader(rig: Rig) -> None:
-    """A payload that every declared reader has does not expire under them."""
+    """A payload that every declared reader has does not expire."""
     producer, reader = rig.serve(), rig.connect()
     holding = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("t").make(), ttl=0.1)
     holding.result(PATIENCE)
     expect(
@@ -159,7 +161,7 @@ def check_ttl_spares_a_slow_reader(rig: Rig) -> None:
 
 
 def check_endless_ttl(rig: Rig) -> None:
-    """A time to live beyond any clock is as good as none, and does not end the link."""
+    """A time to live beyond any clock is accepted, infinity too."""
     producer, reader = rig.serve(), rig.connect()
     for number, ttl in enumerate((1e7, 1e12, float("inf"))):
         receipt = producer.put(Recipe(f"t{number}").make(), ttl=ttl)
@@ -168,14 +170,14 @@ def check_endless_ttl(rig: Rig) -> None:
 
 
 def check_producer_closes(rig: Rig) -> None:
-    """Waiting readers are woken, receipts end failed, held tensors stay what they are."""
+    """Waiting gets raise, receipts fail, and tensors that are held keep their bytes."""
     producer, reader = rig.serve(), rig.connect()
     held = producer.put(Recipe("held").make())
     reader.call("hold", key="held", timeout=5)
     before = reader.peer.call("hash_held", key="held")
     unread = producer.put(Recipe("unread").make())
     waiting = reader.submit("get", key="w", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     producer.close()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), within=SLACK, mentions=("'w'",))
     for receipt in (held, unread):
@@ -187,10 +189,10 @@ def check_producer_closes(rig: Rig) -> None:
 
 
 def check_reader_closes(rig: Rig) -> None:
-    """Its waiting gets are woken, and what it never took is there for another reader."""
+    """Its waiting gets raise, and the payload is left to another reader."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     waiting = reader.submit("get", key="w", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     reader.call("close")
     expect(ClosedError, lambda: waiting.result(PATIENCE), within=SLACK)
     receipt = producer.put(Recipe("w").make())
@@ -199,7 +201,7 @@ def check_reader_closes(rig: Rig) -> None:
 
 
 def check_reader_closes_while_reading(rig: Rig) -> None:
-    """Tensors that outlive their link stay what they are: their memory is not reused."""
+    """Tensors that outlive their link keep their bytes: the memory is not reused."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     receipt = producer.put(Recipe("kept").make())
     reader.call("hold", key="kept", timeout=5)
@@ -230,8 +232,8 @@ def check_use_after_close(rig: Rig) -> None:
     expect(ClosedError, lambda: reader.call("get", key="c", timeout=1), within=SLACK)
 
 
-def check_producer_returns(rig: Rig) -> None:
-    """A reader finds the producer's next life by itself, and nothing of the last one."""
+def check_producer_restarts(rig: Rig) -> None:
+    """A reader connects to a restarted producer, and finds nothing of the previous one."""
     producer, reader = rig.serve(), rig.connect()
     producer.put(Recipe("r", seed=1).make())
     producer.close()
@@ -239,7 +241,7 @@ def check_producer_returns(rig: Rig) -> None:
     waiting = reader.submit("get", key="s", timeout=PATIENCE)
     expect(TimeoutError, lambda: waiting.result(0.1))
     producer = rig.serve()
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the reader came back")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the reader reconnected")
     expect(TransferTimeout, lambda: reader.call("get", key="r", timeout=0.1), mentions=("never",))
     receipt = producer.put(Recipe("s", seed=2).make())
     assert waiting.result(PATIENCE) == fingerprint(Recipe("s", seed=2).make())
@@ -247,7 +249,7 @@ def check_producer_returns(rig: Rig) -> None:
 
 
 def check_deadline_while_reconnecting(rig: Rig) -> None:
-    """Each get keeps its own deadline, also beside others, and close() wakes them all."""
+    """While the reader reconnects, each get keeps its own deadline, and `close` wakes them all."""
     producer, reader = rig.serve(), rig.connect()
     producer.close()
     until_disconnected(reader)
@@ -259,21 +261,21 @@ def check_deadline_while_reconnecting(rig: Rig) -> None:
     expect(ClosedError, lambda: patient.result(PATIENCE), within=SLACK)
 
 
-def check_deadline_across_a_return(rig: Rig) -> None:
-    """The time a reconnection takes counts: the deadline is the call's, not the wait's."""
+def check_deadline_across_a_restart(rig: Rig) -> None:
+    """The time that a reconnection takes counts toward the deadline of a get."""
     producer, reader = rig.serve(), rig.connect()
     producer.close()
     until_disconnected(reader)
-    asked = time.monotonic()
+    called = time.monotonic()
     waiting = reader.submit("get", key="x", timeout=1.5)
     expect(TimeoutError, lambda: waiting.result(0.6))
     rig.serve()
     expect(TransferTimeout, lambda: waiting.result(PATIENCE))
-    assert time.monotonic() - asked < 1.5 + SLACK, "the deadline began anew"
+    assert time.monotonic() - called < 1.5 + SLACK, "the deadline began anew"
 
 
 def check_busy_name(rig: Rig) -> None:
-    """Two producers of one name: the second is refused at once, the first goes on."""
+    """A second producer of a URL is refused at once, and the first goes on."""
     producer, reader = rig.serve(), rig.connect()
     expect(BusyError, rig.serve, within=2.0)
     receipt = producer.put(Recipe("b").make())

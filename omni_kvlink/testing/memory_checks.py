@@ -178,14 +178,14 @@ def check_corruption_is_found(rig: Rig) -> None:
         (swap_tensors("kv.0.key", "kv.0.value"), ("layer 0", "K")),
         (swap_tensors("kv.0.value", "kv.1.value"), ("layer 0", "V")),
     ]
-    for number, (tamper, words) in enumerate(cases):
+    for number, (tamper, mentions) in enumerate(cases):
         key = f"bad-{number}"
         copier.tamper = tamper
         receipt = producer.put(Recipe(key, seed=number).make())
         expect(
             IntegrityError,
             lambda key=key: reader.call("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
-            mentions=("branch", *words),
+            mentions=("branch", *mentions),
         )
         expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected",))  # type: ignore[misc]
         expect(TransferFailed, lambda key=key: other.call("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
@@ -235,7 +235,7 @@ def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
 
 
 def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
-    """The first two tokens change places, in K and V alike: any sum of the bytes stays the same."""
+    """The first two tokens change views, in K and V alike: any sum of the bytes stays the same."""
 
     def tamper(manifest: Manifest, region: Region) -> None:
         for name in names:

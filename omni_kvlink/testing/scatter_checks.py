@@ -30,7 +30,7 @@ def check_scatter_into_any_place(rig: Rig) -> None:
     for make in (dense_target, strided_target, blocks_target, slots_target):
         for streamed in (False, True):
             receipt = producer.put(data)
-            pairs = [make(place) for place in data.tensors()]
+            pairs = [make(view) for view in data.tensors()]
             targets = [target for target, _ in pairs]
             if streamed:
                 with here.stream_get("s", timeout=5) as stream:
@@ -56,12 +56,12 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
         recipe = Recipe("s", bundle=True, tokens=9)
         out, layers = begin(producer, recipe)
         reader.call("stream_get", key="s", timeout=5)
-        for (branch, layer), places in layers.items():
+        for (branch, layer), views in layers.items():
             write(out, layers, (branch, layer))
             found = reader.peer.call(
                 "scatter_layer", key="s", layer=layer, branch=branch, timeout=5
             )
-            assert found == hash_tensors(places), (branch, layer)
+            assert found == hash_tensors(views), (branch, layer)
         receipt = out.commit()
         reader.peer.call("release", key="s")
         receipt.wait(timeout=5)
@@ -89,7 +89,7 @@ def check_wrong_targets(rig: Rig) -> None:
     receipt = producer.put(data)
     received = here.get("s", timeout=5)
     for spoil in _WRONG:
-        pairs = [dense_target(place) for place in data.tensors()]
+        pairs = [dense_target(view) for view in data.tensors()]
         targets = [target for target, _ in pairs]
         before = hash_tensors(targets)
         wrong = spoil(targets, received.data.tensors())
@@ -97,7 +97,7 @@ def check_wrong_targets(rig: Rig) -> None:
         assert hash_tensors(targets) == before, "written all the same"
         assert all(is_clean() for _, is_clean in pairs)
         del wrong
-    targets = [dense_target(place)[0] for place in data.tensors()]
+    targets = [dense_target(view)[0] for view in data.tensors()]
     received.scatter(targets)
     assert hash_tensors(targets) == hash_tensors(data.tensors())
     received.release()
@@ -110,14 +110,16 @@ def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
     """Of a whole payload and of a stream: it names the tensor, and the receipt says rejected."""
     copier = FlippingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
-    for name, words in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
+    for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
         copier.flip = name
         data = ODD.make()
-        targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
+        targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
         receipt = producer.put(data)
         received = here.get("s", timeout=5)
-        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=words)  # type: ignore[misc]
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected", *words))  # type: ignore[misc]
+        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=mentions)  # type: ignore[misc]
+        expect(
+            TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected", *mentions)
+        )  # type: ignore[misc]
         expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), within=SLACK)
         del received
     until_freed(producer)
@@ -132,18 +134,18 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0), ("kv", 1))
-    targets = [torch.zeros_like(dense(place)) for place in layers["kv", 0]]
+    targets = [torch.zeros_like(dense(view)) for view in layers["kv", 0]]
     stream.wait_for_layer(0).scatter(*targets)
     assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
-    words = ("layer 1", "V")
-    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), mentions=words)
-    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=words)
+    mentions = ("layer 1", "V")
+    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), mentions=mentions)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=mentions)
     expect(
         TransferFailed,
         lambda: write(out, layers, ("kv", 2)),
-        mentions=("rejected", *words),
+        mentions=("rejected", *mentions),
     )
-    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, mentions=words)
+    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, mentions=mentions)
     out.fail("the writer left its block")
     until_freed(producer)
 
@@ -174,7 +176,7 @@ def dense_target(source: TensorView) -> Target:
 
 
 def strided_target(source: TensorView) -> Target:
-    """Tokens and heads change places, and every second row is another's."""
+    """Tokens and heads change views, and every second row is another's."""
     tokens, *row = source.shape
     capacity = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
     others = capacity[:, 1::2].view(capacity.dtype)

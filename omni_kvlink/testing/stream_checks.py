@@ -84,8 +84,8 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
         data = recipe.make()
         receipt = producer.put(data)
         reader.call("stream_get", key=recipe.key, timeout=5)
-        for (branch, layer), places in layers_of(data).items():
-            assert _layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(places)
+        for (branch, layer), views in layers_of(data).items():
+            assert _layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(views)
         assert reader.peer.call("wait_stream", key=recipe.key, timeout=0) == fingerprint(data)
         reader.peer.call("release", key=recipe.key)
         receipt.wait(timeout=5)
@@ -94,7 +94,7 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
 def check_stream_get_before_a_plain_put(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("s").make())
     waiting.result(PATIENCE)
     assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(Recipe("s").make())
@@ -148,9 +148,9 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
     out, layers = begin(producer, recipe, readers=2)
     whole = waiting.submit("get", key="s", timeout=PATIENCE)
     streaming.call("stream_get", key="s", timeout=5)
-    for (branch, layer), places in layers.items():
+    for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        assert _layer(streaming, "s", layer, 5) == hash_tensors(places)
+        assert _layer(streaming, "s", layer, 5) == hash_tensors(views)
         assert not whole.done()
     receipt = out.commit()
     assert whole.result(PATIENCE) == fingerprint(recipe.make())
@@ -222,9 +222,9 @@ def _recipes() -> list[Recipe]:
 def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> PutStream:
     out, layers = begin(producer, recipe)
     reader.call("stream_get", key=recipe.key, timeout=5)
-    for (branch, layer), places in layers.items():
+    for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        assert _layer(reader, recipe.key, layer, 5, branch) == hash_tensors(places), recipe
+        assert _layer(reader, recipe.key, layer, 5, branch) == hash_tensors(views), recipe
     receipt = out.commit()
     assert reader.peer.call("wait_stream", key=recipe.key, timeout=5) == fingerprint(recipe.make())
     reader.peer.call("release", key=recipe.key)

@@ -17,7 +17,8 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.direct_checks import can_put_direct
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 from omni_kvlink.testing.scatter_checks import FlippingCopier
 from omni_kvlink.testing.stream_checks import write
 

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, PagedTensor
-from omni_kvlink.bench.cases import BRANCHINGS, cases
-from omni_kvlink.bench.payloads import Shape, Sources, found_in, make_bundle, make_sample
-from omni_kvlink.payload.branch import KV_DTYPES
+from omni_kvlink.bench.cases import BRANCHINGS, TENSOR_BRANCHINGS, TENSORS, cases
+from omni_kvlink.bench.payloads import (
+    Shape,
+    Sources,
+    found_in,
+    found_in_tensors,
+    make_bundle,
+    make_sample,
+    make_tensor_sample,
+)
+from omni_kvlink.payload.branch import DTYPES, KV_DTYPES
 from omni_kvlink.payload.views import dense
 
 SHAPE = Shape(2, 5, 3, 8)
@@ -45,6 +53,15 @@ def test_a_paged_sample_is_in_blocks_out_of_order(dtype: str, heads: int) -> Non
     assert sample.expected() == found_in(sample.cache)
 
 
+@pytest.mark.parametrize("sources", ["contiguous", "strided", "paged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nested_tensors_are_what_is_expected(dtype: str, sources: Sources) -> None:
+    shape = Shape(2, 37, 3, 8, dtype)
+    data, expected = make_tensor_sample("k", shape, np.random.default_rng(0), sources=sources)
+    assert found_in_tensors(data) == expected
+    assert any(isinstance(view, PagedTensor) for view in data.tensors()) is (sources == "paged")
+
+
 def test_a_bundle_has_one_branch_with_bytes() -> None:
     sample = make_sample("k", SHAPE, np.random.default_rng(0))
     bundle = make_bundle(sample, 4, np.random.default_rng(1))
@@ -55,13 +72,18 @@ def test_a_bundle_has_one_branch_with_bytes() -> None:
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
-    chosen = list(cases(quick=quick))
+    every_case = list(cases(quick=quick))
+    chosen = [case for case in every_case if case.rows != TENSORS]
+    tensors = [case for case in every_case if case.rows == TENSORS]
+    assert {case.shape.dtype for case in tensors} == set(DTYPES)
+    assert {case.branching for case in tensors} == set(TENSOR_BRANCHINGS)
+    assert {case.sources for case in tensors} == {"contiguous", "strided", "paged"}
     assert {case.shape.dtype for case in chosen} == set(KV_DTYPES)
     assert {case.branching for case in chosen} == set(BRANCHINGS)
     assert {case.shape.layout for case in chosen} == {"NHD", "ND"}
     assert {case.sources for case in chosen} == {"contiguous", "strided", "paged"}
     assert {1, 7, 255} <= {case.shape.tokens for case in chosen}
-    assert [case.number for case in chosen] == list(range(len(chosen)))
+    assert [case.number for case in every_case] == list(range(len(every_case)))
 
 
 def test_a_case_can_be_made_twice_alike() -> None:

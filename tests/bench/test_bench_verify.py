@@ -7,7 +7,7 @@ import json
 import pytest
 
 from omni_kvlink.bench import verify
-from omni_kvlink.bench.cases import cases
+from omni_kvlink.bench.cases import TENSORS, cases
 from omni_kvlink.bench.cli import main
 
 
@@ -25,7 +25,7 @@ def test_one_flipped_bit_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     command = ["verify", "--quick", "--connector", "inproc", "--corrupt", "23"]
     assert main(command) == 1
     text = capsys.readouterr().out
-    assert "1 of 630 cases FAILED" in text
+    assert f"1 of {len(list(cases(quick=True)))} cases FAILED" in text
     assert "FAILED case 23:" in text
     assert "tensors [3] of 4" in text
 
@@ -38,9 +38,19 @@ def test_only_the_corrupt_case_fails(connector: str) -> None:
     assert "FAILED" in verdict.text()
 
 
+@pytest.mark.parametrize("connector", ["shm", "inproc"])
+def test_a_flipped_bit_of_nested_tensors_is_reported(connector: str) -> None:
+    tensors = [case for case in cases(quick=True) if case.rows == TENSORS]
+    for chosen in (tensors[30:34], [case for case in tensors if case.branching != "single"][:4]):
+        verdict = verify.run(connector, chosen, corrupt=chosen[1].number)
+        assert [outcome.case for outcome in verdict.failed] == [chosen[1]]
+        assert "tensors [" in verdict.failed[0].problem
+
+
 def test_a_put_that_fails_fails_its_case_only() -> None:
     """The link has no room for one of the cases."""
-    by_size = sorted(cases(quick=True), key=lambda case: case.shape.nbytes)
+    caches = [case for case in cases(quick=True) if case.rows != TENSORS]
+    by_size = sorted(caches, key=lambda case: case.shape.nbytes)
     chosen = [by_size[0], by_size[-1], by_size[1]]
     quota = by_size[-1].shape.nbytes
     assert quota > 4 * by_size[1].shape.nbytes + (1 << 16)
