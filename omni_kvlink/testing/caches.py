@@ -144,7 +144,7 @@ def make_bundle(recipe: Recipe, *, contiguous: bool = False) -> KVCacheBundle:
 
 
 def every_dtype(key: str, **fields: Any) -> list[Recipe]:
-    """One recipe for each dtype that a cache may have."""
+    """Recipes of a cache of each dtype that a cache may have."""
     return [
         Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields)
         for seed, name in enumerate(KV_DTYPES)

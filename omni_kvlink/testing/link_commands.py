@@ -195,8 +195,8 @@ class LinkCommands(CommandSet):
     def fork(self, link: str, linger: float) -> dict[str, str]:
         """Fork; the error's name that each method of the link raises in the child, and "pid".
 
-        That of a method that the link does not have is `AttributeError`. The child keeps all that it
-        inherited for `linger` seconds, unless it is killed.
+        That of a method that the link does not have is `AttributeError`. The child keeps all that
+        it inherited for `linger` seconds, unless it is killed.
         """
         reading, writing = os.pipe()
         child = os.fork()

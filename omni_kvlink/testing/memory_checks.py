@@ -1,4 +1,4 @@
-"""Whose memory it is, how much, and what is in it: checks that hold for every connector."""
+"""Checks of the link's memory: when it is free, how much there is, and what is in it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MIB = 1 << 20
 
 
 def sized(key: str, nbytes: int, *, seed: int = 0) -> Recipe:
-    """A cache of about so many bytes."""
+    """A recipe of a cache of about `nbytes` bytes."""
     tokens = max(1, nbytes // (2 * 2 * 1024))
     return Recipe(key, seed=seed, layers=2, tokens=tokens, heads=4, dim=256, dtype="uint8")
 
 
 def check_release_frees(rig: Rig) -> None:
-    """When every reader has let go, no byte of the producer's memory is taken."""
+    """After every reader released a payload, none of the producer's memory is used."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         receipt = producer.put(Recipe(f"k{number}").make())
@@ -42,7 +42,7 @@ def check_release_frees(rig: Rig) -> None:
 
 
 def check_views_outlive_the_block(rig: Rig) -> None:
-    """Tensors kept beyond the `with` block hold their memory; the last one lets go of it."""
+    """Tensors that are kept beyond the `with` block keep the memory; the last one frees it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
     reader.call("hold", key="v", timeout=5)
@@ -61,6 +61,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
 
 
 def check_data_is_closed_after_the_block(rig: Rig) -> None:
+    """Using a payload after its `with` block raises, and the error names the block."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("c"), Recipe("b", bundle=True)):
         receipt = producer.put(recipe.make())
@@ -72,8 +73,8 @@ def check_data_is_closed_after_the_block(rig: Rig) -> None:
         receipt.wait(timeout=5)
 
 
-def check_put_waits_for_room(rig: Rig) -> None:
-    """The quota is full: put waits, and goes on the moment a reader lets go."""
+def check_put_waits_for_memory(rig: Rig) -> None:
+    """With a full quota `put` waits, and goes on as soon as a reader releases."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
     reader.call("hold", key="first", timeout=5)
@@ -87,7 +88,7 @@ def check_put_waits_for_room(rig: Rig) -> None:
     thread = threading.Thread(target=put)
     thread.start()
     thread.join(0.2)
-    assert thread.is_alive(), "put did not wait for room"
+    assert thread.is_alive(), "put did not wait for memory"
     dropped = time.monotonic()
     reader.peer.call("release", key="first")
     thread.join(PATIENCE)
@@ -96,8 +97,8 @@ def check_put_waits_for_room(rig: Rig) -> None:
     assert reader.call("get", key="second", timeout=5) == fingerprint(data)
 
 
-def check_no_room_in_time(rig: Rig) -> None:
-    """The quota stays full: CapacityError at the deadline says what was asked and what is free."""
+def check_put_times_out_without_memory(rig: Rig) -> None:
+    """With a full quota `put` raises at its deadline, and names bytes requested and free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     first = producer.put(sized("first", 1200 << 10).make())
     data = sized("second", 1200 << 10).make()
@@ -118,7 +119,7 @@ def check_no_room_in_time(rig: Rig) -> None:
 
 
 def check_larger_than_the_quota(rig: Rig) -> None:
-    """It will never fit: CapacityError at once, not at the deadline, and the key is free."""
+    """A payload larger than the quota is refused at once, and its key stays free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
     error = expect(CapacityError, lambda: producer.put(data, timeout=PATIENCE), within=SLACK)
@@ -129,8 +130,8 @@ def check_larger_than_the_quota(rig: Rig) -> None:
     small.wait(timeout=5)
 
 
-def check_room_after_many_sizes(rig: Rig) -> None:
-    """Neither sizes nor order of release lose room: at the end the whole quota can be had."""
+def check_memory_does_not_fragment(rig: Rig) -> None:
+    """After many sizes in many orders of release, the whole quota can be used."""
     producer, reader = rig.serve(quota=4 * MIB), rig.connect()
     sizes = [100, 700, 300, 900, 60, 500, 1100]
     for turn in range(3):
@@ -149,8 +150,8 @@ def check_room_after_many_sizes(rig: Rig) -> None:
     whole.wait(timeout=5)
 
 
-def check_bad_puts_leave_nothing(rig: Rig) -> None:
-    """Refused arguments take neither memory nor the key."""
+def check_refused_puts_use_nothing(rig: Rig) -> None:
+    """A put with wrong arguments uses neither memory nor the key."""
     producer, reader = rig.serve(), rig.connect()
     data = Recipe("k").make()
     for how in (
@@ -168,7 +169,7 @@ def check_bad_puts_leave_nothing(rig: Rig) -> None:
 
 
 def check_corruption_is_found(rig: Rig) -> None:
-    """Bytes changed on the way: `verify="full"` names branch, layer, K or V; the receipt fails."""
+    """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
     cases: list[tuple[Callable[[Manifest, Region], None], tuple[str, ...]]] = [
@@ -193,7 +194,7 @@ def check_corruption_is_found(rig: Rig) -> None:
 
 
 def check_no_torn_reads(rig: Rig) -> None:
-    """Slots are reused all the time, and every get still gives exactly its own bytes."""
+    """While memory is reused all the time, every get returns its own bytes."""
     producer, readers = rig.serve(quota=2 * MIB), [rig.connect(), rig.connect()]
     recipes = [sized(f"t{n}", 300 << 10, seed=n) for n in range(24)]
     gets = [
@@ -208,7 +209,7 @@ def check_no_torn_reads(rig: Rig) -> None:
 
 
 class TamperingCopier(TorchCopier):
-    """Computes true digests, then changes the payload, as a fault on the way would."""
+    """Computes true digests, then changes the payload, as a fault of the transport would."""
 
     def __init__(self) -> None:
         self.tamper: Callable[[Manifest, Region], None] = lambda manifest, region: None
@@ -216,6 +217,7 @@ class TamperingCopier(TorchCopier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
+        """Gather, then call `tamper`."""
         digests = super().gather(sources, manifest, region)
         self.tamper(manifest, region)
         return digests
@@ -228,6 +230,8 @@ def _bytes_of(manifest: Manifest, region: Region, name: str) -> memoryview:
 
 
 def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
+    """A change that flips a bit of one tensor."""
+
     def tamper(manifest: Manifest, region: Region) -> None:
         _bytes_of(manifest, region, name)[at] ^= 0x10
 
@@ -235,7 +239,7 @@ def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
 
 
 def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
-    """The first two tokens change views, in K and V alike: any sum of the bytes stays the same."""
+    """A change that swaps the first two tokens in each tensor: sums of bytes stay the same."""
 
     def tamper(manifest: Manifest, region: Region) -> None:
         for name in names:
@@ -249,6 +253,8 @@ def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
 
 
 def swap_tensors(one: str, other: str) -> Callable[[Manifest, Region], None]:
+    """A change that swaps two tensors."""
+
     def tamper(manifest: Manifest, region: Region) -> None:
         a, b = _bytes_of(manifest, region, one), _bytes_of(manifest, region, other)
         a[:], b[:] = bytes(b), bytes(a)

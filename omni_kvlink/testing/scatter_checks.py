@@ -1,8 +1,9 @@
-"""Payloads that are copied out, checked on the way: checks that hold for every connector."""
+"""Checks of `scatter`, which copies a payload out and verifies it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -23,8 +24,8 @@ SIZE = 4
 """Tokens of a block in the paged targets."""
 
 
-def check_scatter_into_any_place(rig: Rig) -> None:
-    """Dense, strided and paged targets get every byte, and nothing beside them is written."""
+def check_scatter_into_any_target(rig: Rig) -> None:
+    """Dense, strided and paged targets get every byte, and nothing else is written."""
     producer, here = rig.serve(), rig.connect_here()
     data = ODD.make()
     for make in (dense_target, strided_target, blocks_target, slots_target):
@@ -44,13 +45,13 @@ def check_scatter_into_any_place(rig: Rig) -> None:
                 assert received.ledger.copies == arrived + 1
                 received.release()
             assert hash_tensors(targets) == hash_tensors(data.tensors()), make
-            assert all(is_clean() for _, is_clean in pairs), f"{make}: written beside the target"
+            assert all(is_clean() for _, is_clean in pairs), f"{make}: written outside the target"
             receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_scatter_of_a_stream(rig: Rig) -> None:
-    """A reader elsewhere copies each layer out as it comes, with digests and without."""
+    """A reader copies each layer out as it comes, with digests and without."""
     for digests in (True, False):
         producer, reader = rig.serve(digests=digests), rig.connect()
         recipe = Recipe("s", bundle=True, tokens=9)
@@ -70,31 +71,31 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
 
 
 def check_scatter_into_a_cache(rig: Rig) -> None:
-    """The targets may be a cache or a bundle of the reader's own."""
+    """The targets may be a payload of the reader's own."""
     producer, here = rig.serve(), rig.connect_here()
     for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True)):
         receipt = producer.put(recipe.make())
         received = here.get(recipe.key, timeout=5)
-        mine = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
-        received.scatter(mine)
-        assert hash_tensors(mine.tensors()) == hash_tensors(recipe.make().tensors())
+        own = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
+        received.scatter(own)
+        assert hash_tensors(own.tensors()) == hash_tensors(recipe.make().tensors())
         received.release()
         receipt.wait(timeout=5)
 
 
 def check_wrong_targets(rig: Rig) -> None:
-    """Refused before a byte is written, and the payload can still be had."""
+    """Wrong targets are refused before a byte is written, and the payload stays usable."""
     producer, here = rig.serve(), rig.connect_here()
     data = ODD.make()
     receipt = producer.put(data)
     received = here.get("s", timeout=5)
-    for spoil in _WRONG:
+    for make_wrong in _WRONG:
         pairs = [dense_target(view) for view in data.tensors()]
         targets = [target for target, _ in pairs]
         before = hash_tensors(targets)
-        wrong = spoil(targets, received.data.tensors())
+        wrong = make_wrong(targets, received.data.tensors())
         expect(SchemaError, lambda wrong=wrong: received.scatter(wrong))  # type: ignore[misc]
-        assert hash_tensors(targets) == before, "written all the same"
+        assert hash_tensors(targets) == before, "written before it was refused"
         assert all(is_clean() for _, is_clean in pairs)
         del wrong
     targets = [dense_target(view)[0] for view in data.tensors()]
@@ -107,7 +108,7 @@ def check_wrong_targets(rig: Rig) -> None:
 
 
 def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
-    """Of a whole payload and of a stream: it names the tensor, and the receipt says rejected."""
+    """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
     copier = FlippingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
@@ -117,16 +118,15 @@ def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
         receipt = producer.put(data)
         received = here.get("s", timeout=5)
         expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=mentions)  # type: ignore[misc]
-        expect(
-            TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected", *mentions)
-        )  # type: ignore[misc]
+        wait = partial(receipt.wait, timeout=5)
+        expect(TransferFailed, wait, mentions=("rejected", *mentions))
         expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), within=SLACK)
         del received
     until_freed(producer)
 
 
 def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
-    """The writer learns of it with its next layer; nobody is given the payload."""
+    """After a layer was rejected, the writer's next layer raises, and so does every reader."""
     copier = FlippingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     copier.flip = "kv.1.value"
@@ -151,13 +151,14 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
 
 
 class FlippingCopier(TorchCopier):
-    """Computes true digests, then flips a bit of one tensor, as a fault on the way would."""
+    """Computes true digests, then flips a bit of one tensor, as a fault of the transport would."""
 
     flip = ""
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
+        """Gather, then flip a bit of the tensor whose name is `flip`."""
         digests = super().gather(sources, manifest, region)
         for spec in manifest.tensors:
             if spec.name == self.flip:
@@ -166,17 +167,18 @@ class FlippingCopier(TorchCopier):
 
 
 Target = tuple[TensorView, Callable[[], bool]]
-"""Where to copy to, and whether what lies beside it is as it was."""
+"""A target, and a function that tells whether nothing outside of it was written."""
 
 
 def dense_target(source: TensorView) -> Target:
+    """A dense target between two guards."""
     capacity = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
     inner = capacity[32:-32].view(source.dtype).view(source.shape)
     return inner, lambda: bool((capacity[:32] == 0xA5).all() and (capacity[-32:] == 0xA5).all())
 
 
 def strided_target(source: TensorView) -> Target:
-    """Tokens and heads change views, and every second row is another's."""
+    """A target with tokens and heads transposed, which has every second row of its memory."""
     tokens, *row = source.shape
     capacity = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
     others = capacity[:, 1::2].view(capacity.dtype)
@@ -184,7 +186,7 @@ def strided_target(source: TensorView) -> Target:
 
 
 def blocks_target(source: TensorView) -> Target:
-    """Blocks out of order, the last one partly filled."""
+    """A paged target with blocks in reverse order, the last one partly filled."""
     tokens, *row = source.shape
     blocks = -(-tokens // SIZE)
     pool = torch.zeros((2 * blocks, SIZE, *row), dtype=source.dtype)
@@ -194,7 +196,7 @@ def blocks_target(source: TensorView) -> Target:
 
 
 def slots_target(source: TensorView) -> Target:
-    """A slot a token, all over the pool."""
+    """A paged target with one slot for each token."""
     tokens, *row = source.shape
     pool = torch.zeros((tokens, SIZE, *row), dtype=source.dtype)
     slots = [SIZE * token + token % 2 for token in reversed(range(tokens))]
@@ -202,8 +204,8 @@ def slots_target(source: TensorView) -> Target:
     return PagedTensor(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
 
 
-Spoil = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
-_WRONG: tuple[Spoil, ...] = (
+MakeWrong = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
+_WRONG: tuple[MakeWrong, ...] = (
     lambda mine, theirs: mine[:-1],
     lambda mine, theirs: [*mine, mine[0]],
     lambda mine, theirs: [*mine[:-1], dense(mine[-1])[:-1]],

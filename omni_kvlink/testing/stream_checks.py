@@ -1,4 +1,4 @@
-"""Payloads that are read while they are written: checks that hold for every connector."""
+"""Checks of streams: payloads that are read while they are written."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, unti
 
 
 def begin(producer: KVProducer, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
-    """A stream that was announced, and what its layers will be."""
+    """Begin a stream; also returns the tensors of its layers."""
     data = recipe.make()
     return producer.stream_put(data, readers=readers), layers_of(data)
 
 
 def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
-    """Write some layers; all, if none is named."""
+    """Write the named layers; all if none is named."""
     for branch, layer in names or layers:
         out.write_layer(layer, *layers[branch, layer], branch=branch)
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
-    """The reader has each layer before the next one is written."""
+    """The reader gets each layer before the next one is written."""
     producer, reader = rig.serve(), rig.connect()
     recipe = Recipe("s", layers=4)
     out, layers = begin(producer, recipe)
@@ -43,7 +43,7 @@ def check_layers_come_one_by_one(rig: Rig) -> None:
 
 
 def check_every_byte_of_a_stream(rig: Rig) -> None:
-    """Odd sizes, latents, bundles with branches that carry nothing: each layer, and the whole."""
+    """Every byte of each layer and of the whole: odd sizes, latents, bundles, empty branches."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in _recipes():
         _pass_through(producer, reader, recipe)
@@ -51,6 +51,7 @@ def check_every_byte_of_a_stream(rig: Rig) -> None:
 
 
 def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
+    """The same without digests."""
     producer, reader = rig.serve(digests=False), rig.connect()
     for recipe in _recipes():
         out = _pass_through(producer, reader, recipe)
@@ -59,7 +60,7 @@ def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
 
 
 def check_layers_in_any_order(rig: Rig) -> None:
-    """Layers may be written, and waited for, out of order; none twice."""
+    """Layers may be written and awaited in any order, but none may be written twice."""
     producer, reader = rig.serve(), rig.connect()
     recipe = Recipe("s", bundle=True, layers=3)
     out, layers = begin(producer, recipe)
@@ -78,7 +79,7 @@ def check_layers_in_any_order(rig: Rig) -> None:
 
 
 def check_stream_get_of_a_plain_put(rig: Rig) -> None:
-    """A payload that was put whole comes as a stream whose layers are all there."""
+    """A payload that was put is a stream whose layers have all been written."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("whole"), Recipe("both", bundle=True)):
         data = recipe.make()
@@ -92,6 +93,7 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
 
 
 def check_stream_get_before_a_plain_put(rig: Rig) -> None:
+    """A waiting `stream_get` gets a payload that is put."""
     producer, reader = rig.serve(), rig.connect()
     waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
@@ -103,7 +105,7 @@ def check_stream_get_before_a_plain_put(rig: Rig) -> None:
 
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
-    """Its bytes may leave while it is being copied: every reader has them, and only when whole."""
+    """A large payload may be sent while it is copied; every reader gets it when it is whole."""
     producer = rig.serve(quota=64 << 20)
     readers = [rig.connect(quota=128 << 20) for _ in range(3)]
     recipe = Recipe("s", layers=3, tokens=4096, heads=4, dim=256, dtype="uint8")
@@ -123,7 +125,7 @@ def check_readers_wait_for_a_large_put(rig: Rig) -> None:
 
 
 def check_plain_get_of_a_stream(rig: Rig) -> None:
-    """It has the payload at the commit, never before; asked early, late or afterwards."""
+    """A plain get returns at the commit of a stream, whenever it was called."""
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
@@ -143,6 +145,7 @@ def check_plain_get_of_a_stream(rig: Rig) -> None:
 
 
 def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
+    """One reader gets the layers, another one the whole payload at the commit."""
     producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=2)
@@ -161,7 +164,7 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
 
 
 def check_late_reader_of_a_stream(rig: Rig) -> None:
-    """Who comes half-way has the earlier layers at once, and the others as they come."""
+    """A late reader gets the earlier layers at once, and the others as they come."""
     producer, first, late = rig.serve(), rig.connect(), rig.connect_here()
     recipe = Recipe("s", layers=4)
     out, layers = begin(producer, recipe, readers=2)
@@ -183,7 +186,7 @@ def check_late_reader_of_a_stream(rig: Rig) -> None:
 
 
 def check_one_stream_get_too_many(rig: Rig) -> None:
-    """Readers beyond those declared get nothing of a stream, and its key is taken."""
+    """A reader beyond those declared gets nothing of a stream, and its key is in use."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, Recipe("s"))
     reader.call("stream_get", key="s", timeout=5)
@@ -195,7 +198,7 @@ def check_one_stream_get_too_many(rig: Rig) -> None:
 
 
 def check_key_of_a_stream_is_reusable(rig: Rig) -> None:
-    """After its end, good or bad, a key names the next payload: each way in turn."""
+    """After a stream was committed or failed, its key can be used for another payload."""
     producer, reader = rig.serve(), rig.connect()
     for seed in range(3):
         recipe = Recipe("again", seed=seed)

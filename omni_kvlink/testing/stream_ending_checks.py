@@ -1,4 +1,4 @@
-"""How a stream ends when it does not end well: checks that hold for every connector."""
+"""Checks of streams that fail, are aborted or closed before their commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THREE = Recipe("s", layers=3)
 
 
 def check_failing_writer(rig: Rig) -> None:
-    """An error in the block reaches in milliseconds who waits for a layer, for all, or with get."""
+    """An error in the writer's block wakes every reader, whatever it waits for."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = begin(producer, THREE, readers=2)
     reader.call("stream_get", key="s", timeout=5)
@@ -52,8 +52,8 @@ def check_failing_writer(rig: Rig) -> None:
     until_freed(producer)
 
 
-def check_forgotten_layer(rig: Rig) -> None:
-    """A layer that was not written is the writer's SchemaError and the readers' TransferFailed."""
+def check_missing_layer(rig: Rig) -> None:
+    """A commit without all layers raises SchemaError, and its readers raise TransferFailed."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     reader.call("stream_get", key="s", timeout=5)
@@ -68,7 +68,7 @@ def check_forgotten_layer(rig: Rig) -> None:
 
 
 def check_wrong_layers_are_refused(rig: Rig) -> None:
-    """What the plan does not say is not sent, and the stream goes on."""
+    """A layer that is not in the plan is refused, and the stream goes on."""
     producer, here = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     key, value = layers["kv", 0]
@@ -92,6 +92,7 @@ def check_wrong_layers_are_refused(rig: Rig) -> None:
 
 
 def check_abort_of_a_stream_by_the_producer(rig: Rig) -> None:
+    """After an abort, the writer's next layer and every reader raise."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     reader.call("stream_get", key="s", timeout=5)
@@ -110,7 +111,7 @@ def check_abort_of_a_stream_by_the_producer(rig: Rig) -> None:
 
 
 def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
-    """Its own waiting ends, the writer's next layer raises, others are told."""
+    """After an abort by a reader, the writer's next layer and every reader raise."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = begin(producer, THREE, readers=2)
     reader.call("stream_get", key="s", timeout=5)
@@ -131,8 +132,8 @@ def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
     until_freed(producer)
 
 
-def check_an_ended_writer_spares_the_next_payload(rig: Rig) -> None:
-    """Its key was put again before the writer saw the end: that payload is another's."""
+def check_an_aborted_writer_does_not_harm_the_next_payload(rig: Rig) -> None:
+    """Its key was put again before the writer noticed the abort: that payload is not failed."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     producer.abort("s", "begin again")
@@ -146,7 +147,7 @@ def check_an_ended_writer_spares_the_next_payload(rig: Rig) -> None:
 
 
 def check_layer_times_out(rig: Rig) -> None:
-    """The deadline holds, the error names the layer, and the stream goes on."""
+    """Waiting for a layer ends at its deadline, the error names it, and the stream goes on."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     reader.call("stream_get", key="s", timeout=0.2)
@@ -174,23 +175,23 @@ def check_layer_times_out(rig: Rig) -> None:
     out.commit().wait(timeout=5)
 
 
-def check_reader_lets_go_half_way(rig: Rig) -> None:
-    """The producer is unharmed, and the memory is back at the end."""
+def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
+    """A release before the commit does not harm the producer; the memory is free at the end."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     reader.call("stream_get", key="s", timeout=5)
     write(out, layers, ("kv", 0))
     reader.peer.call("wait_layer", key="s", layer=0, timeout=5)
     reader.peer.call("release", key="s")
-    until(lambda: producer.stats()["transfers"]["leased"] == 0, "it let go")
+    until(lambda: producer.stats()["transfers"]["leased"] == 0, "it released the stream")
     write(out, layers, ("kv", 1), ("kv", 2))
     receipt = out.commit()
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
-def check_letting_go_wakes_who_waits(rig: Rig) -> None:
-    """A layer of a stream that was given back is not waited for, in any thread."""
+def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
+    """A thread that waits for a layer raises when the stream is released by another."""
     producer, here = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     write(out, layers, ("kv", 0))
@@ -215,18 +216,19 @@ def check_letting_go_wakes_who_waits(rig: Rig) -> None:
 
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
-    """A reader that forgets it lets go of it, without waiting for the garbage collector."""
+    """A failed stream that a reader drops is freed without the garbage collector."""
     producer, here = rig.serve(), rig.connect_here()
     gc.disable()
     try:
         for _ in range(2):
-            _forget_a_failed_stream(producer, here)
+            _drop_a_failed_stream(producer, here)
         until_freed(producer)
     finally:
         gc.enable()
 
 
 def check_producer_closes_in_a_stream(rig: Rig) -> None:
+    """A waiting reader raises, the writer's next layer raises, and its block ends quietly."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     reader.call("stream_get", key="s", timeout=5)
@@ -241,7 +243,7 @@ def check_producer_closes_in_a_stream(rig: Rig) -> None:
 
 
 def check_reader_closes_in_a_stream(rig: Rig) -> None:
-    """Its waiting ends; what it has stays what it is; the producer goes on."""
+    """Its waiting call raises, the layers that it has keep their bytes, the producer goes on."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, THREE, readers=2)
     reader.call("stream_get", key="s", timeout=5)
@@ -268,7 +270,7 @@ def _raised(stream: ReceivedStream) -> BaseException:
     raise AssertionError("a layer came that was not written")
 
 
-def _forget_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
+def _drop_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
     out, layers = begin(producer, THREE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0))
