@@ -132,10 +132,10 @@ def check_ttl(rig: Rig) -> None:
 def check_ttl_with_one_reader_missing(rig: Rig) -> None:
     """A reader keeps an expired payload until it releases it."""
     producer, reader = rig.serve(), rig.connect()
-    holding = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
+    getting = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("t").make(), readers=2, ttl=0.3)
-    holding.result(PATIENCE)
+    getting.result(PATIENCE)
     before = reader.peer.call("hash_held", key="t")
     expect(
         TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + SLACK, mentions=("1 readers",)
@@ -149,10 +149,10 @@ def check_ttl_with_one_reader_missing(rig: Rig) -> None:
 def check_ttl_spares_a_slow_reader(rig: Rig) -> None:
     """A payload that every declared reader has does not expire."""
     producer, reader = rig.serve(), rig.connect()
-    holding = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
+    getting = reader.submit("hold", key="t", timeout=PATIENCE)  # before the time starts to run
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("t").make(), ttl=0.1)
-    holding.result(PATIENCE)
+    getting.result(PATIENCE)
     expect(
         TransferTimeout, lambda: receipt.wait(timeout=0.4), within=0.4 + SLACK, mentions=("leased",)
     )

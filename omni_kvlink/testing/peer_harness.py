@@ -221,19 +221,18 @@ class ProcessPeer(Peer):
 
     def submit(self, command: str, **arguments: Any) -> Future[Any]:
         """Begin a command; blocks only while the process reads no input."""
-        future: Future[Any] = Future() if self._receiver else _PulledFuture(self._receive)
         with self._lock:
             if self._exited:
                 raise self._exit_error()
             number = next(self._numbers)
-            self._pending[number] = future
             request = {"id": number, "command": command, "arguments": arguments}
-            try:
-                self._stdin.write(json.dumps(request).encode() + b"\n")
-                self._stdin.flush()
-            except BrokenPipeError:
-                self._pending.pop(number, None)
-                raise self._exit_error() from None
+            if self._receiver is None:  # only this thread reads replies: write first, it is timed
+                self._write(request)
+                future: Future[Any] = _PulledFuture(self._receive)
+                self._pending[number] = future
+            else:
+                future = self._pending[number] = Future()
+                self._write(request)
         return future
 
     def close(self) -> None:
@@ -251,6 +250,14 @@ class ProcessPeer(Peer):
         if self._receiver is not None:
             self._receiver.join()
         self._stdout.close()
+
+    def _write(self, request: dict[str, Any]) -> None:
+        try:
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            self._pending.pop(request["id"], None)
+            raise self._exit_error() from None
 
     def _receive_all(self) -> None:
         while not self._exited:

@@ -48,7 +48,7 @@ def test_a_flipped_bit_of_nested_tensors_is_reported(connector: str) -> None:
 
 
 def test_a_put_that_fails_fails_its_case_only() -> None:
-    """The link has no room for one of the cases."""
+    """The quota is too small for one of the cases."""
     caches = [case for case in cases(quick=True) if case.rows != TENSORS]
     by_size = sorted(caches, key=lambda case: case.shape.nbytes)
     chosen = [by_size[0], by_size[-1], by_size[1]]
