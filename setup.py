@@ -1,9 +1,10 @@
-"""Builds the compiled parts beside the Python package; all else is declared in pyproject.toml.
+"""Builds the compiled parts of the package; everything else is declared in pyproject.toml.
 
-They are ordinary shared libraries (no Python headers), so one wheel serves every Python 3: the
-native copier, and with nvcc the CUDA part. Both are optimisations: without a compiler the
+They are ordinary shared libraries without Python headers, so that one wheel serves every Python 3:
+the native copier, and the CUDA part if there is nvcc. Both are optional: without a compiler the
 installation succeeds, and the package says at first use what is missing.
-OMNI_KVLINK_CUDA=auto|on|off: the CUDA part if there is nvcc; or else an error; or not at all.
+
+OMNI_KVLINK_CUDA=auto builds the CUDA part if there is nvcc, =on fails without it, =off skips it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"  # as omni_kvlink/_native/host.py knows them
-CUDA_LIBRARY, CUDA_EXCUSE = (
-    "_kvlink_cuda.so",
-    "_kvlink_cuda.missing",
-)  # as omni_kvlink/_native/cuda.py knows them
+# The names in omni_kvlink/_native/host.py and cuda.py.
+LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"
+CUDA_LIBRARY, CUDA_EXCUSE = "_kvlink_cuda.so", "_kvlink_cuda.missing"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"),
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
-    *("-gencode", "arch=compute_90,code=compute_90"),  # translated by drivers of later devices
+    *("-gencode", "arch=compute_90,code=compute_90"),  # later devices: their drivers translate it
 ]
 PARTS = (LIBRARY, EXCUSE, CUDA_LIBRARY, CUDA_EXCUSE)
 CUDA_CURE = (
@@ -46,11 +45,11 @@ CUDA_CURE = (
 
 
 class NoLibrary(Exception):
-    """The library cannot be built here; says why."""
+    """The library cannot be built; the text says why."""
 
 
 class build_native(Command):
-    """Compile csrc into the package's libraries, or leave notes that say why not."""
+    """Compile csrc into the package's libraries; write the reason to a file if that fails."""
 
     description = "compile the native copier and the CUDA part"
     user_options = [("inplace", "i", "put it into the source tree")]  # noqa: RUF012
@@ -65,9 +64,9 @@ class build_native(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        wish = os.environ.get("OMNI_KVLINK_CUDA", "auto")
-        if wish not in ("auto", "on", "off"):
-            raise SetupError(f"OMNI_KVLINK_CUDA={wish}; wanted auto, on or off")
+        option = os.environ.get("OMNI_KVLINK_CUDA", "auto")
+        if option not in ("auto", "on", "off"):
+            raise SetupError(f"OMNI_KVLINK_CUDA={option}; use auto, on or off")
         package = self._package()
         package.mkdir(parents=True, exist_ok=True)
         why = build_part(package / LIBRARY, package / EXCUSE, compile_host)
@@ -76,11 +75,11 @@ class build_native(Command):
         why = build_part(
             package / CUDA_LIBRARY,
             package / CUDA_EXCUSE,
-            refuse_cuda if wish == "off" else compile_cuda,
+            refuse_cuda if option == "off" else compile_cuda,
         )
-        if why and wish == "on":
+        if why and option == "on":
             raise SetupError(f"OMNI_KVLINK_CUDA=on, but {why}; {CUDA_CURE}")
-        if why and wish == "auto":
+        if why and option == "auto":
             print(f"omni_kvlink: no CUDA part: {why}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
@@ -99,12 +98,12 @@ class build_native(Command):
 
 
 def build_part(library: Path, excuse: Path, compile_to: Callable[[Path], None]) -> str | None:
-    """Build a library, or leave a note that says why not; returns it."""
+    """Build a library; on failure write the reason to the file `excuse` and return it."""
     excuse.unlink(missing_ok=True)
     try:
         compile_to(library)
     except NoLibrary as why:
-        library.unlink(missing_ok=True)  # an older one would not fit these sources
+        library.unlink(missing_ok=True)  # an older one does not match these sources
         excuse.write_text(f"{why}\n")
         return str(why)
     return None
@@ -129,7 +128,7 @@ def refuse_cuda(target: Path) -> None:
 
 
 def compile_library(compiler: list[str], sources: Iterable[Path], target: Path) -> None:
-    """One call of the compiler for a handful of files, into a temporary name: all or nothing."""
+    """Compile all sources in one call, into a temporary file that then replaces the target."""
     draft = target.with_name(f"{target.name}.{os.getpid()}")
     command = [*compiler, *map(str, sorted(sources)), "-o", str(draft)]
     try:
@@ -147,9 +146,8 @@ def compile_library(compiler: list[str], sources: Iterable[Path], target: Path) 
 
 
 def find_compiler() -> list[str]:
-    wish = shlex.split(os.environ.get("CXX", ""))
-    if wish:
-        return wish
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -157,9 +155,8 @@ def find_compiler() -> list[str]:
 
 
 def find_nvcc() -> list[str]:
-    wish = shlex.split(os.environ.get("CUDACXX") or os.environ.get("NVCC") or "")
-    if wish:
-        return wish
+    if named := shlex.split(os.environ.get("CUDACXX") or os.environ.get("NVCC") or ""):
+        return named
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     found = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
     if not found:
@@ -172,7 +169,7 @@ class build_all(build):
 
 
 class wheel_for_any_python(bdist_wheel):
-    """The library depends on the platform and on no version of Python."""
+    """Tags the wheel for any Python 3: the libraries depend on the platform alone."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]

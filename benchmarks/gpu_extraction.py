@@ -1,4 +1,4 @@
-"""A cache out of a GPU into shared memory, and back in, beside a plain copy of the same bytes.
+"""Copies a cache from a GPU into shared memory and back, and compares with a plain copy.
 
     python benchmarks/gpu_extraction.py [--rounds 20] [--layers 28 36] [--json FILE]
 
@@ -30,80 +30,81 @@ HEADS, DIM, BLOCK = 4, 128, 16
 WIDTH, MATMULS = 3584, 8
 """The dummy forward pass: so many square matrices a layer, of a 7-billion model's width."""
 WARMUP = 3
-WORDS = {
+MEANING = {
     "plain out": "one copy of as many bytes, device to page-locked memory",
     "gather": "the cache into the arena, with its digests",
     "gather, no digests": "",
     "forward": "the dummy forward pass alone",
     "forward, gather": "one after the other",
-    "forward, streamed": "each layer begun when it is computed; all landed",
+    "forward, streamed": "each layer begun when it is computed; all copied",
     "plain in": "one copy of as many bytes, page-locked memory to device",
     "scatter": "the arena into the cache, digests checked",
 }
 
 
 class Cache:
-    """A cache on the device, the arena's memory for it, and all that is measured on them.
+    """A cache on the device, shared memory for it, and the measurements of both.
 
     Args:
-        layers: of K and V each `[tokens, HEADS, DIM]` bfloat16.
+        layers: number of layers; K and V of each are `[tokens, HEADS, DIM]` bfloat16.
+        tokens: of the cache.
         paged: in random blocks of `BLOCK` tokens, an eighth of each pool being other blocks.
     """
 
     def __init__(self, layers: int, tokens: int, *, paged: bool):
-        self.places = _places(2 * layers, tokens, paged=paged)
-        blocks = {"key_cache": self.places[::2], "value_cache": self.places[1::2]}
+        self.views = _views(2 * layers, tokens, paged=paged)
+        blocks = {"key_cache": self.views[::2], "value_cache": self.views[1::2]}
         about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": layers}
         data = KVCacheTransferData("bench", blocks, (), about)
         self.plan, self.bare = data.plan(), data.plan(digests=False)
         self.region = Mapping.shared("gpu-extraction", self.plan.nbytes).region
-        self.nbytes = sum(place.nbytes for place in self.places)
+        self.nbytes = sum(view.nbytes for view in self.views)
         self.flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=DEVICE)
         self.pinned = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
         self.weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=DEVICE) / WIDTH**0.5
         self.hidden = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device=DEVICE)
         self.copier = PinnedCopier()
-        digests = self.copier.gather(self.places, self.plan, self.region)
+        digests = self.copier.gather(self.views, self.plan, self.region)
         self.manifest = self.plan.with_digests(digests)
 
     def measurements(self) -> dict[str, Callable[[], object]]:
-        """By name; each returns when the bytes are there."""
+        """The measurements by name; each returns when the bytes are copied."""
         return {
             "plain out": lambda: self.pinned.copy_(self.flat, non_blocking=True),
-            "gather": lambda: self.copier.gather(self.places, self.plan, self.region),
-            "gather, no digests": lambda: self.copier.gather(self.places, self.bare, self.region),
+            "gather": lambda: self.copier.gather(self.views, self.plan, self.region),
+            "gather, no digests": lambda: self.copier.gather(self.views, self.bare, self.region),
             "forward": self.forward,
             "forward, gather": self.forward_and_gather,
             "forward, streamed": self.forward_streamed,
             "plain in": lambda: self.flat.copy_(self.pinned, non_blocking=True),
-            "scatter": lambda: self.copier.scatter(self.manifest, self.region, self.places),
+            "scatter": lambda: self.copier.scatter(self.manifest, self.region, self.views),
         }
 
     def forward(self, after_layer: Callable[[int], object] = lambda layer: None) -> None:
         hidden = self.hidden
-        for layer in range(len(self.places) // 2):
+        for layer in range(len(self.views) // 2):
             for _ in range(MATMULS):
                 hidden = hidden @ self.weight
             after_layer(layer)
 
     def forward_and_gather(self) -> None:
         self.forward()
-        self.copier.gather(self.places, self.plan, self.region)
+        self.copier.gather(self.views, self.plan, self.region)
 
     def forward_streamed(self) -> None:
-        landings: list[GatherHandle] = []
+        handles: list[GatherHandle] = []
 
         def begin(layer: int) -> None:
             own = slice(2 * layer, 2 * layer + 2)
             part = msgspec.structs.replace(self.plan, tensors=self.plan.tensors[own])
-            landings.append(self.copier.begin_gather(self.places[own], part, self.region))
+            handles.append(self.copier.begin_gather(self.views[own], part, self.region))
 
         self.forward(begin)
-        for landing in landings:
-            landing.wait()
+        for handle in handles:
+            handle.wait()
 
 
-def _places(count: int, tokens: int, *, paged: bool) -> list[TensorView]:
+def _views(count: int, tokens: int, *, paged: bool) -> list[TensorView]:
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
@@ -112,8 +113,8 @@ def _places(count: int, tokens: int, *, paged: bool) -> list[TensorView]:
     used = -(-tokens // BLOCK)
     blocks = used + max(1, used // 8)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))[:used]
-    pages = BlockTable.of_blocks(order, block_size=BLOCK, tokens=tokens)
-    return [PagedTensor(noise(blocks, BLOCK, HEADS, DIM), pages) for _ in range(count)]
+    block_table = BlockTable.of_blocks(order, block_size=BLOCK, tokens=tokens)
+    return [PagedTensor(noise(blocks, BLOCK, HEADS, DIM), block_table) for _ in range(count)]
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -130,14 +131,14 @@ def measure(cache: Cache, rounds: int) -> dict[str, Summary]:
     found: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(WARMUP + rounds):
         for name, action in actions.items():
-            took = timed(action)
+            milliseconds = timed(action)
             if turn >= WARMUP:
-                found[name].append(took)
+                found[name].append(milliseconds)
     return {name: Summary.of(values) for name, values in found.items()}
 
 
 def verdicts(found: dict[str, Summary]) -> dict[str, float]:
-    """What the project holds itself to, and what else the table is read for."""
+    """The figures that have a bar, and those of the opposite direction."""
     p50 = {name: summary.p50 for name, summary in found.items()}
     return {
         "rate_of_plain_out": p50["plain out"] / p50["gather"],
@@ -149,8 +150,13 @@ def verdicts(found: dict[str, Summary]) -> dict[str, float]:
 
 def text(title: str, nbytes: int, found: dict[str, Summary], read: dict[str, float]) -> str:
     rows = [
-        [name, *(f"{value:.3f}" for value in (s.p50, s.min, s.max)), _rate(name, nbytes, s), words]
-        for (name, s), words in zip(found.items(), WORDS.values(), strict=True)
+        [
+            name,
+            *(f"{value:.3f}" for value in (s.p50, s.min, s.max)),
+            _rate(name, nbytes, s),
+            meaning,
+        ]
+        for (name, s), meaning in zip(found.items(), MEANING.values(), strict=True)
     ]
     lines = [
         f"{title}: {nbytes / 1e6:.0f} MB",
@@ -163,8 +169,8 @@ def text(title: str, nbytes: int, found: dict[str, Summary], read: dict[str, flo
     return "\n".join(lines)
 
 
-def _rate(name: str, nbytes: int, took: Summary) -> str:
-    return "" if name.startswith("forward") else f"{nbytes / took.p50 / 1e6:.1f}"
+def _rate(name: str, nbytes: int, summary: Summary) -> str:
+    return "" if name.startswith("forward") else f"{nbytes / summary.p50 / 1e6:.1f}"
 
 
 def describe() -> dict[str, Any]:

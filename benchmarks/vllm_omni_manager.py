@@ -3,8 +3,8 @@
     python benchmarks/vllm_omni_manager.py [--rounds 12] [--transports shm zmq+tcp] [--json FILE]
 
 Two processes; every round alternates all connectors, so that each is compared with the others of
-its own run. Twice a round: with a receiver that waits, as a stage does, and with one that asks when
-all has been sent, which leaves out what polling costs. Exit status: 0 done, 2 no vLLM-Omni here.
+its own run. Each round has a receiver that waits, as a stage does, and one that requests a payload
+that has been sent, which leaves out the cost of polling. Exit status: 0 done, 2 no vLLM-Omni here.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ PHASES = {
     "handover": "put called → get returned: put and get",
     "late": "put, then a get that need not wait: their sum",
 }
-Marks = dict[str, float]
+Timestamps = dict[str, float]
 Times = dict[str, dict[str, list[float]]]
 
 
-class Watched:
+class TimedManager:
     """A manager whose steps are timed on the machine's monotonic clock."""
 
     def __init__(self, role: str, config: dict[str, Any]):
@@ -63,41 +63,41 @@ class Watched:
                 need_recv_cache=not is_sender,
             )
         )
-        self.marks: Marks = {}
+        self.timestamps: Timestamps = {}
         if is_sender:
             self._watch(self.manager, "_serialize_transfer_payload", "serialise")
             self._watch(self.manager.connector, "put", "put")
         else:
             self._watch(self.manager.connector, "get", "get")
 
-    def _watch(self, owner: Any, name: str, mark: str) -> None:
-        """Note when the last call began and ended."""
+    def _watch(self, owner: Any, name: str, step: str) -> None:
+        """Record when the last call began and ended."""
         act = getattr(owner, name)
 
         def watched(*args: Any, **options: Any) -> Any:
-            self.marks[f"{mark} from"] = time.monotonic()
+            self.timestamps[f"{step} from"] = time.monotonic()
             result = act(*args, **options)
-            self.marks[f"{mark} to"] = time.monotonic()
+            self.timestamps[f"{step} to"] = time.monotonic()
             return result
 
         setattr(owner, name, watched)
 
 
 def receive(pipe: Connection, configs: dict[str, dict[str, Any]]) -> None:
-    """The receiving stage: says "asking", receives, says when."""
+    """The receiving stage: receives each request that the pipe names, and sends its timestamps."""
     logging.disable(logging.CRITICAL)
     register()
-    managers = {name: Watched("receiver", config) for name, config in configs.items()}
+    managers = {name: TimedManager("receiver", config) for name, config in configs.items()}
     pipe.send("ready")
     for name, request in iter(pipe.recv, None):
         watched = managers[name]
-        pipe.send("asking")
+        pipe.send("requesting")
         data, nbytes = watched.manager.receive_kv_cache_for_request(request)
-        watched.marks["received"] = time.monotonic()
+        watched.timestamps["received"] = time.monotonic()
         if data is None:
             raise RuntimeError(f"{name}: nothing came")
         last = data["layer_blocks"]["value_cache"][-1]
-        pipe.send((watched.marks, nbytes, last[-1].float().sum().item()))
+        pipe.send((watched.timestamps, nbytes, last[-1].float().sum().item()))
         del data, last
     for watched in managers.values():
         watched.manager.close()
@@ -114,30 +114,32 @@ class Bench:
         last = divmod(tokens - 1, BLOCK)
         self.check = self.pools[-1][1, self.ids[last[0]], last[1]].float().sum().item()
         self.tokens, self.pipe, self.nbytes = tokens, pipe, 0
-        self.managers = {name: Watched("sender", config) for name, config in configs.items()}
+        self.managers = {name: TimedManager("sender", config) for name, config in configs.items()}
         self.times: Times = {name: {phase: [] for phase in PHASES} for name in configs}
 
     def round(self, number: int, *, keep: bool) -> None:
         for name in self.managers:
             self.pipe.send((name, f"wait-{number}"))
-            assert self.pipe.recv() == "asking"
-            time.sleep(random.uniform(0.2, 0.7))  # anywhere between two looks of who polls
+            assert self.pipe.recv() == "requesting"
+            time.sleep(random.uniform(0.2, 0.7))  # at any moment between two polls
             started = self._send(name, f"wait-{number}")
-            marks = {**self.managers[name].marks, **self._received()}
+            timestamps = {**self.managers[name].timestamps, **self._received()}
             found = {
-                "extract": marks["serialise from"] - started,
-                "serialise": marks["serialise to"] - marks["serialise from"],
-                "put": marks["put to"] - marks["put from"],
-                "get": marks["get to"] - marks["put to"],
-                "unpack": marks["received"] - marks["get to"],
-                "total": marks["received"] - started,
-                "handover": marks["get to"] - marks["put from"],
+                "extract": timestamps["serialise from"] - started,
+                "serialise": timestamps["serialise to"] - timestamps["serialise from"],
+                "put": timestamps["put to"] - timestamps["put from"],
+                "get": timestamps["get to"] - timestamps["put to"],
+                "unpack": timestamps["received"] - timestamps["get to"],
+                "total": timestamps["received"] - started,
+                "handover": timestamps["get to"] - timestamps["put from"],
             }
             self._send(name, f"late-{number}")
             self.pipe.send((name, f"late-{number}"))
-            assert self.pipe.recv() == "asking"
-            marks = {**self.managers[name].marks, **self._received()}
-            found["late"] = sum(marks[f"{m} to"] - marks[f"{m} from"] for m in ("put", "get"))
+            assert self.pipe.recv() == "requesting"
+            timestamps = {**self.managers[name].timestamps, **self._received()}
+            found["late"] = sum(
+                timestamps[f"{m} to"] - timestamps[f"{m} from"] for m in ("put", "get")
+            )
             if keep:
                 for phase, seconds in found.items():
                     self.times[name][phase].append(1e3 * seconds)
@@ -148,12 +150,12 @@ class Bench:
         manager.handle_finished_requests_kv_transfer(finished, self.pools, BLOCK, "bfloat16")
         return started
 
-    def _received(self) -> Marks:
-        marks: Marks
-        marks, self.nbytes, check = self.pipe.recv()
+    def _received(self) -> Timestamps:
+        timestamps: Timestamps
+        timestamps, self.nbytes, check = self.pipe.recv()
         if not math.isclose(check, self.check):
             raise RuntimeError("these are not the numbers that were sent")
-        return marks
+        return timestamps
 
 
 def ratios(found: dict[str, dict[str, Summary]]) -> dict[str, dict[str, float]]:
@@ -170,8 +172,8 @@ def ratios(found: dict[str, dict[str, Summary]]) -> dict[str, dict[str, float]]:
 
 def text(found: dict[str, dict[str, Summary]], nbytes: int) -> str:
     rows = [
-        [phase, *(_figures(phases[phase]) for phases in found.values()), words]
-        for phase, words in PHASES.items()
+        [phase, *(_figures(phases[phase]) for phases in found.values()), meaning]
+        for phase, meaning in PHASES.items()
     ]
     lines = [f"{nbytes / 1e6:.0f} MB; ms, p50 [min..max]", report.table(["", *found, "what"], rows)]
     for name, times in ratios(found).items():
@@ -189,8 +191,8 @@ def text(found: dict[str, dict[str, Summary]], nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def _figures(took: Summary) -> str:
-    return f"{took.p50:.1f} [{took.min:.1f}..{took.max:.1f}]"
+def _figures(summary: Summary) -> str:
+    return f"{summary.p50:.1f} [{summary.min:.1f}..{summary.max:.1f}]"
 
 
 def main() -> int:

@@ -1,0 +1,1 @@
+"""ctypes bindings of the compiled libraries in `csrc`."""

@@ -1,7 +1,7 @@
-"""The only file that knows the CUDA library: its place, its C interface, its errors.
+"""Binding of the CUDA library: its file, its C interface, its errors.
 
-`csrc/cuda/kvlink_cuda.h` describes the interface. The library is loaded at first use; where there
-is none, or no device, `missing()` and `no_device()` say why and what helps.
+`csrc/cuda/kvlink_cuda.h` describes the interface. The library is loaded at first use; if there is
+none, or no device, `missing()` and `no_device()` say why and what helps.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from omni_kvlink.memory.region import MappedPages, Region
 ABI = 1
 LIBRARY = "_kvlink_cuda.so"
 EXCUSE = "_kvlink_cuda.missing"
-"""Written by the build in the library's stead: why there is none."""
+"""File that the build writes if it cannot build the library: why."""
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
-"""Bytes: views whose contiguous runs are shorter are copied by a kernel, others by copy engines."""
+"""Environment variable, in bytes: views whose contiguous runs are shorter on average are copied by
+a kernel, others by copy engines. Measured if it is not set."""
 CURE = "install the CUDA toolkit (CUDACXX names nvcc) and reinstall omni-kvlink"
 DEVICE_CURE = (
     "install NVIDIA's driver, as new as the CUDA toolkit at installation, "
@@ -42,57 +43,58 @@ class _Options(ctypes.Structure):
 
 
 class Ticket:
-    """Copies that are begun with it. What they read and write lives at least until they are done.
+    """Owns the copies that were started with it, and keeps the memory they use until they end.
 
-    It is there before they are, so that an interrupt cannot leave copies that nobody waits for.
-    Dropped unfinished, it sleeps until they are done: a copy cannot be called back.
+    It is created before the copies are started, so that an interrupt cannot leave copies without
+    an owner. A copy cannot be cancelled: a ticket that is dropped blocks until its copies are
+    complete. A context manager that closes itself.
 
     Args:
-        keep: what the copies read and write.
+        keep: the objects that own the memory which the copies read and write.
     """
 
     def __init__(self, keep: object):
-        self._number = ctypes.c_uint64()  # the library's; 0: nothing was begun
-        self._finish = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
-        self._finish.atexit = False  # the process's end stops the device
+        self._number = ctypes.c_uint64()  # the library's; 0: nothing was started
+        self._close = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
+        self._close.atexit = False  # the end of the process stops the device
 
     def wait(self, copy: int) -> None:
-        """Sleep until copies 0 to `copy` are complete; any thread, several at once."""
+        """Block until copies 0 to `copy` are complete; any thread, several at once."""
         _check(_load().kvlc_wait(self._number, ctypes.c_uint64(copy)))
 
-    def complete(self) -> int:
-        """How many of the first copies are."""
+    def completed(self) -> int:
+        """Return how many copies, from the first on, are complete."""
         found = ctypes.c_uint64()
         _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
         return found.value
 
-    def finish(self) -> None:
-        """Sleep until all are complete; a second call does nothing.
+    def close(self) -> None:
+        """Block until all copies are complete; a second call does nothing.
 
         Raises:
             NativeError: CUDA failed.
         """
-        _check(self._finish() or 0)
+        _check(self._close() or 0)
 
     def __enter__(self) -> Ticket:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.finish()
+        self.close()
 
 
 class DeviceBatch(host.CopyBatch):
     """The copies of one call between one device's memory and one payload.
 
-    Views are a `host.PackedView` each, with the device's address in the place of the base.
+    Each view is a `host.PackedView` whose base is a device address.
     """
 
     def begin_gather(self, ticket: Ticket, device: int, stream: int) -> None:
-        """Enqueue copying the views into the payload, behind what `stream` holds now."""
+        """Enqueue copies of the views into the payload, after the work that `stream` holds now."""
         self._begin("kvlc_gather", ticket, device, stream)
 
     def begin_scatter(self, ticket: Ticket, device: int, stream: int) -> None:
-        """Enqueue copying the payload into the views; `stream` goes on when it is done."""
+        """Enqueue copies of the payload into the views; later work on `stream` waits for them."""
         self._begin("kvlc_scatter", ticket, device, stream)
 
     def _begin(self, name: str, ticket: Ticket, device: int, stream: int) -> None:
@@ -111,7 +113,7 @@ class DeviceBatch(host.CopyBatch):
 
 
 def missing() -> str | None:
-    """Why the library cannot be used, and what helps; None when it can."""
+    """Return why the library cannot be used, and what helps; None if it can."""
     try:
         _load()
     except NativeError as error:
@@ -120,7 +122,7 @@ def missing() -> str | None:
 
 
 def no_device() -> str | None:
-    """Why there is no device to copy from or to; None when there is one."""
+    """Return why there is no device to copy from or to, and what helps; None if there is one."""
     try:
         device_count()
     except NativeError as error:
@@ -129,7 +131,7 @@ def no_device() -> str | None:
 
 
 def device_count() -> int:
-    """How many devices there are.
+    """Return the number of devices.
 
     Raises:
         NativeError: no library, no driver, or no device.
@@ -141,34 +143,33 @@ def device_count() -> int:
 
 @functools.lru_cache
 def describe(device: int) -> str:
-    """CUDA's version and the device's name, such as "cuda 13.0, NVIDIA H200"."""
+    """Return CUDA's version and the device's name, such as "cuda 13.0, NVIDIA H200"."""
     text = ctypes.create_string_buffer(256)
     _check(_load().kvlc_describe(ctypes.c_uint64(device), text, ctypes.c_uint64(256)))
     return text.value.decode(errors="replace")
 
 
 def crossover() -> int:
-    """What the environment says, in bytes; the largest 64-bit number has it measured."""
+    """Return the crossover set by the environment, in bytes; 2**64 - 1 to have it measured."""
     text = os.environ.get(ENVIRONMENT)
     if not text:
         return _MEASURED
     if not text.isascii() or not text.isdigit() or int(text) >= _MEASURED:
-        raise NativeError(f"{ENVIRONMENT}={text!r}; wanted a number of bytes")
+        raise NativeError(f"{ENVIRONMENT}={text!r}; set it to a number of bytes")
     return int(text)
 
 
 def measured_crossovers(device: int) -> tuple[int, int]:
-    """Bytes from which copy engines are faster than a kernel: out of the device, and into it."""
+    """Return the bytes from which copy engines are faster than a kernel: (gather, scatter)."""
     found = (ctypes.c_uint64 * 2)()
     _check(_load().kvlc_crossover(ctypes.c_uint64(device), found))
     return found[0], found[1]
 
 
 def register(region: Region, device: int) -> str | None:
-    """Page-lock the whole mapping that a region lies in, once, for all devices.
+    """Page-lock the whole mapping that contains a region, once, for all devices.
 
-    It is unregistered before it is unmapped: that is when the mapping's last view, and so the
-    object that its weak reference watches, is gone.
+    The mapping is unregistered when its last view is freed, just before it is unmapped.
 
     Returns:
         None, or why it cannot be page-locked, and what helps.
@@ -176,13 +177,13 @@ def register(region: Region, device: int) -> str | None:
     pages = region.owner
     if not isinstance(pages, MappedPages):
         return "its memory is no mapping of this library's; reserve it from a link"
-    with _registering:
+    with _register_lock:
         if pages not in _registered:
             _registered[pages] = _register(pages, device)
         return _registered[pages]
 
 
-_registering = threading.Lock()
+_register_lock = threading.Lock()
 _registered: weakref.WeakKeyDictionary[MappedPages, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -195,21 +196,21 @@ def _register(pages: MappedPages, device: int) -> str | None:
     )
     if status:
         return _last_error()
-    end = weakref.finalize(pages, _unregister, pages.address, os.getpid())
-    end.atexit = False  # the process's end unmaps all at once
+    finalizer = weakref.finalize(pages, _unregister, pages.address, os.getpid())
+    finalizer.atexit = False  # the end of the process unmaps everything
     return None
 
 
-# These two run wherever garbage is collected: they take none of this file's locks.
+# These two are finalizers and run in any thread at any line: they take none of this file's locks.
 
 
 def _unregister(address: int, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has the mapping, and no CUDA
+    if pid == os.getpid():  # a forked child has the mapping, but no CUDA
         _load().kvlc_unregister(ctypes.c_void_p(address))
 
 
 def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
-    """Sleep until the ticket's copies are complete; gives the library's status."""
+    """Block until the ticket's copies are complete; return the library's status."""
     if not number.value or pid != os.getpid():
         return 0
     status: int = _load().kvlc_finish(number)
@@ -217,7 +218,8 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
 
 
 def _load() -> ctypes.CDLL:
-    return _part.load()
+    library = _part.library
+    return _part.load() if library is None else library
 
 
 def _declare(library: ctypes.CDLL) -> int:
@@ -227,7 +229,7 @@ def _declare(library: ctypes.CDLL) -> int:
 
 
 _part = CompiledPart(
-    "CUDA part", library=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
+    "CUDA part", filename=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
 )
 
 

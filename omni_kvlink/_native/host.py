@@ -1,6 +1,6 @@
-"""The only file that knows the compiled library: its place, its C interface, its errors.
+"""Binding of the native library: its file, its C interface, its errors.
 
-`csrc/kvlink.h` describes the interface. The library is loaded at first use; where there is none,
+`csrc/kvlink.h` describes the interface. The library is loaded at first use; if there is none,
 `missing()` says why and what helps, and the rest of the package works without it.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
@@ -22,18 +22,18 @@ CHUNK = 1 << 20
 NO_DIGEST = -1
 AUTO, STREAM = 0, 2  # enum kvl_stores
 LARGE = 8 << 20
-"""Bytes from which on the library itself stores past the cache."""
+"""Bytes above which AUTO stores past the cache."""
 LIBRARY = "_kvlink.so"
 EXCUSE = "_kvlink.missing"
-"""Written by the build in the library's stead: why there is none."""
+"""File that the build writes if it cannot build the library: why."""
 ENVIRONMENT = "OMNI_KVLINK_FEATURES"
-"""Forces an instruction set: avx512, avx2 or portable."""
+"""Environment variable that forces an instruction set: avx512, avx2 or portable."""
 
 CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
 DIGEST, BOUNDS, OVERLAP, ARGUMENT = 4, 2, 3, 1  # enum kvl_status
 
 PackedView = tuple[int, ...]
-"""A kvl_view as 16 integers; made by `packed_view`."""
+"""A `kvl_view` as 16 integers, made by `packed_view`; empty for a tensor it cannot describe."""
 _ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
@@ -43,9 +43,9 @@ class CopyFailed(NativeError):
     """A call of the library failed.
 
     Attributes:
-        status: a kvl_status.
-        copy: the number of the copy concerned.
-        chunk: which MiB of it.
+        status: a `kvl_status`.
+        copy: the index of the copy concerned.
+        chunk: the MiB of that copy.
     """
 
     def __init__(self, message: str, *, status: int, copy: int, chunk: int):
@@ -66,7 +66,7 @@ class _Report(ctypes.Structure):
 
 
 def packed_flat_view(base: int, nbytes: int) -> PackedView:
-    """A view of contiguous bytes."""
+    """Pack a view of contiguous bytes at address `base`."""
     return (base, nbytes, 0, nbytes, *_FLAT)
 
 
@@ -79,7 +79,16 @@ def packed_view(
     sizes: Sequence[int] = (),
     strides: Sequence[int] = (),
 ) -> PackedView:
-    """A view of `sizes` runs of bytes, `strides` (in bytes) apart, in `extent` bytes at `base`."""
+    """Pack a view of contiguous runs of bytes in the memory at address `base`.
+
+    Args:
+        base: address of the memory.
+        extent: bytes of the memory; the library checks the view against it.
+        run: bytes of one contiguous run.
+        offset: bytes from `base` to the first run.
+        sizes: number of runs in each dimension, outermost first; at most `DIMS`.
+        strides: bytes between runs in each dimension.
+    """
     pad = DIMS - len(sizes)
     dims = (*_ONES[:pad], *sizes, *_ZEROS[:pad], *strides)
     return (base, extent, offset, run, *dims, 0, 0, 1, 0)
@@ -88,14 +97,28 @@ def packed_view(
 def packed_indexed_view(
     view: PackedView, index: int, *, limit: int, split: int = 1, stride: int = 0
 ) -> PackedView:
-    """`view` with its first dimension looked up in the int64 array at address `index`."""
+    """Return `view` with its first dimension looked up in an int64 array; see `kvl_view`.
+
+    Args:
+        view: made by `packed_view`.
+        index: address of the array.
+        limit: every entry must be below it.
+        split: entries of one block.
+        stride: bytes between the entries of one block.
+    """
     return (*view[:12], index, limit, split, stride)
 
 
 class CopyBatch:
-    """The copies of one call, on one payload, packed as an array of C structs.
+    """The copies of one call between views and one payload, packed as an array of C structs.
 
-    Whatever the addresses point at must live until the call is over.
+    The memory at all addresses must stay valid until the call has returned.
+
+    Args:
+        address: of the payload.
+        nbytes: of the payload.
+        threads: number of copying threads; 0 chooses.
+        stores: `AUTO` or `STREAM`.
     """
 
     def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
@@ -103,37 +126,44 @@ class CopyBatch:
         self._options = _Options(threads, stores)
         self._views: list[int] = []
         self._spans: list[int] = []
-        self._digests = 0
+        self._num_digests = 0
         self.report = _Report()
 
     def __len__(self) -> int:
         return len(self._spans) // _SPAN
 
     def add(self, start: int, nbytes: int, view: PackedView = (), *, digest: bool) -> None:
-        """One tensor's place in the payload and, for `gather` and `scatter`, its view outside."""
-        span = (start, nbytes, self._digests if digest else NO_DIGEST)
+        """Add one tensor.
+
+        Args:
+            start: its first byte in the payload.
+            nbytes: its size.
+            view: the tensor outside the payload; required by `gather` and `scatter`.
+            digest: whether its digests are computed or compared.
+        """
+        span = (start, nbytes, self._num_digests if digest else NO_DIGEST)
         if view:
             self._views += view
             self._views += span
         self._spans += span
         if digest:
-            self._digests += -(-nbytes // CHUNK)
+            self._num_digests += -(-nbytes // CHUNK)
 
     def gather(self) -> bytes:
-        """Copy the views into the payload; gives all digests, four bytes each."""
+        """Copy the views into the payload; return all digests, 4 bytes each."""
         return self._compute("kvl_gather", self._copies())
 
     def digest(self) -> bytes:
-        """The digests of what is in the payload."""
+        """Return the digests of the bytes in the payload."""
         return self._compute("kvl_digest", self._spans)
 
     def scatter(self, digests: bytes) -> None:
-        """Copy the payload into the views, comparing with the digests given."""
-        self._call("kvl_scatter", self._copies(), _words(digests))
+        """Copy the payload into the views and compare it with `digests`."""
+        self._call("kvl_scatter", self._copies(), _swapped(array("I", digests)))
 
     def verify(self, digests: bytes) -> None:
-        """Compare what is in the payload with the digests given."""
-        self._call("kvl_verify", self._spans, _words(digests))
+        """Compare the bytes in the payload with `digests`."""
+        self._call("kvl_verify", self._spans, _swapped(array("I", digests)))
 
     def _copies(self) -> list[int]:
         if len(self._views) != len(self) * (_VIEW + _SPAN):
@@ -141,15 +171,13 @@ class CopyBatch:
         return self._views
 
     def _compute(self, name: str, entries: list[int]) -> bytes:
-        digests = array("I", bytes(4 * self._digests))
+        digests = array("I", bytes(4 * self._num_digests))
         self._call(name, entries, digests)
-        if sys.byteorder == "little":
-            digests.byteswap()
-        return digests.tobytes()
+        return _swapped(digests).tobytes()
 
     def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
-        if len(digests) != self._digests:
-            raise ValueError(f"{len(digests)} digests given, {self._digests} wanted")
+        if len(digests) != self._num_digests:
+            raise ValueError(f"{len(digests)} digests for {self._num_digests} chunks")
         library, packed = _load(), array("q", entries)
         status = getattr(library, name)(
             *self._payload,
@@ -170,7 +198,7 @@ class CopyBatch:
 
 
 def missing() -> str | None:
-    """Why the compiled library cannot be used, and what helps; None when it can."""
+    """Return why the native library cannot be used, and what helps; None if it can."""
     try:
         _load()
     except NativeError as error:
@@ -179,22 +207,24 @@ def missing() -> str | None:
 
 
 def features() -> str:
-    """The instruction set in use: avx512, avx2 or portable."""
+    """Return the instruction set in use: avx512+clmul, avx512, avx2 or portable."""
     text: bytes = _load().kvl_features()
     return text.decode()
 
 
 def select(name: str) -> None:
-    """Choose an instruction set by name, or the best with "auto".
+    """Select an instruction set by name, or the best one with "auto".
 
     Raises:
-        NativeError: there is none of this name on this machine.
+        NativeError: this machine has none of this name.
     """
     _select(_load(), name)
 
 
 def _load() -> ctypes.CDLL:
-    return _part.load()
+    # Without a call once it is loaded: this is in every copy's path.
+    library = _part.library
+    return _part.load() if library is None else library
 
 
 def _declare(library: ctypes.CDLL) -> int:
@@ -202,8 +232,7 @@ def _declare(library: ctypes.CDLL) -> int:
     library.kvl_features.restype = ctypes.c_char_p
     library.kvl_last_error.restype = ctypes.c_char_p
     for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify", "kvl_select"):
-        function: Callable[..., int] = getattr(library, name)  # AttributeError: another library
-        del function
+        getattr(library, name)  # AttributeError: another library
     forced = os.environ.get(ENVIRONMENT)
     if forced and version == ABI:
         _select(library, forced)
@@ -211,13 +240,13 @@ def _declare(library: ctypes.CDLL) -> int:
 
 
 _part = CompiledPart(
-    "compiled part", library=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
+    "compiled part", filename=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
 )
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:
     if library.kvl_select(name.encode()):
-        raise NativeError(f"{_last_error(library)}; {ENVIRONMENT} or select() asked for it")
+        raise NativeError(f"{_last_error(library)}; selected by {ENVIRONMENT} or select()")
 
 
 def _last_error(library: ctypes.CDLL) -> str:
@@ -225,8 +254,8 @@ def _last_error(library: ctypes.CDLL) -> str:
     return text.decode(errors="replace")
 
 
-def _words(digests: bytes) -> array[int]:
-    words = array("I", digests)
+def _swapped(digests: array[int]) -> array[int]:
+    """Convert digests between this machine's byte order and big-endian, in place."""
     if sys.byteorder == "little":
-        words.byteswap()
-    return words
+        digests.byteswap()
+    return digests

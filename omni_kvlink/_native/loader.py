@@ -1,4 +1,4 @@
-"""A compiled part of the package: found, looked at and loaded once, or the one reason why not."""
+"""Loads a compiled library of the package once, or keeps the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,52 +11,59 @@ from omni_kvlink.errors import NativeError
 
 
 class CompiledPart:
-    """A shared library beside the package's files.
+    """A shared library in the package's folder.
 
     Args:
-        name: in the words of an error, such as "CUDA part".
-        library: the file; `excuse`: what the build wrote in its stead, why there is none.
-        abi: the version of its interface that this package wants.
-        cure: what helps if it is missing.
-        declare: tells ctypes what its functions give, and returns its version; AttributeError if
-            it is another library.
+        name: how errors call it, such as "CUDA part".
+        filename: the library's file.
+        excuse: the file that the build writes if it cannot build the library: why.
+        abi: the version of its interface that this package requires.
+        cure: what to do if it is missing.
+        declare: declares the functions' types to ctypes, and returns the interface's version;
+            raises AttributeError if it is another library.
 
     Attributes:
-        state: the library, or why there is none; None until it is wanted.
+        library: the loaded library; None before the first `load`, and if it cannot be used.
+        error: why it cannot be used, once `load` has found that out.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        library: str,
+        filename: str,
         excuse: str,
         abi: int,
         cure: str,
         declare: Callable[[ctypes.CDLL], int],
     ):
-        self._name, self._library, self._excuse = name, library, excuse
+        self._name, self._filename, self._excuse = name, filename, excuse
         self._cure, self._declare = cure, declare
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()
         self.abi = abi
-        self.state: ctypes.CDLL | NativeError | None = None
+        self.library: ctypes.CDLL | None = None
+        self.error: NativeError | None = None
 
     def load(self) -> ctypes.CDLL:
-        """The library; raises NativeError, the same each time."""
-        if self.state is None:
-            with self._loading:
-                if self.state is None:
-                    try:
-                        self.state = self.open(Path(__file__).parent)
-                    except NativeError as error:
-                        self.state = error
-        if isinstance(self.state, NativeError):
-            raise NativeError(*self.state.args)
-        return self.state
+        """Return the library, loading it at the first call; any thread.
+
+        Raises:
+            NativeError: it cannot be used; the same error at every call.
+        """
+        with self._lock:
+            if self.library is None and self.error is None:
+                try:
+                    self.library = self.open(Path(__file__).parent)
+                except NativeError as error:
+                    self.error = error
+            if self.library is None:
+                assert self.error
+                raise NativeError(*self.error.args)
+            return self.library
 
     def open(self, directory: Path) -> ctypes.CDLL:
-        """The library that lies in a directory, if it is the right one."""
-        path, excuse = directory / self._library, directory / self._excuse
+        """Load the library from a directory and check its version."""
+        path, excuse = directory / self._filename, directory / self._excuse
         if not path.exists():
             why = (
                 excuse.read_text().strip() if excuse.exists() else f"there is no {path.name} in it"
@@ -69,6 +76,6 @@ class CompiledPart:
             raise NativeError(f"{path} cannot be used: {error}; {self._cure}") from None
         if version != self.abi:
             raise NativeError(
-                f"{path} has interface {version}, this package wants {self.abi}; {self._cure}"
+                f"{path} has interface {version}, this package requires {self.abi}; {self._cure}"
             )
         return library

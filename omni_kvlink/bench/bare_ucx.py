@@ -1,7 +1,7 @@
-"""What the plane adds to ucxx: the same bytes by both, and by one TCP connection, in turn.
+"""What `UcxTransport` adds to ucxx: the same bytes by both, and by one TCP connection, in turn.
 
 `python -m omni_kvlink.bench.bare_ucx` starts the sender in a process of its own and prints, for
-each way, milliseconds from the request to the last byte, and the ratio to a bare tag send.
+each transfer, milliseconds from the request to the last byte, and the ratio to a bare tag send.
 """
 
 from __future__ import annotations
@@ -31,41 +31,45 @@ from omni_kvlink.connectors.ucx.worker import load
 
 TIMEOUT = 60.0
 CHUNK = 8 << 20
-PLAIN = {"TLS": "tcp", "NET_DEVICES": "lo"}
-"""UCX's own settings, on the same way."""
+UCX_DEFAULTS = {"TLS": "tcp", "NET_DEVICES": "lo"}
+"""UCX's own settings, over the same network device."""
 
 
-class Way(ABC):
-    """One end of a way to move a buffer; both ends exchange their addresses as text."""
+class BufferTransfer(ABC):
+    """One end of a connection that moves a buffer; both ends exchange their addresses as text."""
 
     address = ""
 
     @abstractmethod
-    def meet(self, address: str) -> None: ...
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
 
     @abstractmethod
-    def send(self) -> None: ...
+    def send(self) -> None:
+        """Send the buffer; blocks until it may be modified."""
 
     @abstractmethod
     def receive(self) -> None:
-        """Be ready for the bytes; they have not been asked for yet."""
+        """Post the receives; the bytes have not been requested yet."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until all bytes are there."""
+        """Wait until all bytes are here."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the connection."""
 
 
-class Bare(Way):
-    """ucxx alone, asleep when it has nothing to do; `options` as UCX takes them.
+class TagSend(BufferTransfer):
+    """ucxx alone, which sleeps while it has nothing to do.
 
     Spinning, as ucxx does by itself, is slower where the cores are not idle.
 
     Args:
-        step: bytes of each message; one has all if 0.
+        buffer: what is sent, or received to.
+        options: UCX's own.
+        step: bytes of each message; 0: one message has all.
     """
 
     def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str], step: int = 0):
@@ -81,24 +85,29 @@ class Bare(Way):
         self._requests: list[Any] = []
         self.address = bytes(self._worker.address.tobytes()).hex()
 
-    def meet(self, address: str) -> None:
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
         there = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
         self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
 
     def send(self) -> None:
+        """Send the buffer; blocks until it may be modified."""
         self._requests = [self._endpoint.tag_send(*message) for message in self._messages]
         self.wait()
 
     def receive(self) -> None:
+        """Post the receives."""
         self._requests = [self._worker.tag_recv(*message) for message in self._messages]
 
     def wait(self) -> None:
+        """Wait until all bytes are here, or were sent."""
         while self._is_busy():
             self._sleep()
         for request in self._requests:
             request.check_error()
 
     def close(self) -> None:
+        """Close the connection."""
         self._endpoint.close_blocking()
 
     def _is_busy(self) -> bool:
@@ -110,13 +119,14 @@ class Bare(Way):
             select.select([self._worker.epoll_file_descriptor, *others], [], [])
 
 
-class Copied(Bare):
-    """What a put cannot do without, and no more: a thread copies with digests, step by step, and
-    each step leaves while the next is copied. Nothing is announced, asked for or answered.
+class CopyAndTagSend(TagSend):
+    """The least that a put must do, without any protocol.
+
+    A thread copies with digests, step by step, and each step is sent while the next is copied.
     """
 
     def send(self) -> None:
-        """The tensors to copy are made at the first call."""
+        """Copy and send; the first call makes the tensors to copy."""
         if not hasattr(self, "_sources"):
             self._sources = [piece.copy() for piece in self._pieces]
         self._requests, self._copied = [], os.eventfd(0, os.EFD_NONBLOCK)
@@ -141,26 +151,29 @@ class Copied(Bare):
             os.eventfd_write(self._copied, 1)
 
 
-class ByPlane(Way):
-    """Our plane, in pieces of `step` bytes."""
+class UcxTransportSend(BufferTransfer):
+    """`UcxTransport`, in messages of `step` bytes."""
 
     def __init__(self, buffer: np.ndarray[Any, Any], step: int):
         self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
-        self._plane = UcxTransport()
-        self.address = self._plane.address.hex()
+        self._transport = UcxTransport()
+        self.address = self._transport.address.hex()
 
-    def meet(self, address: str) -> None:
-        self._peer = self._plane.connect(bytes.fromhex(address))
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
+        self._peer = self._transport.connect(bytes.fromhex(address))
 
     def send(self) -> None:
-        self._begin(self._plane.send)
+        """Send the buffer; blocks until it may be modified."""
+        self._begin(self._transport.send)
         self.wait()
 
     def receive(self) -> None:
-        self._begin(self._plane.receive)
+        """Post the receives."""
+        self._begin(self._transport.receive)
 
     def _begin(self, verb: Any) -> None:
-        self._left, self._over = len(self._pieces), threading.Event()
+        self._left, self._completed = len(self._pieces), threading.Event()
         self._errors: list[BaseException] = []
         for tag, piece in enumerate(self._pieces):
             verb(self._peer, piece, tag, self._done)
@@ -169,17 +182,19 @@ class ByPlane(Way):
         self._errors += [error] if error is not None else []
         self._left -= 1
         if not self._left:
-            self._over.set()
+            self._completed.set()
 
     def wait(self) -> None:
-        if not self._over.wait(TIMEOUT) or self._errors:
-            raise BenchError(f"the plane did not deliver: {self._errors}")
+        """Wait until all bytes are here, or were sent."""
+        if not self._completed.wait(TIMEOUT) or self._errors:
+            raise BenchError(f"UcxTransport did not deliver: {self._errors}")
 
     def close(self) -> None:
-        self._plane.close()
+        """Close the connection."""
+        self._transport.close()
 
 
-class Tcp(Way):
+class TcpSend(BufferTransfer):
     """One TCP connection with large buffers."""
 
     def __init__(self, buffer: np.ndarray[Any, Any], is_sender: bool):
@@ -189,7 +204,8 @@ class Tcp(Way):
             self._listener = socket.create_server(("127.0.0.1", 0))
             self.address = str(self._listener.getsockname()[1])
 
-    def meet(self, address: str) -> None:
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
         if self._listener is None:
             self._connection = socket.create_connection(("127.0.0.1", int(address)))
         else:
@@ -199,49 +215,53 @@ class Tcp(Way):
             self._connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
 
     def send(self) -> None:
+        """Send the buffer; blocks until it may be modified."""
         self._connection.sendall(self._buffer)
 
     def receive(self) -> None:
-        pass
+        """Do nothing: the kernel receives."""
 
     def wait(self) -> None:
+        """Wait until all bytes are here, or were sent."""
         at = 0
         while at < len(self._buffer):
             at += self._connection.recv_into(self._buffer[at:])
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
 
 
-def make_ways(nbytes: int, *, is_sender: bool) -> dict[str, Way]:
-    """The first is what the others are divided by. All share one buffer."""
+def make_transfers(nbytes: int, *, is_sender: bool) -> dict[str, BufferTransfer]:
+    """One end of every transfer, over one buffer; the others are compared with the first."""
     buffer = np.full(nbytes, int(is_sender), np.uint8)
     return {
-        "bare tag send, our settings": Bare(buffer, UcxSettings().options()),
-        "bare tag send, UCX's settings": Bare(buffer, PLAIN),
-        f"bare, copied in steps of {CHUNK >> 20} MiB": Copied(
+        "bare tag send, our settings": TagSend(buffer, UcxSettings().options()),
+        "bare tag send, UCX's settings": TagSend(buffer, UCX_DEFAULTS),
+        f"bare, copied in steps of {CHUNK >> 20} MiB": CopyAndTagSend(
             buffer, UcxSettings().options(), CHUNK
         ),
-        "plane, one message": ByPlane(buffer, nbytes),
-        f"plane, messages of {CHUNK >> 20} MiB": ByPlane(buffer, CHUNK),
-        "one TCP connection": Tcp(buffer, is_sender),
+        "UcxTransport, one message": UcxTransportSend(buffer, nbytes),
+        f"UcxTransport, messages of {CHUNK >> 20} MiB": UcxTransportSend(buffer, CHUNK),
+        "one TCP connection": TcpSend(buffer, is_sender),
     }
 
 
 def serve(nbytes: int) -> None:
-    """The sender: its addresses, then one transfer for each number that it reads."""
-    ways = list(make_ways(nbytes, is_sender=True).values())
-    print(";".join(["ways", *(way.address for way in ways)]), flush=True)
-    for way, address in zip(ways, sys.stdin.readline().strip().split(";"), strict=True):
-        way.meet(address)
+    """Run the sender: print its addresses, then send by each transfer whose number is read."""
+    transfers = list(make_transfers(nbytes, is_sender=True).values())
+    print(";".join(["addresses", *(one.address for one in transfers)]), flush=True)
+    for one, address in zip(transfers, sys.stdin.readline().strip().split(";"), strict=True):
+        one.connect(address)
     for line in sys.stdin:
-        ways[int(line)].send()
-    for way in ways:
-        way.close()
+        transfers[int(line)].send()
+    for one in transfers:
+        one.close()
 
 
 @contextlib.contextmanager
 def sender(nbytes: int) -> Iterator[subprocess.Popen[str]]:
+    """The sender's process, within the `with` block."""
     command = [sys.executable, "-m", __spec__.name, "--sender", "--nbytes", str(nbytes)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -254,29 +274,30 @@ def sender(nbytes: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds by way, one transfer of each in turn; the first round is not counted."""
+    """Seconds by transfer, which take turns; the first round is not counted."""
     with sender(nbytes) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        ways = make_ways(nbytes, is_sender=False)
-        print(";".join(way.address for way in ways.values()), file=process.stdin)
-        line = next(line for line in process.stdout if line.startswith("ways;"))
-        for way, address in zip(ways.values(), line.strip().split(";")[1:], strict=True):
-            way.meet(address)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        transfers = make_transfers(nbytes, is_sender=False)
+        print(";".join(one.address for one in transfers.values()), file=process.stdin)
+        line = next(line for line in process.stdout if line.startswith("addresses;"))
+        for one, address in zip(transfers.values(), line.strip().split(";")[1:], strict=True):
+            one.connect(address)
+        seconds: dict[str, list[float]] = {name: [] for name in transfers}
         for _ in range(rounds + 1):
-            for number, (name, way) in enumerate(ways.items()):
-                way.receive()
+            for number, (name, one) in enumerate(transfers.items()):
+                one.receive()
                 started = time.perf_counter()
                 print(number, file=process.stdin)
-                way.wait()
+                one.wait()
                 seconds[name].append(time.perf_counter() - started)
-        for way in ways.values():
-            way.close()
+        for one in transfers.values():
+            one.close()
     return {name: values[1:] for name, values in seconds.items()}
 
 
 def main() -> None:
+    """Measure, and print a line for each transfer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nbytes", type=int, default=28 * 2 * 4096 * 4 * 128 * 2)
     parser.add_argument("--rounds", type=int, default=20)
@@ -291,9 +312,9 @@ def main() -> None:
     seconds = measure(options.nbytes, options.rounds)
     bare = Summary.of(next(iter(seconds.values()))).p50
     for name, values in seconds.items():
-        took = Summary.of([1e3 * value for value in values])
-        spread = f"{took.p50:6.1f} [{took.min:.1f}..{took.p90:.1f}] ms"
-        print(f"{name:30} {spread}, {1e-3 * took.p50 / bare:.2f} x bare")
+        one = Summary.of([1e3 * value for value in values])
+        spread = f"{one.p50:6.1f} [{one.min:.1f}..{one.p90:.1f}] ms"
+        print(f"{name:30} {spread}, {1e-3 * one.p50 / bare:.2f} x bare")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A copier that lies: a comparison that cannot fail proves nothing."""
+"""A copier that flips a bit: a comparison that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_kvlink.payload.views import TensorView
 
 
 class BitflipCopier(Copier):
-    """A copier that spoils one payload after its digests are taken: a check must see it."""
+    """Copies with another copier; while `armed`, flips one bit after the digests are taken."""
 
     name = "flip-one-bit"
 
@@ -22,18 +22,22 @@ class BitflipCopier(Copier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
+        """Gather, and flip a bit in the middle of the last tensor with bytes if armed."""
         digests = self._copier.gather(sources, manifest, region)
         if self.armed:
-            spec = manifest.tensors[-1]
+            spec = next(spec for spec in reversed(manifest.tensors) if spec.nbytes)
             at = manifest.header_nbytes + (spec.start + spec.stop) // 2
             region.view()[at] ^= 1
         return digests
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """As the other copier does."""
         return self._copier.digest(manifest, region)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+        """As the other copier does."""
         self._copier.scatter(manifest, region, targets)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
+        """As the other copier does."""
         self._copier.verify(manifest, region)

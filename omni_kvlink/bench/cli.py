@@ -1,4 +1,4 @@
-"""`kvlink-bench`: its commands and options."""
+"""`kvlink-bench`: how fast a link is on this machine, and whether it is exact."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from omni_kvlink.bench import latency, machine, report, streaming, verify
-from omni_kvlink.bench import membench as limits
+from omni_kvlink.bench import latency, machine, membench, report, streaming, verify
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.payloads import BLOCK, Shape
-from omni_kvlink.bench.tables import latency_text
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 
 PRESETS = {
     "tiny": Shape(1, 1, 1, 1024),
@@ -27,7 +25,7 @@ _EPILOG = """exit status: 0 done, 1 a comparison failed, 2 wrong usage or the li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command, and return its exit status."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -49,9 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_stream(
         commands.add_parser("stream", help=streaming.__doc__, description=streaming.__doc__)
     )
-    _add_copy(commands.add_parser("copy", help=limits.__doc__, description=limits.__doc__))
+    _add_copy(commands.add_parser("copy", help=membench.__doc__, description=membench.__doc__))
     _add_verify(commands.add_parser("verify", help=verify.__doc__, description=verify.__doc__))
-    _add_keygen(commands.add_parser("keygen", help=_keygen.__doc__, description=_keygen.__doc__))
+    keygen = commands.add_parser("keygen", help=_keygen.__doc__)  # until 0.3
+    keygen.set_defaults(run=_keygen)
+    keygen.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
@@ -65,8 +65,8 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    what = "write the result there; '-': standard output"
-    parser.add_argument("--json", default="", metavar="FILE", help=what)
+    text = "write the result there; '-': standard output"
+    parser.add_argument("--json", default="", metavar="FILE", help=text)
 
 
 def _add_shape(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ def _add_shape(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
     add("--tokens", type=_positive)
     add("--heads", type=_positive)
     add("--head-dim", type=_positive)
-    add("--dtype", choices=tuple(DTYPES))
+    add("--dtype", choices=tuple(KV_DTYPES))
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
@@ -126,8 +126,8 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_stream)
     _add_link(parser)
     _add_shape(parser, tuple(PRESETS))
-    what = f"out of blocks of {BLOCK} tokens in random order, and into such"
-    parser.add_argument("--paged", action="store_true", help=what)
+    text = f"out of blocks of {BLOCK} tokens in random order, and into such"
+    parser.add_argument("--paged", action="store_true", help=text)
     parser.add_argument("--rounds", type=_positive, default=20)
     parser.add_argument("--warmup", type=_count, default=3, help="rounds not counted (default: 3)")
 
@@ -139,30 +139,17 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
 
 
-def _add_keygen(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_keygen)
-    parser.add_argument("directory", help="where to write them")
-    parser.add_argument("name", help="of the two files: NAME.secret and NAME.public")
-
-
 def _keygen(arguments: argparse.Namespace) -> int:
-    """Make the two key files of one side of an encrypted zmq+tcp:// link."""
-    from omni_kvlink.connectors.control.keys import generate
-
-    try:
-        secret, public = generate(arguments.directory, arguments.name)
-    except (ValueError, OSError) as error:
-        print(f"kvlink-bench: {error}", file=sys.stderr)
-        return 2
-    print(f"{secret}: stays here; keys= of this side\n{public}: for the other side's peers=")
-    return 0
+    """Moved: use `kvlink keygen DIRECTORY NAME`."""
+    print("kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME", file=sys.stderr)
+    return 2
 
 
 def _copy(arguments: argparse.Namespace) -> int:
-    setup = limits.Setup(_shape(arguments), arguments.rounds, arguments.threads)
+    setup = membench.CopySetup(_shape(arguments), arguments.rounds, arguments.threads)
     quiet = arguments.json == "-"
     with report.progress("rounds", setup.rounds, quiet=quiet) as step:
-        result = limits.measure(setup, step)
+        result = membench.measure(setup, step)
     _finish("copy", arguments, dataclasses.asdict(setup), result.to_dict(), result.text())
     if not quiet:
         report.draw([(row.key.replace("_", " "), row.rate) for row in result.rows], "GB/s")
@@ -170,7 +157,7 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 def _latency(arguments: argparse.Namespace) -> int:
-    setup = latency.Setup(
+    setup = latency.LatencySetup(
         connector=arguments.url.partition("://")[0] or arguments.connector,
         url=arguments.url,
         shape=_shape(arguments),
@@ -190,12 +177,12 @@ def _latency(arguments: argparse.Namespace) -> int:
     with report.progress("rounds", setup.warmup + setup.rounds, quiet=quiet) as step:
         result = latency.measure(setup, step)
     results = {**result.to_dict(), "bars": latency.bars(result), "notes": latency.notes(setup)}
-    _finish("latency", arguments, dataclasses.asdict(setup), results, latency_text(result))
+    _finish("latency", arguments, dataclasses.asdict(setup), results, result.text())
     return 0
 
 
 def _stream(arguments: argparse.Namespace) -> int:
-    setup = streaming.Setup(
+    setup = streaming.StreamSetup(
         connector=arguments.url.partition("://")[0] or arguments.connector,
         shape=_shape(arguments),
         url=arguments.url,

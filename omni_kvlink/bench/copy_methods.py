@@ -1,4 +1,4 @@
-"""The ways to move or read a payload's bytes, each proven to do so before it is timed."""
+"""Methods to move or read a payload's bytes, each proven to do so before it is timed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
 from omni_kvlink.payload.views import TensorView, dense
 
 
-class Way(ABC):
-    """One way.
+class CopyMethod(ABC):
+    """One method to move or read all bytes of a payload.
 
     Attributes:
-        key: its name in documents.
-        what: for people.
+        key: its name in JSON documents.
+        what: what is timed, for people.
     """
 
     def __init__(self, key: str, what: str):
@@ -35,38 +35,41 @@ class Way(ABC):
 
     @abstractmethod
     def run(self) -> object:
-        """Once through all bytes. What it returns is dropped when the clock has stopped."""
+        """Move or read all bytes; the result is dropped after the clock has stopped."""
 
     @abstractmethod
-    def is_true(self) -> bool:
-        """Run on blank memory, and look whether all bytes are there."""
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory; whether all bytes are there afterwards."""
 
     def seconds(self) -> float:
+        """Run once; the seconds that it took."""
         start = time.perf_counter()
         kept = self.run()
-        took = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         del kept
-        return took
+        return seconds
 
 
-class Plain(Way):
-    """The yardstick."""
+class PlainCopyMethod(CopyMethod):
+    """The baseline: a plain copy of as many bytes."""
 
     def __init__(self, nbytes: int):
         self._plain = PlainCopy(nbytes)
         super().__init__("plain_copy", self._plain.name)
 
     def run(self) -> object:
+        """Move all bytes once."""
         self._plain.copy()
         return None
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory, and compare."""
         self._plain.target.fill(0)
         self.run()
         return np.array_equal(self._plain.source, self._plain.target)
 
 
-class TorchCopy(Way):
+class TorchCopyMethod(CopyMethod):
     """`Tensor.copy_`, tensor by tensor."""
 
     def __init__(self, key: str, what: str, sources: Sequence[torch.Tensor]):
@@ -75,92 +78,99 @@ class TorchCopy(Way):
         self._targets = [torch.zeros_like(source) for source in sources]
 
     def run(self) -> object:
+        """Move all bytes once."""
         for source, target in zip(self._sources, self._targets, strict=True):
             target.copy_(source)
         return None
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory, and compare."""
         _blank(self._targets)
         self.run()
         return all(map(same_bytes, self._sources, self._targets))
 
 
-class Payload:
-    """A plan, its memory, and the tensors it is made of."""
+class StagedPayload:
+    """A payload's plan, the memory of its bytes, and the tensors that they are copied from."""
 
     def __init__(self, sources: Sequence[TensorView], manifest: Manifest, region: Region):
         self.sources, self.manifest, self.region = sources, manifest, region
 
     @classmethod
-    def of(cls, cache: KVCacheTransferData) -> Payload:
-        """In shared memory of its own, with digests."""
+    def of(cls, cache: KVCacheTransferData) -> StagedPayload:
+        """Plan a cache, with digests, in shared memory of its own."""
         plan = cache.plan()
         return cls(cache.tensors(), plan, Mapping.shared("kvlink-bench", plan.nbytes).region)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What lies in the memory now."""
+        """Views of the memory."""
         specs, at = self.manifest.tensors, self.manifest.header_nbytes
         return [tensor_view(self.region, spec, at) for spec in specs]
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the source's bytes."""
+        """Whether tensors have the bytes of the sources."""
         return all(same_bytes(dense(s), t) for s, t in zip(self.sources, tensors, strict=True))
 
     def commit(self, copier: Copier) -> None:
-        """Bring the bytes, and note their digests."""
+        """Copy the bytes, and add their digests to the plan."""
         digests = copier.gather(self.sources, self.manifest, self.region)
         self.manifest = self.manifest.with_digests(digests)
 
 
-class Gather(Way):
+class GatherMethod(CopyMethod):
     """The copy of a `put`, into memory that was used before."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: Payload):
+    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
         super().__init__(key, what)
         self._copier, self._payload = copier, payload
 
     def run(self) -> object:
+        """Move all bytes once."""
         one = self._payload
         return self._copier.gather(one.sources, one.manifest, one.region)
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory, and compare."""
         _blank(self._payload.tensors())
         self.run()
         return self._payload.holds(self._payload.tensors())
 
 
-class Scatter(Way):
-    """Out of a payload into tensors, digests checked on the way."""
+class ScatterMethod(CopyMethod):
+    """The copy out of a payload into tensors, digests checked on the way."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: Payload):
+    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
         super().__init__(key, what)
         self._copier, self._payload = copier, payload
         self._targets = [torch.zeros_like(tensor) for tensor in payload.tensors()]
 
     def run(self) -> object:
+        """Move all bytes once."""
         one = self._payload
         self._copier.scatter(one.manifest, one.region, self._targets)
         return None
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory, and compare."""
         _blank(self._targets)
         self.run()
         return self._payload.holds(self._targets)
 
 
-class Verify(Way):
+class VerifyMethod(CopyMethod):
     """Reads all bytes and compares digests."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: Payload):
+    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
         super().__init__(key, what)
         self._copier, self._payload = copier, payload
 
     def run(self) -> object:
+        """Move all bytes once."""
         self._copier.verify(self._payload.manifest, self._payload.region)
         return None
 
-    def is_true(self) -> bool:
-        """Reads to the end: sees one bit of the last byte."""
+    def moves_all_bytes(self) -> bool:
+        """Whether it reads to the end: it must see one bit of the last byte."""
         self.run()
         last = self._payload.tensors()[-1].view(torch.uint8).view(-1)
         last[-1] ^= 1
@@ -173,64 +183,69 @@ class Verify(Way):
         return False
 
 
-class FirstTouch(Way):
-    """A gather into memory nobody has used, whose making is timed too, its end not."""
+class FirstTouchMethod(CopyMethod):
+    """A gather into new memory; making the memory is timed too, unmapping it is not."""
 
     def __init__(
         self,
         key: str,
         what: str,
         copier: Copier,
-        payload: Payload,
+        payload: StagedPayload,
         make: Callable[[str, int], Mapping],
     ):
         super().__init__(key, what)
         self._copier, self._payload, self._make = copier, payload, make
 
     def run(self) -> Mapping:
+        """Move all bytes once."""
         one = self._payload
         mapping = self._make("kvlink-bench", one.region.nbytes)
         self._copier.gather(one.sources, one.manifest, mapping.region)
         return mapping
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
+        """Run on blank memory, and compare."""
         one, mapping = self._payload, self.run()
-        return one.holds(Payload(one.sources, one.manifest, mapping.region).tensors())
+        return one.holds(StagedPayload(one.sources, one.manifest, mapping.region).tensors())
 
 
-def make_ways(shape: Shape, *, threads: int) -> list[Way]:
-    """All of them; the first is the yardstick.
+def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
+    """Every method; the first is the baseline.
 
     Args:
-        threads: of torch, to be told to the reader.
+        shape: of the payload; about ten times its bytes are allocated.
+        threads: torch's, as the text names them.
 
     Raises:
         NativeError: there is no compiled library.
-        CapacityError: about ten times the payload do not fit into memory.
+        CapacityError: the memory is too small.
     """
     cores = len(os.sched_getaffinity(0))
     one, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
     cache = _cache(shape, "contiguous")
-    payload, committed = Payload.of(cache), Payload.of(cache)
-    paged = Payload.of(_cache(shape, "paged"))
-    bare = Payload(payload.sources, cache.plan(digests=False), payload.region)  # as warm as that
+    payload, committed = StagedPayload.of(cache), StagedPayload.of(cache)
+    paged = StagedPayload.of(_cache(shape, "paged"))
+    bare = StagedPayload(
+        payload.sources, cache.plan(digests=False), payload.region
+    )  # the same warm memory
     committed.commit(one)
     tensors = [dense(source) for source in payload.sources]
     return [
-        Plain(shape.nbytes),
-        TorchCopy("torch_copy", f"Tensor.copy_, torch threads {threads}", tensors),
-        Gather("gather_bare", "a put's copy, no digests", one, bare),
-        Gather("gather", "the same with digests", one, payload),
-        Gather("gather_auto_bare", "as many threads as a put takes", auto, bare),
-        Gather("gather_auto", "the same with digests", auto, payload),
-        Gather(
+        PlainCopyMethod(shape.nbytes),
+        TorchCopyMethod("torch_copy", f"Tensor.copy_, torch threads {threads}", tensors),
+        GatherMethod("gather_bare", "a put's copy, no digests", one, bare),
+        GatherMethod("gather", "the same with digests", one, payload),
+        GatherMethod("gather_auto_bare", "as many threads as a put takes", auto, bare),
+        GatherMethod("gather_auto", "the same with digests", auto, payload),
+        GatherMethod(
             "gather_all_cores", f"a thread on each of {cores} cores, digests", all_cores, payload
         ),
-        Gather("gather_paged", f"random blocks of {BLOCK}, digests", one, paged),
-        Scatter("scatter", "out of a payload, digests checked", one, committed),
-        Verify("verify", "only read, digests checked", one, committed),
-        FirstTouch("first_touch", "gather into a new memory file", one, payload, _untouched),
-        FirstTouch("populated", "the same, populated before", one, payload, Mapping.shared),
+        GatherMethod("gather_paged", f"random blocks of {BLOCK}, digests", one, paged),
+        ScatterMethod("scatter", "out of a payload, digests checked", one, committed),
+        VerifyMethod("verify", "only read, digests checked", one, committed),
+        FirstTouchMethod("first_touch", "gather into a new memory file", one, payload, _untouched),
+        FirstTouchMethod("populated", "the same, populated before", one, payload, Mapping.shared),
     ]
 
 
@@ -239,7 +254,7 @@ def _cache(shape: Shape, sources: Sources) -> KVCacheTransferData:
 
 
 def _untouched(name: str, nbytes: int) -> Mapping:
-    """A memory file as it comes: each page is made when the copy reaches it."""
+    """Make a memory file without pages: each is made when the copy reaches it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, nbytes)
     return Mapping(mmap.mmap(fd, nbytes), nbytes, fd=fd)

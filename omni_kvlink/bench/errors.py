@@ -1,4 +1,4 @@
-"""What ends a benchmark with one line instead of a traceback."""
+"""The error that ends a benchmark with one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,4 @@ from omni_kvlink.errors import KVLinkError
 
 
 class BenchError(KVLinkError):
-    """The benchmark could not be set up, or its reader is gone; the text says why."""
-
-
-class ReaderError(BenchError):
-    """The reader could not do what it was asked, and lives on; the text is its error."""
+    """The benchmark could not be set up, or its reader failed; the text says why."""

@@ -1,9 +1,11 @@
-"""Which machine a result was measured on; a figure without it means nothing."""
+"""The machine that a result was measured on, and torch's threads on it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
@@ -30,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    """The same for people."""
+    """The machine in one line, for people."""
     gib = machine["memory_bytes"] / (1 << 30)
     return (
         f"{machine['cpu_model']}, {machine['cores']} cores, {gib:.0f} GiB, {machine['kernel']}, "
@@ -38,20 +40,29 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
-def _field(path: str, name: str) -> str:
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads within the `with` block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        with open(path) as lines:
-            for line in lines:
-                key, _, value = line.partition(":")
-                if key.strip() == name:
-                    return value.strip()
-    except OSError:
-        pass  # not Linux: the caller has another source
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _field(path: str, name: str) -> str:
+    """The value of the first line `name: value`; empty if there is none."""
+    with contextlib.suppress(OSError), open(path) as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
     return ""
 
 
 def _choice(path: str) -> str:
-    """The word in brackets of a sysfs setting."""
+    """The chosen value of a sysfs setting, which is the one in brackets."""
     try:
         with open(path) as file:
             return file.read().partition("[")[2].partition("]")[0] or "unknown"

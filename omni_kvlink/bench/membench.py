@@ -1,4 +1,4 @@
-"""What this machine's memory allows: ways to move as many bytes, timed in turn."""
+"""What this machine's memory allows: several methods to copy as many bytes, timed in turn."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from omni_kvlink._native import host
-from omni_kvlink.bench.copy_methods import make_ways
+from omni_kvlink.bench.copy_methods import make_copy_methods
 from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import Shape
 from omni_kvlink.bench.report import table, wrapped
 from omni_kvlink.bench.stats import Summary
-from omni_kvlink.bench.threads import torch_threads
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class CopySetup:
     """What to measure; `threads` are torch's."""
 
     shape: Shape
@@ -26,8 +26,8 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One way: its seconds in each round, beside the plain copy's of the same rounds."""
+class CopyTimes:
+    """Seconds of one method in each round, beside the plain copy's of the same rounds."""
 
     key: str
     what: str
@@ -37,6 +37,7 @@ class Row:
 
     @property
     def milliseconds(self) -> Summary:
+        """Milliseconds of all rounds."""
         return Summary.of([1e3 * value for value in self.seconds])
 
     @property
@@ -50,7 +51,8 @@ class Row:
         return 1e-6 * self.nbytes / self.milliseconds.p50
 
     def to_dict(self) -> dict[str, Any]:
-        by_round = [mine / its for mine, its in zip(self.seconds, self.plain, strict=True)]
+        """The method's part of the JSON document; the keys are stable."""
+        by_round = [own / plain for own, plain in zip(self.seconds, self.plain, strict=True)]
         return {
             "what": self.what,
             "milliseconds": self.milliseconds.to_dict(),
@@ -60,25 +62,26 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        took = self.milliseconds
-        times = f"{took.p50:.3g} [{took.min:.3g}..{took.max:.3g}]"
+        """The method's row of the table."""
+        summary = self.milliseconds
+        times = f"{summary.p50:.3g} [{summary.min:.3g}..{summary.max:.3g}]"
         name = self.key.replace("_", " ")
         return [name, times, f"{self.rate:.2f}", f"{self.ratio:.2f}", self.what]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """All rows of one run; the first is the plain copy."""
+class CopyResult:
+    """All methods of one run; the first is the plain copy."""
 
-    setup: Setup
+    setup: CopySetup
     features: str
-    rows: list[Row]
+    rows: list[CopyTimes]
 
     @property
     def digests_cost(self) -> float:
         """Percent that digests add to one thread's gather."""
-        took = {row.key: row.milliseconds.p50 for row in self.rows}
-        return 100 * (took["gather"] / took["gather_bare"] - 1)
+        p50 = {row.key: row.milliseconds.p50 for row in self.rows}
+        return 100 * (p50["gather"] / p50["gather_bare"] - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
@@ -105,25 +108,26 @@ class Result:
         return "\n\n".join(blocks)
 
 
-def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
-    """Prove every way, then time each once a round; `step` is called after each round.
+def measure(setup: CopySetup, step: Callable[[], None] = lambda: None) -> CopyResult:
+    """Prove every method, then time each once a round; `step` is called after each round.
 
     Raises:
-        BenchError: one does not move the bytes.
-        NativeError, CapacityError
+        BenchError: a method does not move all bytes.
+        NativeError: there is no compiled library.
+        CapacityError: the memory is too small.
     """
     with torch_threads(setup.threads):
-        ways = make_ways(setup.shape, threads=setup.threads)
-        for way in ways:
-            if not way.is_true():
-                raise BenchError(f"{way.key}: not all bytes are there")
-        seconds: dict[str, list[float]] = {way.key: [] for way in ways}
-        chance = random.Random(0)  # who runs after whom changes from round to round
+        methods = make_copy_methods(setup.shape, threads=setup.threads)
+        for method in methods:
+            if not method.moves_all_bytes():
+                raise BenchError(f"{method.key}: not all bytes are there")
+        seconds: dict[str, list[float]] = {method.key: [] for method in methods}
+        chance = random.Random(0)  # the order changes from round to round
         for _ in range(setup.rounds):
-            for way in chance.sample(ways, len(ways)):
-                seconds[way.key].append(way.seconds())
+            for method in chance.sample(methods, len(methods)):
+                seconds[method.key].append(method.seconds())
             step()
-    plain = seconds[ways[0].key]
+    plain = seconds[methods[0].key]
     nbytes = setup.shape.nbytes
-    rows = [Row(way.key, way.what, nbytes, seconds[way.key], plain) for way in ways]
-    return Result(setup, host.features(), rows)
+    rows = [CopyTimes(one.key, one.what, nbytes, seconds[one.key], plain) for one in methods]
+    return CopyResult(setup, host.features(), rows)

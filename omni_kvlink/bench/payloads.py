@@ -1,10 +1,11 @@
-"""Caches of random bytes to send, and what must arrive, said without the library's help."""
+"""Caches of random bytes to send, and what must arrive, computed without the library."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,15 +13,17 @@ import torch
 
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.pools import PoolLayers
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import dense
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.payload.views import TensorView, dense
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""
 
 Sources: TypeAlias = Literal["contiguous", "strided", "paged"]
-"""How tensors lie: dense; K and V of a token side by side; in blocks of a pool, out of order."""
+"""The memory of tensors: dense; K and V of a token side by side; pool blocks in random order."""
 
 BLOCK = 16
 """Tokens of a block of paged sources."""
@@ -30,7 +33,7 @@ BRANCH_NAMES = ("gen", "cfg_text", "cfg_img")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The dimensions of a cache; `heads` is 0 for one latent a layer (MLA) instead of K and V."""
+    """The dimensions of a cache; `heads` 0 means one latent a layer (MLA) instead of K and V."""
 
     layers: int
     tokens: int
@@ -40,10 +43,12 @@ class Shape:
 
     @property
     def layout(self) -> str:
+        """The metadata's layout."""
         return "NHD" if self.heads else "ND"
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of a layer's tensors."""
         return ("key_cache", "value_cache") if self.heads else ("latent_cache",)
 
     @property
@@ -53,11 +58,12 @@ class Shape:
 
     @property
     def row_nbytes(self) -> int:
+        """Bytes of one token in one tensor."""
         return math.prod(self.row) * torch_dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """All tensors together, without header and padding."""
+        """Bytes of all tensors, without header and padding."""
         return self.layers * len(self.parts) * self.tokens * self.row_nbytes
 
     def __str__(self) -> str:
@@ -77,17 +83,18 @@ class Sample:
         self, *, tokens: int | None = None, metadata: KVMetadata | None = None
     ) -> dict[str, Any]:
         """What a reader of the first `tokens` tokens must find, see `found_in`."""
-        upto = self.shape.tokens if tokens is None else tokens
-        label = f"{self.shape.dtype} {[upto, *self.shape.row]}"
+        tokens = self.shape.tokens if tokens is None else tokens
+        label = f"{self.shape.dtype} {[tokens, *self.shape.row]}"
         return {
-            **_facts(metadata or self.cache.metadata),
+            **_metadata_fields(metadata or self.cache.metadata),
             "dtype": self.shape.dtype,
             "block_ids": list(self.cache.block_ids) if metadata is None else [],
-            "digests": [_sha256(label, np.ascontiguousarray(r[:upto])) for r in self.rows],
+            "digests": [_sha256(label, np.ascontiguousarray(r[:tokens])) for r in self.rows],
         }
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as `bfloat16`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -101,7 +108,7 @@ def make_sample(
     sources: Sources = "contiguous",
     block_ids: tuple[int, ...] = (),
 ) -> Sample:
-    """A cache of random bytes: every bit pattern, NaNs too; pages have block ids of their own."""
+    """Make a cache of random bytes, NaNs included; a paged one has block ids of its own."""
     if sources == "paged":
         return _paged_sample(request_id, shape, rng)
     rows: list[Rows] = []
@@ -116,7 +123,7 @@ def make_sample(
 
 
 def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
-    """`branches` branches of which the first has bytes; the rest are in turn half of it, and it."""
+    """Make a bundle whose first branch has bytes; the others are in turn half of it and all."""
     first = BRANCH_NAMES[0]
     made: dict[str, BundleBranch] = {first: sample.cache}
     for index in range(1, branches):
@@ -130,12 +137,12 @@ def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCa
 
 
 def prefix_metadata(sample: Sample, tokens: int, rng: np.random.Generator) -> KVMetadata:
-    """Metadata of its own for the first `tokens` tokens of a cache."""
+    """Make other metadata for the first `tokens` tokens of a cache."""
     return _metadata(sample.shape, tokens, rng)
 
 
 def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
-    """A cache of as many layers without a token, as an unconditional branch has it."""
+    """Make a cache without tokens, as an unconditional branch has it."""
     metadata = KVMetadata((0,), (0,), shape.layers, layout=shape.layout)
     return KVCacheTransferData(
         request_id, {part: [None] * shape.layers for part in shape.parts}, (), metadata
@@ -144,22 +151,84 @@ def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
 
 def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
     """What a reader of an empty cache must find."""
-    return {**_facts(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
+    return {**_metadata_fields(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
 
 
 def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
-    """Metadata, and the SHA-256 of type, shape and bytes of each tensor, layer by layer."""
+    """The metadata of a cache, and the SHA-256 of dtype, shape and bytes of each tensor."""
     layers = zip(*cache.layer_blocks.values(), strict=True)
-    tensors = [dense(place) for layer in layers for place in layer if place is not None]
+    tensors = [dense(part) for layer in layers for part in layer if part is not None]
     return {
-        **_facts(cache.metadata),
+        **_metadata_fields(cache.metadata),
         "dtype": cache.metadata.dtype,
         "block_ids": list(cache.block_ids),
-        "digests": [
-            _sha256(f"{str(t.dtype)[len('torch.') :]} {list(t.shape)}", bytes_of(t))
-            for t in tensors
-        ],
+        "digests": list(map(_tensor_sha256, tensors)),
     }
+
+
+def make_tensor_sample(
+    request_id: str, shape: Shape, rng: np.random.Generator, *, sources: Sources
+) -> tuple[TensorTransferData, dict[str, Any]]:
+    """Make nested tensors of one dtype, and what a reader must find, see `found_in_tensors`."""
+    dtype, digests = torch_dtype(shape.dtype), list[str]()
+
+    def leaf(*sizes: int) -> TensorView:
+        rows, row = (sizes[0], math.prod(sizes[1:])) if sizes else (1, 1)
+        row_nbytes = row * dtype.itemsize
+        table = torch.arange(rows)
+        if sources == "paged" and len(sizes) > 1 and rows * row:
+            blocks = -(-rows // BLOCK)
+            ids = rng.permutation(blocks + 2)[:blocks]
+            table = (torch.from_numpy(ids)[:, None] * BLOCK + torch.arange(BLOCK)).view(-1)[:rows]
+            pool = _random_bytes(rng, (blocks + 2) * BLOCK, row_nbytes)
+        else:
+            is_strided = sources == "strided" and len(sizes) > 1
+            pool = _random_bytes(rng, rows, row_nbytes * (1 + is_strided))
+        if dtype == torch.bool:
+            pool &= 1
+        content = np.ascontiguousarray(pool[table.numpy(), :row_nbytes])
+        digests.append(_sha256(f"{shape.dtype} {list(sizes)}", content))
+        tensor = torch.from_numpy(pool).view(-1).view(dtype)
+        if len(pool) != rows:
+            paged_pool = tensor.view(len(pool) // BLOCK, BLOCK, *sizes[1:])
+            block_table = BlockTable.of_blocks(ids.tolist(), tokens=rows, block_size=BLOCK)
+            return PagedTensor(paged_pool, block_table)
+        wide = tensor.view(rows, -1) if tensor.numel() else tensor.view(rows, row)
+        return wide[:, :row].view(rows, *sizes[1:]) if len(sizes) > 1 else tensor.view(sizes)
+
+    tokens, dim = shape.tokens, shape.head_dim
+    tree = {
+        "hidden": [leaf(tokens, dim), {"mask": leaf(tokens), "é/ ": [leaf(tokens, 2, 3)]}],
+        "scalar": leaf(),
+        "no elements": [leaf(0, 3), leaf(tokens, 0)],
+        "deep": {"a": {"b": [[leaf(5, 7)], leaf(1)]}},
+    }
+    paths = ["hidden[0]", "hidden[1].mask", "hidden[1].é/ [0]", "scalar", "no elements[0]"]
+    paths += ["no elements[1]", "deep.a.b[0][0]", "deep.a.b[1]"]
+    metadata = {"salt": int(rng.integers(0, 1 << 40)), "nested": {"list": [1, 0.5, None, "é"]}}
+    expected = {"metadata": metadata, "paths": paths, "digests": digests}
+    return TensorTransferData(request_id, tree, metadata), expected
+
+
+def found_in_tensors(data: TensorTransferData) -> dict[str, Any]:
+    """The metadata, the path of each tensor, and the SHA-256 of its dtype, shape and bytes."""
+    leaves = list(_leaves(data.tree, ""))
+    return {
+        "metadata": data.metadata,
+        "paths": [path for path, _ in leaves],
+        "digests": [_tensor_sha256(dense(tensor).contiguous()) for _, tensor in leaves],
+    }
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorView]]:
+    if isinstance(node, dict):
+        for key, child in node.items():
+            yield from _leaves(child, f"{path}.{key}" if path else key)
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _leaves(child, f"{path}[{index}]")
+    else:
+        yield path, node
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -168,10 +237,10 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sample:
-    """In pools with an eighth of other blocks between; the last block is partly used."""
-    wanted = -(-shape.tokens // BLOCK)
-    count = wanted + wanted // 8 + 1
-    block_ids = rng.permutation(count)[:wanted]
+    """Make a cache in pools, an eighth of whose blocks is unused; the last block is partly used."""
+    used = -(-shape.tokens // BLOCK)
+    count = used + used // 8 + 1
+    block_ids = rng.permutation(count)[:used]
     slots = (block_ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: shape.tokens]
     rows: list[Rows] = []
     pools: list[list[torch.Tensor]] = [[] for _ in shape.parts]
@@ -201,8 +270,8 @@ def _layer_rows(shape: Shape, rng: np.random.Generator, sources: Sources) -> lis
 
 
 def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
-    words = rng.integers(0, 1 << 64, size=-(-rows * row // 8), dtype=np.uint64)
-    return words.view(np.uint8)[: rows * row].reshape(rows, row)
+    numbers = rng.integers(0, 1 << 64, size=-(-rows * row // 8), dtype=np.uint64)
+    return numbers.view(np.uint8)[: rows * row].reshape(rows, row)
 
 
 def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
@@ -215,10 +284,15 @@ def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata
     )
 
 
-def _facts(metadata: KVMetadata) -> dict[str, Any]:
+def _metadata_fields(metadata: KVMetadata) -> dict[str, Any]:
     values = metadata.to_dict()
     names = ("kv_lens", "ropes", "num_layers", "seq_len", "layout", "extra")
     return {name: values[name] for name in names}
+
+
+def _tensor_sha256(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _sha256(f"{dtype} {list(tensor.shape)}", bytes_of(tensor))
 
 
 def _sha256(label: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

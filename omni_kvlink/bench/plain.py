@@ -1,4 +1,4 @@
-"""The yardstick: one thread copies as many bytes between two warm buffers."""
+"""The plain copy, with which all is compared: one thread, two warm buffers, as many bytes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ _TRIALS = 3
 
 
 class PlainCopy:
-    """The fastest of three plain ways to copy `nbytes` bytes, chosen once, on this machine.
+    """The fastest of three methods to copy `nbytes` bytes, chosen once on this machine.
 
     Attributes:
-        name: of the way that won.
-        source, target: the buffers, uint8 [nbytes].
+        name: the chosen method's.
+        source: the buffer to copy from, uint8 [nbytes].
+        target: the buffer to copy to, uint8 [nbytes].
     """
 
     def __init__(self, nbytes: int):
         self.source = np.ones(nbytes, np.uint8)
         self.target = np.ones(nbytes, np.uint8)
-        ways: dict[str, Callable[[], object]] = {
+        methods: dict[str, Callable[[], object]] = {
             "numpy.copyto": self._copyto,
             "memmove": self._memmove,
             "numpy.copyto in steps of 512 KiB": self._steps,
         }
-        best = {way: min(_seconds(way) for _ in range(_TRIALS)) for way in ways.values()}
-        self._way = min(best, key=lambda way: best[way])
-        self.name = next(name for name, way in ways.items() if way == self._way)
+        best = {name: min(_seconds(m) for _ in range(_TRIALS)) for name, m in methods.items()}
+        self.name = min(best, key=lambda name: best[name])
+        self._copy = methods[self.name]
 
     def seconds(self) -> float:
-        """Copy once."""
+        """Copy once; the seconds that it took."""
         return _seconds(self.copy)
 
     def copy(self) -> None:
-        self._way()
+        """Copy once."""
+        self._copy()
 
     def _copyto(self) -> None:
         np.copyto(self.target, self.source)
@@ -50,7 +52,7 @@ class PlainCopy:
             np.copyto(self.target[start : start + _STEP], self.source[start : start + _STEP])
 
 
-def _seconds(way: Callable[[], object]) -> float:
+def _seconds(copy: Callable[[], object]) -> float:
     start = time.perf_counter()
-    way()
+    copy()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What the terminal and the JSON file get to see."""
+"""The output of a benchmark: tables and progress on the terminal, and the JSON document."""
 
 from __future__ import annotations
 
@@ -16,22 +16,33 @@ WIDTH = 96
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as needed: numbers to the right, words to the left."""
+    """A table whose numbers are aligned right and whose words are aligned left."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    words = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
+    textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
     lines = []
     for row in [head, ["─" * width for width in widths], *rows]:
         cells = [
-            cell.ljust(width) if is_words else cell.rjust(width)
-            for cell, width, is_words in zip(row, widths, words, strict=True)
+            cell.ljust(width) if is_text else cell.rjust(width)
+            for cell, width, is_text in zip(row, widths, textual, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def wrapped(label: str, text: str) -> str:
-    """A label and a text that goes on in its own column."""
+    """A label, and beside it a text of several lines."""
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
+
+
+def bar(name: str, got: float, limit: float) -> dict[str, Any]:
+    """A figure beside the limit that the project sets for it, as JSON values."""
+    return {"bar": name, "got": round(got, 4), "limit": limit, "met": got <= limit}
+
+
+def bar_line(one: dict[str, Any]) -> str:
+    """A `bar` in one line."""
+    state = "met" if one["met"] else "MISSED"
+    return wrapped("bar", f"{one['bar']}: {one['got']:g}, limit {one['limit']:g}: {state}")
 
 
 def document(
@@ -48,7 +59,7 @@ def document(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """To a file, or for "-" to standard output."""
+    """Write a document to a file, or for "-" to standard output."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -58,11 +69,12 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def heading(command: str, machine: dict[str, Any]) -> str:
+    """The first lines of a report."""
     return f"kvlink-bench {command}\n" + wrapped("machine", one_line(machine))
 
 
 def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
-    """Bars on a terminal, where rich is installed."""
+    """Draw a bar chart, if standard output is a terminal and rich is installed."""
     if not sys.stdout.isatty():
         return
     try:
@@ -70,7 +82,7 @@ def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        return  # the extra [bench] has it; the figures are in the table
+        return  # only the extra [bench] installs rich; the figures are in the table
     top = max(value for _, value in bars)
     grid = Table.grid(padding=(0, 2))
     for label, value in bars:
@@ -81,7 +93,7 @@ def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
-    """A function to call after each of `total` steps: a bar on a terminal, else a few lines."""
+    """Show progress: a bar on a terminal, else a few lines; call the function after each step."""
     bar = None if quiet or not sys.stdout.isatty() else _rich_bar(what, total)
     if bar is not None:
         with bar as advance:
@@ -94,7 +106,7 @@ def _rich_bar(what: str, total: int) -> contextlib.AbstractContextManager[Any] |
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
     except ImportError:
-        return None  # the extra [bench] has it; lines will do
+        return None  # only the extra [bench] installs rich
 
     @contextlib.contextmanager
     def shown() -> Iterator[Callable[[], None]]:

@@ -1,10 +1,11 @@
-"""What it takes until the reader has copied everything out: as a whole, and layer by layer."""
+"""How long it takes until the reader has copied all out: as a whole, and layer by layer."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ import numpy as np
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.payloads import Sample, Shape, Sources, bytes_of, make_sample, torch_dtype
 from omni_kvlink.bench.plain import PlainCopy
-from omni_kvlink.bench.report import table, wrapped
+from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link import Allocation
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 
 KEY = "bench"
-WAYS = {
+MEASUREMENTS = {
     "plain_copy": "as many bytes, one thread",
     "sequential": "put → get → the reader copied all out, digests checked on the way",
     "streamed": "the same with stream_put, write_layer and stream_get",
@@ -33,7 +35,7 @@ WAYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class StreamSetup:
     """What to measure, and how."""
 
     connector: str
@@ -46,15 +48,16 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """Seconds of every way, round by round."""
+class StreamResult:
+    """Seconds of every measurement, round by round."""
 
-    setup: Setup
+    setup: StreamSetup
     seconds: dict[str, list[float]]
     copier: str
 
-    def milliseconds(self, way: str) -> Summary:
-        return Summary.of([1e3 * value for value in self.seconds[way]])
+    def milliseconds(self, name: str) -> Summary:
+        """Milliseconds of one measurement."""
+        return Summary.of([1e3 * value for value in self.seconds[name]])
 
     @property
     def ratio(self) -> float:
@@ -63,7 +66,7 @@ class Result:
 
     @property
     def floor(self) -> float:
-        """What two copies at once take here, over sequential: less is not possible."""
+        """Two copies at once over sequential: no stream can take less."""
         return self.milliseconds("at_once").p50 / self.milliseconds("sequential").p50
 
     @property
@@ -72,7 +75,7 @@ class Result:
         return self.milliseconds("in_place").p50 - self.milliseconds("digest").p50
 
     def bars(self) -> list[dict[str, Any]]:
-        """What this setup is held to, where it is one that has a bar."""
+        """The bars of this setup, and whether they are met; empty for a setup without one."""
         if self.setup.connector != "shm" or self.setup.shape.nbytes < 100 << 20:
             return []
         found = [
@@ -80,10 +83,7 @@ class Result:
             ("first layer, ms", self.milliseconds("first_layer").p50, 5.0),
             ("in-place put beyond its digests, ms", self.beyond_digest, 1.0),
         ]
-        return [
-            {"bar": bar, "got": round(got, 4), "limit": limit, "met": got <= limit}
-            for bar, got, limit in found
-        ]
+        return [bar(*one) for one in found]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
@@ -91,7 +91,7 @@ class Result:
             "payload_bytes": self.setup.shape.nbytes,
             "copier": self.copier,
             "rounds": len(self.seconds["streamed"]),
-            "milliseconds": {way: self.milliseconds(way).to_dict() for way in self.seconds},
+            "milliseconds": {name: self.milliseconds(name).to_dict() for name in self.seconds},
             "streamed_over_sequential": round(self.ratio, 4),
             "at_once_over_sequential": round(self.floor, 4),
             "in_place_beyond_digest_ms": round(self.beyond_digest, 4),
@@ -99,7 +99,8 @@ class Result:
         }
 
     def text(self) -> str:
-        rows = [self._row(way) for way in self.seconds]
+        """Everything that was measured, at most 96 columns wide."""
+        rows = [self._row(name) for name in self.seconds]
         shape = self.setup.shape
         lines = [
             wrapped(
@@ -109,10 +110,7 @@ class Result:
             ),
             wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
         ]
-        for bar in self.bars():
-            state = "met" if bar["met"] else "MISSED"
-            text = f"{bar['bar']}: {bar['got']:g}, limit {bar['limit']:g}: {state}"
-            lines.append(wrapped("bar", text))
+        lines += [bar_line(one) for one in self.bars()]
         head = [
             wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
             wrapped(
@@ -124,86 +122,87 @@ class Result:
         columns = ["ms", "p50", "min", "max", "what"]
         return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
 
-    def _row(self, way: str) -> list[str]:
-        found = self.milliseconds(way)
-        values = (found.p50, found.min, found.max)
-        return [way.replace("_", " "), *(f"{value:.3f}" for value in values), WAYS[way]]
+    def _row(self, name: str) -> list[str]:
+        summary = self.milliseconds(name)
+        values = (summary.p50, summary.min, summary.max)
+        return [name.replace("_", " "), *(f"{value:.3f}" for value in values), MEASUREMENTS[name]]
 
 
-def measure(setup: Setup, step: Callable[[], None] = lambda: None) -> Result:
-    """Run all rounds, the ways in turn; `step` is called after each round."""
+def measure(setup: StreamSetup, step: Callable[[], None] = lambda: None) -> StreamResult:
+    """Run every measurement once a round; `step` is called after each round."""
     sources: Sources = "paged" if setup.paged else "contiguous"
     sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources=sources)
-    plain = PlainCopy(setup.shape.nbytes)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
+    seconds: dict[str, list[float]] = {name: [] for name in MEASUREMENTS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
     own = Mapping.anonymous(sample.cache.plan().nbytes).region
-    with open_pair(setup.connector, url=setup.url, copier=setup.copier, quota=quota) as pair:
+    with open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair:
         for turn in range(setup.warmup + setup.rounds):
             one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
-            one.update(**_at_once(pair, sample, own), **_in_place(pair, sample))
+            one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
             if turn >= setup.warmup:
-                for way in WAYS:
-                    seconds[way].append(one[way])
+                for name in MEASUREMENTS:
+                    seconds[name].append(one[name])
             step()
-        return Result(setup, seconds, pair.link._copier.name)
+        return StreamResult(setup, seconds, copier.name)
 
 
-def _ask(pair: Pair, sample: Sample, verb: str, **more: Any) -> None:
-    """Let the reader wait for the payload, its targets warm, and fall asleep."""
+def _start_reader(pair: Pair, sample: Sample, command: str, **more: Any) -> Future[Any]:
+    """Let the reader make its targets, request the payload, and fall asleep."""
     shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
-    pair.peer.tell(do=verb, key=KEY, timeout=60.0, shape=shape, paged=paged, **more)
-    pair.await_reader()
+    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **more)
+    pair.wait_until_requested()
+    return reading
 
 
 def _whole(pair: Pair, sample: Sample) -> dict[str, float]:
-    _ask(pair, sample, "copy_out")
+    reading = _start_reader(pair, sample, "copy_out")
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
-    answer = pair.peer.answer(timeout=60.0)
+    last = reading.result(60.0)
     receipt.wait(timeout=60.0)
-    return {"sequential": 1e-9 * (answer["last"] - called)}
+    return {"sequential": 1e-9 * (last - called)}
 
 
 def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     blank = _blank(sample, KEY)
     layers = list(zip(*sample.cache.layer_blocks.values(), strict=True))
-    _ask(pair, sample, "copy_layers_out")
+    reading = _start_reader(pair, sample, "copy_layers_out")
     called = time.monotonic_ns()
     with pair.link.stream_put(blank) as out:
-        for index, places in enumerate(layers):
-            out.write_layer(index, *(place for place in places if place is not None))
-    answer = pair.peer.answer(timeout=60.0)
+        for index, parts in enumerate(layers):
+            out.write_layer(index, *(part for part in parts if part is not None))
+    moments = reading.result(60.0)
     assert out.receipt is not None
     out.receipt.wait(timeout=60.0)
-    streamed, first = answer["last"] - called, answer["first"] - called
+    streamed, first = moments["last"] - called, moments["first"] - called
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
 
-def _at_once(pair: Pair, sample: Sample, own: Region) -> dict[str, float]:
-    """The reader copies out what it has already, while this side copies into other memory."""
+def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[str, float]:
+    """The reader copies out a payload that it has, while this process copies into other memory."""
     moment = time.monotonic_ns() + 50_000_000 + 2 * sample.shape.nbytes
-    _ask(pair, sample, "copy_out", at=moment)
+    reading = _start_reader(pair, sample, "copy_out", at=moment)
     receipt = pair.link.put(sample.cache)
-    places, plan = sample.cache.tensors(), sample.cache.plan()
+    sources, plan = sample.cache.tensors(), sample.cache.plan()
     while time.monotonic_ns() < moment:
         pass
-    pair.link._copier.gather(places, plan, own)
+    copier.gather(sources, plan, own)
     ended = time.monotonic_ns()
-    answer = pair.peer.answer(timeout=60.0)
+    last = reading.result(60.0)
     receipt.wait(timeout=60.0)
-    return {"at_once": 1e-9 * (max(ended, answer["last"]) - moment)}
+    return {"at_once": 1e-9 * (max(ended, last) - moment)}
 
 
 def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
-    """With digests, without, and the digests alone; the payload is written, but nobody reads it."""
+    """An in-place put with digests, without, and the digests alone; no reader gets the payload."""
     found = {}
-    for way, digests in (("in_place", True), ("in_place_bare", False)):
+    for name, digests in (("in_place", True), ("in_place_bare", False)):
         allocation = pair.link.allocate(_blank(sample, "in-place"))
         _fill(allocation, sample)
         start = time.perf_counter()
         receipt = pair.link.put(allocation.data, digests=digests)
-        found[way] = time.perf_counter() - start
+        found[name] = time.perf_counter() - start
         if digests:
             found["digest"] = receipt.ledger.seconds["copy"]
         pair.link.abort("in-place")
@@ -211,8 +210,8 @@ def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
 
 
 def _fill(allocation: Allocation, sample: Sample) -> None:
-    for row, place in zip(sample.rows, allocation.data.tensors(), strict=True):
-        bytes_of(dense(place))[:] = row.reshape(-1)
+    for row, target in zip(sample.rows, allocation.data.tensors(), strict=True):
+        bytes_of(dense(target))[:] = row.reshape(-1)
 
 
 def _blank(sample: Sample, key: str) -> KVCacheTransferData:

@@ -1,4 +1,4 @@
-"""Whether what arrives is bit for bit what was put, by digests the library has no part in."""
+"""Whether every payload arrives bit for bit, by digests that the library has no part in."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 from omni_kvlink.bench.bitflip import BitflipCopier
 from omni_kvlink.bench.cases import Case
-from omni_kvlink.bench.errors import ReaderError
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import table
-from omni_kvlink.errors import ConnectorError, KVLinkError
+from omni_kvlink.copier import named_copier
+from omni_kvlink.errors import KVLinkError
+from omni_kvlink.testing.peer_harness import PeerError
 
 MAX_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one case; `problem` is "" where all was equal."""
+    """The result of one case; `problem` is empty if all was equal."""
 
     case: Case
     nbytes: int
@@ -35,6 +36,7 @@ class Verdict:
 
     @property
     def failed(self) -> list[Outcome]:
+        """The cases that did not arrive, or not equal."""
         return [outcome for outcome in self.outcomes if outcome.problem]
 
     @property
@@ -43,6 +45,7 @@ class Verdict:
         return sum(outcome.nbytes for outcome in self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
         return {
             "cases": len(self.outcomes),
             "passed": len(self.outcomes) - len(self.failed),
@@ -58,9 +61,9 @@ class Verdict:
         dtypes = list(dict.fromkeys(outcome.case.shape.dtype for outcome in self.outcomes))
         total, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for outcome in self.outcomes:
-            place = (outcome.case.shape.dtype, outcome.case.rows)
-            total[place] += 1
-            bad[place] += bool(outcome.problem)
+            cell = (outcome.case.shape.dtype, outcome.case.rows)
+            total[cell] += 1
+            bad[cell] += bool(outcome.problem)
         lines = [
             [dtype, *(_cell(total[dtype, r], bad[dtype, r]) for r in rows)] for dtype in dtypes
         ]
@@ -86,15 +89,20 @@ def run(
     """Send each case and compare; an error of the transfer fails its case.
 
     Args:
-        corrupt: the number of a case to spoil in flight, so that failing can be seen.
+        connector: the URL's scheme.
+        chosen: the cases.
+        step: called after each case.
+        url: the whole URL, for a connector that needs an address.
+        copier: the producer's.
+        mode: the producer's.
+        corrupt: the number of a case of which a bit is flipped, so that failing can be seen.
     """
     outcomes = []
-    with open_pair(connector, url=url, copier=copier, mode=mode) as pair:
-        spoiler = BitflipCopier(pair.link._copier)
-        if corrupt >= 0:
-            pair.link._copier = spoiler
+    bitflip = BitflipCopier(named_copier(copier))
+    chosen_copier = copier if corrupt < 0 else bitflip
+    with open_pair(connector, url=url, copier=chosen_copier, mode=mode) as pair:
         for case in chosen:
-            spoiler.armed = case.number == corrupt
+            bitflip.armed = case.number == corrupt
             outcomes.append(_send(pair, case))
             step()
     return Verdict(outcomes)
@@ -102,39 +110,37 @@ def run(
 
 def _send(pair: Pair, case: Case) -> Outcome:
     key, payload, expected = case.make()
-    pair.peer.tell(do="inspect", key=key, timeout=30.0)
+    inspecting = pair.peer.submit("inspect", key=key, timeout=30.0)
     try:
         receipt = pair.link.put(payload)
     except KVLinkError as error:
         pair.link.fail(key, "the put failed")
-        with contextlib.suppress(ReaderError):
-            pair.peer.answer(timeout=60.0)
+        with contextlib.suppress(KVLinkError, PeerError):
+            inspecting.result(60.0)
         return Outcome(case, 0, f"put: {error}")
     try:
-        found = pair.peer.answer(timeout=60.0)["branches"]
+        found = inspecting.result(60.0)
         receipt.wait(timeout=30.0)
-    except (ReaderError, ConnectorError) as error:
+    except (KVLinkError, PeerError) as error:
         pair.link.fail(key, "the reader failed")
         return Outcome(case, receipt.ledger.nbytes, str(error))
     return Outcome(case, receipt.ledger.nbytes, _difference(expected, found))
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """The first thing that differs, in words."""
+    """The first difference, in words; empty if there is none."""
     if list(expected) != list(found):
         return f"branches {list(found)}, wanted {list(expected)}"
-    for branch, facts in expected.items():
+    for branch, fields in expected.items():
         where = f"branch {branch!r}, " if branch else ""
-        for name, want in facts.items():
+        for name, right in fields.items():
             got = found[branch][name]
             if name == "digests":
-                wrong = [
-                    i for i, pair in enumerate(zip(want, got, strict=False)) if len({*pair}) > 1
-                ]
-                if wrong or len(want) != len(got):
-                    return f"{where}tensors {wrong} of {len(want)} are not those that were put"
-            elif got != want:
-                return f"{where}{name}: {got!r}, wanted {want!r}"
+                wrong = [i for i, (a, b) in enumerate(zip(right, got, strict=False)) if a != b]
+                if wrong or len(right) != len(got):
+                    return f"{where}tensors {wrong} of {len(right)} are not those that were put"
+            elif got != right:
+                return f"{where}{name}: {got!r}, wanted {right!r}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The contract of a copier."""
+"""The interface of a copier."""
 
 from __future__ import annotations
 
@@ -6,87 +6,91 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from omni_kvlink.errors import IntegrityError, SchemaError
+from omni_kvlink.errors import IntegrityError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
 from omni_kvlink.payload.views import TensorView
 
 
 class GatherHandle:
-    """A gather under way. Dropped without `wait`, it ends before its memory goes.
+    """A gather in progress.
+
+    A handle that is dropped without `wait` blocks until its copies are complete, so that the
+    memory they use is not freed under them.
 
     Args:
-        finish: waits, and gives the digests.
+        wait: blocks until the bytes are in the payload, and returns the digests.
     """
 
-    def __init__(self, finish: Callable[[], list[str]]):
-        self._finish: Callable[[], list[str]] | None = finish
+    def __init__(self, wait: Callable[[], list[str]]):
+        self._wait: Callable[[], list[str]] | None = wait
         self._digests: list[str] = []
 
     def wait(self) -> list[str]:
-        """Sleep until all bytes have landed; the digests of what landed, as `Copier.gather` gives.
+        """Block until all bytes are in the payload; return the digests as `Copier.gather` does.
 
-        Raises what `gather` does.
+        Raises what `Copier.gather` raises. A second call returns the same digests at once.
         """
-        if self._finish:
-            self._digests = self._finish()
-            self._finish = None
+        if self._wait:
+            self._digests = self._wait()
+            self._wait = None
         return self._digests
 
 
 class Copier(ABC):
-    """Moves bytes between tensors and a payload; never allocates its destination.
+    """Copies bytes between tensors and a payload; never allocates its destination.
 
-    `check_copier` in `omni_kvlink.testing` holds an implementation to this contract.
+    `check_copier` in `omni_kvlink.testing` checks an implementation against this contract.
     """
 
     name: ClassVar[str]
 
     @property
     def features(self) -> str:
-        """The instruction set in use, where the copier chooses one."""
+        """The instruction set in use; empty if the copier does not choose one."""
         return ""
 
     @abstractmethod
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        """Copy each tensor to its place in the payload.
+        """Copy each tensor to its position in the payload; blocks until all are copied.
 
         Args:
-            sources: in the manifest's order, in pages or of any strides, on any device; only read.
+            sources: in the manifest's order, dense or paged, with any strides, on any device; only
+                read.
             manifest: the plan.
             region: the payload's memory, at least `manifest.nbytes` long.
 
         Returns:
-            For each tensor the digest of the bytes that landed, as `TensorSpec.digest` holds it;
-            empty strings if the plan has digests switched off.
+            For each tensor the digest of the copied bytes, in the form of `TensorSpec.digest`;
+            empty strings if the plan has no digests.
 
         Raises:
-            SchemaError: a source is not what the plan says.
+            SchemaError: a source does not match the plan.
         """
 
     def begin_gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> GatherHandle:
-        """Begin what `gather` does. Until `wait` returned, no source may change.
+        """Start what `gather` does. No source may change until the handle's `wait` has returned.
 
-        A manifest that has a part of the payload's tensors copies that part.
+        A manifest with some of the payload's tensors copies those.
         """
         digests = self.gather(sources, manifest, region)
         return GatherHandle(lambda: digests)
 
     @abstractmethod
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        """What `gather` returns, of bytes that are in the payload already."""
+        """Return what `gather` returns, for bytes that are in the payload already."""
 
     @abstractmethod
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        """Copy a payload out into the caller's tensors or pages, checking digests in the same pass.
+        """Copy a payload into the caller's dense or paged tensors, checking digests on the way.
 
         Raises:
-            SchemaError: a target is not what the manifest says.
-            IntegrityError: bytes differ from those committed; the targets are then worthless.
+            SchemaError: a target does not match the manifest.
+            IntegrityError: bytes differ from those committed; the targets' content is invalid.
         """
 
     @abstractmethod
@@ -98,26 +102,8 @@ class Copier(ABC):
         """
 
 
-def check_fit(
-    tensors: Sequence[TensorView], manifest: Manifest, region: Region, codes: Sequence[str]
-) -> None:
-    """Refuse, before a byte moves, tensors or a region that are not what the manifest says."""
-    if region.nbytes < manifest.nbytes:
-        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
-    if len(tensors) != len(manifest.tensors):
-        raise SchemaError(f"{len(tensors)} tensors, the manifest has {len(manifest.tensors)}")
-    for tensor, spec, code in zip(tensors, manifest.tensors, codes, strict=True):
-        if tensor.device.type == "meta":
-            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if tuple(tensor.shape) != spec.shape or code != spec.dtype:
-            raise SchemaError(
-                f"{spec.where()}: {tensor.dtype} {list(tensor.shape)}, "
-                f"the manifest says {spec.dtype} {list(spec.shape)}"
-            )
-
-
 def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
-    """The error for a chunk whose digest is not the committed one."""
+    """Return the error for a chunk whose digest is not the committed one."""
     return IntegrityError(
         f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
         f"(MiB {chunk} of {len(spec.digest) // 8})"

@@ -1,16 +1,14 @@
-"""The native copier: one pass over the bytes by the compiled library, digests included."""
+"""The native copier: the compiled library copies and computes digests in one pass."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from omni_kvlink._native import cuda, host
-from omni_kvlink.copier.base import Copier, check_fit, mismatch
-from omni_kvlink.copier.torch_copier import TorchCopier
+from omni_kvlink._native import host
+from omni_kvlink.copier.base import Copier, mismatch
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.branch import DTYPES
@@ -21,13 +19,13 @@ from omni_kvlink.payload.views import TensorView, packed_view
 
 
 class NativeCopier(Copier):
-    """Copies dense, strided and paged host tensors at the speed of memory.
+    """Copies dense, strided and paged host tensors at memory speed.
 
-    What the library does not know (other devices, more than four dimensions with gaps) is copied
-    by torch, and its digests are computed here.
+    Tensors that the library cannot address (on other devices, or with more than four dimensions
+    with gaps) are copied by torch; the library computes their digests in the payload.
 
     Args:
-        threads: how many copy; 0 chooses by size and by how many cores are idle.
+        threads: number of copying threads; 0 chooses by size and by the number of idle cores.
 
     Raises:
         NativeError: there is no compiled library; says why and what helps.
@@ -49,31 +47,33 @@ class NativeCopier(Copier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        check_places(sources, manifest, region)
-        ours, others = self._calls(manifest, region), self._calls(manifest, region)
+        """Copy in one call of the library; torch copies what it cannot address."""
+        check_fit(sources, manifest, region)
+        native, others = self._batch(manifest, region), self._batch(manifest, region)
         for source, spec in zip(sources, manifest.tensors, strict=True):
             view = packed_view(source)
             if view:
-                ours.add(spec, view)
+                native.add(spec, view)
             else:
                 target = tensor_view(region, spec, manifest.header_nbytes)
                 _copy(source, target)
                 others.add(spec)
-        digests = {**ours.gather(), **others.digest()}
+        digests = {**native.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        check_places(targets, manifest, region)
-        ours, others = self._calls(manifest, region), self._calls(manifest, region)
+        """Copy out and check digests in one call; torch copies what the library cannot address."""
+        check_fit(targets, manifest, region)
+        native, others = self._batch(manifest, region), self._batch(manifest, region)
         rest: list[tuple[TensorView, torch.Tensor]] = []
         for target, spec in zip(targets, manifest.tensors, strict=True):
             view = packed_view(target)
             if view:
-                ours.add(spec, view)
+                native.add(spec, view)
             else:
                 rest.append((target, tensor_view(region, spec, manifest.header_nbytes)))
                 others.add(spec)
-        ours.scatter()
+        native.scatter()
         others.verify()
         for target, source in rest:
             if isinstance(target, PagedTensor):
@@ -82,28 +82,30 @@ class NativeCopier(Copier):
                 target.detach().copy_(source)
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        call = self._calls(manifest, region)
+        """Compute the digests of a payload in one call of the library."""
+        batch = self._batch(manifest, region)
         for spec in manifest.tensors:
-            call.add(spec)
-        digests = call.digest()
+            batch.add(spec)
+        digests = batch.digest()
         return [digests[spec.name] for spec in manifest.tensors]
 
     def verify(self, manifest: Manifest, region: Region) -> None:
-        call = self._calls(manifest, region)
+        """Check all digests in one call of the library."""
+        batch = self._batch(manifest, region)
         for spec in manifest.tensors:
             if spec.digest:
-                call.add(spec)
-        call.verify()
+                batch.add(spec)
+        batch.verify()
 
-    def _calls(self, manifest: Manifest, region: Region) -> _Call:
-        return _Call(manifest, region, self.threads)
+    def _batch(self, manifest: Manifest, region: Region) -> _Batch:
+        return _Batch(manifest, region, self.threads)
 
 
-class _Call:
-    """One call of the library, in the manifest's words."""
+class _Batch:
+    """A `host.CopyBatch` whose copies and digests are a manifest's tensors."""
 
     def __init__(self, manifest: Manifest, region: Region, threads: int):
-        # A layer of a large payload pushes the others out of the cache, as the whole would.
+        # By the whole payload: one cached layer would evict the others.
         stores = host.STREAM if manifest.nbytes > host.LARGE else host.AUTO
         self._batch = host.CopyBatch(region.address, region.nbytes, threads=threads, stores=stores)
         self._data = manifest.header_nbytes
@@ -133,7 +135,7 @@ class _Call:
         return bytes.fromhex("".join(spec.digest for spec in self._specs))
 
     def _by_name(self, digests: bytes) -> dict[str, str]:
-        """Each tensor's own digits: as many as its blank digest has."""
+        """Split the digests, as many digits per tensor as its blank digest has."""
         text, found, at = digests.hex(), {}, 0
         for spec in self._specs:
             found[spec.name] = text[at : at + len(spec.digest)]
@@ -143,7 +145,11 @@ class _Call:
 
 @contextmanager
 def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """A library's errors, named by tensor; `specs` in the order of the call's copies."""
+    """Translate the library's errors into errors that name the tensor.
+
+    Args:
+        specs: in the order of the batch's copies.
+    """
     try:
         yield
     except host.CopyFailed as failed:
@@ -155,45 +161,20 @@ def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
         raise
 
 
-def fastest_copier() -> Copier:
-    """The native copier, or torch's with one warning that says why and what helps.
-
-    Where torch has CUDA, there is a device, and the CUDA part was built, the pinned one.
-
-    Without an instruction for CRC-32C that the library knows, torch and the crc32c package are
-    the faster pair: then it is torch's, and nothing is missing.
-    """
-    global _warned
-    reason = host.missing()
-    if reason is None and _has_device():
-        from omni_kvlink.copier.pinned import PinnedCopier  # which needs this file
-
-        return PinnedCopier()
-    if reason is None:
-        return TorchCopier() if host.features() == "portable" else NativeCopier()
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"{reason}. Copies are made by torch: the same bytes, more slowly",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return TorchCopier()
-
-
-_warned = False
-
-
-def _has_device() -> bool:
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return cuda.missing() is None and cuda.no_device() is None
-
-
-def check_places(places: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
-    """See `check_fit`."""
-    codes = [DTYPES[dtype_name(place.dtype)] for place in places]
-    check_fit(places, manifest, region, codes)
+def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+    """Raise SchemaError, before a byte is copied, unless views and region match the manifest."""
+    if region.nbytes < manifest.nbytes:
+        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
+    if len(views) != len(manifest.tensors):
+        raise SchemaError(f"{len(views)} tensors, the manifest has {len(manifest.tensors)}")
+    for view, spec in zip(views, manifest.tensors, strict=True):
+        if view.device.type == "meta":
+            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
+        if tuple(view.shape) != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
+            raise SchemaError(
+                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
+                f"the manifest says {spec.dtype} {list(spec.shape)}"
+            )
 
 
 def _copy(source: TensorView, target: torch.Tensor) -> None:

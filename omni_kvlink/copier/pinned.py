@@ -1,4 +1,4 @@
-"""The pinned copier: between a GPU and page-locked memory, overlapped with everything else."""
+"""The pinned copier: asynchronous copies between CUDA devices and page-locked memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import torch
 
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import Copier, GatherHandle
-from omni_kvlink.copier.native import NativeCopier, check_places, failures
+from omni_kvlink.copier.native import NativeCopier, check_fit, failures
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.views import TensorView, packed_view
 
 BATCH = 8 << 20
-"""Bytes digested by one thread at a time, while others are still on their way."""
-MOST_THREADS = 4
-"""As many digest what one link of PCIe brings."""
+"""Bytes that one thread digests at a time, while later ones are still being copied."""
+MAX_THREADS = 4
+"""Threads that digest as fast as one PCIe link delivers."""
 
 
 class PinnedCopier(Copier):
-    """Copies dense, strided and paged device tensors; a host tensor goes the native copier's way.
+    """Copies dense, strided and paged device tensors; host tensors are left to the native copier.
 
-    The payload's memory is page-locked at its first use, whole mappings at a time. Where that is
-    refused, torch copies through pageable memory, and one warning says why and what helps.
+    The payload's memory is page-locked at its first use, a whole mapping at a time. If the system
+    refuses that, torch copies through pageable memory, and one warning says why and what helps.
 
     Args:
-        threads: how many compute digests; 0 chooses by the number of cores.
+        threads: number of threads that compute digests; 0 chooses by the number of cores.
 
     Raises:
-        NativeError: there is no CUDA library, no native one, or no device; says what helps.
+        NativeError: there is no CUDA library, no native library, or no device; says what helps.
     """
 
     name = "pinned"
@@ -46,81 +46,86 @@ class PinnedCopier(Copier):
         if reason:
             raise NativeError(reason)
         self._host, self._digester = NativeCopier(threads=threads), NativeCopier(threads=1)
-        self._threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
         self._warned = False
 
     @property
     def features(self) -> str:
-        """Instruction set, CUDA's version, and the first device's name."""
+        """The instruction set in use, CUDA's version, and the first device's name."""
         return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        with ExitStack() as moving:  # whatever happens, nothing is moving afterwards
-            return self._begin(sources, manifest, region, moving)()
+        """Copy and wait; device tensors are copied while host tensors are."""
+        with ExitStack() as pending:  # on an error, too: no copy is in progress afterwards
+            return self._begin(sources, manifest, region, pending)()
 
     def begin_gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> GatherHandle:
-        with ExitStack() as begun:
-            digests = self._begin(sources, manifest, region, begun)
-            moving = begun.pop_all()
+        """Enqueue device copies behind the current CUDA streams; copy host tensors at once."""
+        with ExitStack() as stack:
+            digests = self._begin(sources, manifest, region, stack)
+            pending = stack.pop_all()
 
-        def finish() -> list[str]:
-            with moving:
+        def wait() -> list[str]:
+            with pending:
                 return digests()
 
-        return GatherHandle(finish)
+        return GatherHandle(wait)
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """Compute digests on the host."""
         return self._host.digest(manifest, region)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        check_places(targets, manifest, region)
-        host, devices = self._split(targets, manifest, region)
-        with ExitStack() as moving:
+        """Copy out, blocking until device copies are complete; digests are checked on the host."""
+        check_fit(targets, manifest, region)
+        on_host, devices = self._split(targets, manifest, region)
+        with ExitStack() as pending:
             for part in devices:
-                part.begin_scatter(manifest, region, moving)
-            self._host.scatter(_part(manifest, host.specs), region, host.places)
+                part.begin_scatter(manifest, region, pending)
+            self._host.scatter(_part(manifest, on_host.specs), region, on_host.views)
             for part in devices:
                 self._host.verify(_part(manifest, part.specs), region)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
+        """Check digests on the host."""
         self._host.verify(manifest, region)
 
     def _begin(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, moving: ExitStack
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, pending: ExitStack
     ) -> Callable[[], list[str]]:
-        """Copy what is on the host, and begin the rest; gives what waits for the digests."""
-        check_places(sources, manifest, region)
-        host, devices = self._split(sources, manifest, region)
-        tickets = [part.begin_gather(manifest, region, moving) for part in devices]
-        digests = self._host.gather(host.places, _part(manifest, host.specs), region)
-        found = dict(zip(_names(host.specs), digests, strict=True))
+        """Copy host tensors and start copying the others; return what waits for the digests."""
+        check_fit(sources, manifest, region)
+        on_host, devices = self._split(sources, manifest, region)
+        tickets = [part.begin_gather(manifest, region, pending) for part in devices]
+        digests = self._host.gather(on_host.views, _part(manifest, on_host.specs), region)
+        by_name = dict(zip(_names(on_host.specs), digests, strict=True))
 
-        def finish() -> list[str]:
+        def wait() -> list[str]:
             for part, ticket in zip(devices, tickets, strict=True):
-                found.update(self._digests(part.specs, ticket, manifest, region))
-            return [found[spec.name] for spec in manifest.tensors]
+                by_name.update(self._digests(part.specs, ticket, manifest, region))
+            return [by_name[spec.name] for spec in manifest.tensors]
 
-        return finish
+        return wait
 
     def _split(
-        self, places: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> tuple[_Host, list[_OnDevice]]:
-        """What the native copier moves, and what each device does; in the manifest's order."""
-        host, devices = _Host([], []), dict[int, _OnDevice]()
-        for place, spec in zip(places, manifest.tensors, strict=True):
-            device = _device_of(place)
-            words = () if device is None else packed_view(place, on=place.device.type)
-            if device is None or not words or not self._is_pinned(region, device):
-                host.places.append(place)
-                host.specs.append(spec)
+        self, views: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> tuple[_OnHost, list[_OnDevice]]:
+        """Split tensors by who copies them, in the manifest's order."""
+        on_host, devices = _OnHost([], []), dict[int, _OnDevice]()
+        for view, spec in zip(views, manifest.tensors, strict=True):
+            device = _device_of(view)
+            packed = () if device is None else packed_view(view, on=view.device.type)
+            if device is None or not packed or not self._is_pinned(region, device):
+                on_host.views.append(view)
+                on_host.specs.append(spec)
             else:
-                devices.setdefault(device, _OnDevice(device)).add(place, spec, words)
-        return host, list(devices.values())
+                devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
+        return on_host, list(devices.values())
 
     def _is_pinned(self, region: Region, device: int) -> bool:
         reason = cuda.register(region, device)
@@ -137,7 +142,7 @@ class PinnedCopier(Copier):
     def _digests(
         self, specs: list[TensorSpec], ticket: cuda.Ticket, manifest: Manifest, region: Region
     ) -> dict[str, str]:
-        """Each tensor's digest by name, computed as soon as it has landed."""
+        """Compute each tensor's digest, by name, as soon as the tensor was copied."""
 
         def digest(batch: range) -> list[str]:
             ticket.wait(batch[-1])
@@ -151,49 +156,49 @@ class PinnedCopier(Copier):
         return dict(zip(_names(specs), [text for batch in each for text in batch], strict=True))
 
 
-class _Host(NamedTuple):
-    """What the native copier moves."""
+class _OnHost(NamedTuple):
+    """Tensors that the native copier copies."""
 
-    places: list[TensorView]
+    views: list[TensorView]
     specs: list[TensorSpec]
 
 
 class _OnDevice:
-    """What one device moves."""
+    """Tensors that one device copies."""
 
     def __init__(self, device: int):
         self.device = device
-        self.places: list[TensorView] = []
+        self.views: list[TensorView] = []
         self.specs: list[TensorSpec] = []
-        self._views: list[host.PackedView] = []
+        self._packed: list[host.PackedView] = []
 
-    def add(self, place: TensorView, spec: TensorSpec, words: host.PackedView) -> None:
-        self.places.append(place)
+    def add(self, view: TensorView, spec: TensorSpec, packed: host.PackedView) -> None:
+        self.views.append(view)
         self.specs.append(spec)
-        self._views.append(words)
+        self._packed.append(packed)
 
-    def begin_gather(self, manifest: Manifest, region: Region, moving: ExitStack) -> cuda.Ticket:
-        call, ticket = self._call(manifest, region), cuda.Ticket((region, self.places))
-        moving.enter_context(ticket)
+    def begin_gather(self, manifest: Manifest, region: Region, pending: ExitStack) -> cuda.Ticket:
+        batch, ticket = self._batch(manifest, region), cuda.Ticket((region, self.views))
+        pending.enter_context(ticket)
         with failures(self.specs):
-            call.begin_gather(ticket, self.device, _current_stream(self.device))
+            batch.begin_gather(ticket, self.device, _current_stream(self.device))
         return ticket
 
-    def begin_scatter(self, manifest: Manifest, region: Region, moving: ExitStack) -> None:
-        call, ticket = self._call(manifest, region), cuda.Ticket((region, self.places))
-        moving.enter_context(ticket)
+    def begin_scatter(self, manifest: Manifest, region: Region, pending: ExitStack) -> None:
+        batch, ticket = self._batch(manifest, region), cuda.Ticket((region, self.views))
+        pending.enter_context(ticket)
         with failures(self.specs):
-            call.begin_scatter(ticket, self.device, _current_stream(self.device))
+            batch.begin_scatter(ticket, self.device, _current_stream(self.device))
 
-    def _call(self, manifest: Manifest, region: Region) -> cuda.DeviceBatch:
-        call = cuda.DeviceBatch(region.address, region.nbytes)
-        for spec, view in zip(self.specs, self._views, strict=True):
-            call.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
-        return call
+    def _batch(self, manifest: Manifest, region: Region) -> cuda.DeviceBatch:
+        batch = cuda.DeviceBatch(region.address, region.nbytes)
+        for spec, view in zip(self.specs, self._packed, strict=True):
+            batch.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
+        return batch
 
 
-def _device_of(place: TensorView) -> int | None:
-    return place.device.index if place.device.type == "cuda" else None
+def _device_of(view: TensorView) -> int | None:
+    return view.device.index if view.device.type == "cuda" else None
 
 
 def _current_stream(device: int) -> int:
@@ -210,7 +215,7 @@ def _names(specs: Sequence[TensorSpec]) -> list[str]:
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[range]:
-    """Neighbours of at least `BATCH` bytes."""
+    """Yield consecutive ranges of tensors with at least `BATCH` bytes each, but for the last."""
     start = nbytes = 0
     for number, spec in enumerate(specs):
         nbytes += spec.nbytes

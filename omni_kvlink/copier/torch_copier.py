@@ -1,4 +1,4 @@
-"""The reference copier: torch and numpy move the bytes, crc32c reads them while still in cache."""
+"""The reference copier: torch and numpy copy, crc32c hashes the bytes while they are in cache."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from omni_kvlink.copier.base import Copier, check_fit, mismatch
+from omni_kvlink.copier.base import Copier, mismatch
+from omni_kvlink.copier.native import check_fit
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import DTYPES
-from omni_kvlink.payload.dtypes import dtype_name, tensor_view
+from omni_kvlink.payload.dtypes import tensor_view
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView
 
 
 class TorchCopier(Copier):
-    """Right on every machine and device; strided and paged sources need no large temporary."""
+    """Works on every machine and device; strided and paged sources need no large temporary."""
 
     name = "torch"
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        check_fit(sources, manifest, region, _codes(sources))
+        """Copy tensor by tensor, hashing each MiB while it is in cache."""
+        check_fit(sources, manifest, region)
         payload = region.view()
         digests = []
         for source, spec in zip(sources, manifest.tensors, strict=True):
             start = manifest.header_nbytes + spec.start
-            landed = payload[start : start + spec.nbytes]
-            digest = _Digest(landed) if spec.digest else None
+            digest = _Digest(payload[start : start + spec.nbytes]) if spec.digest else None
             target = tensor_view(region, spec, manifest.header_nbytes)
             for upto in _gather_steps(source, target):
                 if digest:
@@ -40,10 +40,12 @@ class TorchCopier(Copier):
         return digests
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        return [_landed(manifest, region, spec).text() for spec in manifest.tensors]
+        """Hash every tensor of the payload."""
+        return [_digest_of(manifest, region, spec).text() for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        check_fit(targets, manifest, region, _codes(targets))
+        """Copy tensor by tensor, hashing the payload while it is in cache."""
+        check_fit(targets, manifest, region)
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)
@@ -56,9 +58,10 @@ class TorchCopier(Copier):
                 _compare(spec, digest.values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
+        """Hash every tensor of the payload and compare with the committed digests."""
         for spec in manifest.tensors:
             if spec.digest:
-                _compare(spec, _landed(manifest, region, spec).values())
+                _compare(spec, _digest_of(manifest, region, spec).values())
 
 
 class _Digest:
@@ -68,7 +71,7 @@ class _Digest:
         self._data, self._done, self._crcs = data, 0, list[int]()
 
     def advance(self, upto: int) -> None:
-        """Bytes up to here are final: hash the MiBs that became whole."""
+        """Hash the MiBs that are complete now that all bytes before `upto` are final."""
         while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
             stop = min(self._done + DIGEST_CHUNK, upto)
             self._crcs.append(crc32c(self._data[self._done : stop]))
@@ -81,17 +84,13 @@ class _Digest:
         return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
-def _landed(manifest: Manifest, region: Region, spec: TensorSpec) -> _Digest:
-    """The digest of a tensor that is in the payload; empty where the plan has none."""
+def _digest_of(manifest: Manifest, region: Region, spec: TensorSpec) -> _Digest:
+    """Return the digest of a tensor in the payload; empty if the plan has no digests."""
     start = manifest.header_nbytes + spec.start
     digest = _Digest(region.view(start, start + spec.nbytes))
     if spec.digest:
         digest.advance(spec.nbytes)
     return digest
-
-
-def _codes(tensors: Sequence[TensorView]) -> list[str]:
-    return [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
 
 
 def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:
@@ -107,11 +106,11 @@ def _scatter_steps(source: torch.Tensor, target: TensorView) -> Iterator[int]:
 
 
 def _in_bytes(done: Iterator[int], paged: PagedTensor) -> Iterator[int]:
-    return (tokens * (paged.nbytes // paged.pages.tokens) for tokens in done)
+    return (tokens * (paged.nbytes // paged.shape[0]) for tokens in done)
 
 
 def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
-    """Copy in steps that stay in cache, yielding how many bytes are done."""
+    """Copy in steps that stay in cache, yielding the number of bytes copied so far."""
     if _is_plain(source) and _is_plain(target):
         yield from _copy_bytes(_bytes_of(source), _bytes_of(target))
     else:
@@ -123,7 +122,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    # Not view(-1): sides of one may have any stride, and a dtype's view wants 1.
+    # Not view(-1): dimensions of size 1 may have any stride, and view(dtype) requires 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -138,7 +137,11 @@ def _copy_bytes(
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
-    """Tokens at a time, so that strided sources and other devices need no temporary."""
+    """Copy some tokens at a time, so that strided sources and devices need no large temporary."""
+    if target.dim() == 0 or target.numel() == 0:
+        target.copy_(source)
+        yield target.nbytes
+        return
     row = target[0].numel() * target.element_size()
     rows = max(1, STEP // row)
     for start in range(0, len(target), rows):
@@ -147,6 +150,6 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
 
 
 def _compare(spec: TensorSpec, found: Sequence[int]) -> None:
-    for chunk, (want, got) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
-        if want != got:
+    for chunk, (committed, actual) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
+        if committed != actual:
             raise mismatch(spec, chunk)

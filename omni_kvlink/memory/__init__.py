@@ -1,0 +1,1 @@
+"""Ownership of memory: mappings, regions, leases, and the pool that reuses them."""

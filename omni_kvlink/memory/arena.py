@@ -1,4 +1,4 @@
-"""Reused memory: `Arena` places blocks by best fit, `ArenaPool` grows arenas up to a quota."""
+"""Reused memory: `Arena` allocates offsets by best fit, `ArenaPool` adds arenas up to a quota."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from omni_kvlink.errors import CapacityError, ClosedError
 from omni_kvlink.memory.region import Mapping, Region
 
 GRAIN = 4096
-"""Blocks start and end on multiples of a page, so that two transfers never share one."""
+"""Blocks start and end on multiples of a page, so that two transfers never share a page."""
 MIN_ARENA = 64 << 20
 
 
 class Arena:
-    """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. No bytes.
+    """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. Has no memory.
 
-    Its state is replaced in one step, so that an exception from a signal handler, which can come
-    at any line, never leaves a hole half taken: that block would be given out twice.
+    Its state is replaced in one assignment: an exception from a signal handler, which can come at
+    any line, cannot leave a block that is allocated twice.
     """
 
     def __init__(self, nbytes: int):
@@ -29,28 +29,37 @@ class Arena:
 
     @property
     def free_nbytes(self) -> int:
+        """Bytes that are not allocated."""
         return sum(length for _, length in self._state[0])
 
     @property
     def largest_hole(self) -> int:
+        """Bytes of the largest free span."""
         return max((length for _, length in self._state[0]), default=0)
 
     @property
     def blocks(self) -> int:
+        """Number of allocated blocks."""
         return len(self._state[1])
 
     @property
     def is_empty(self) -> bool:
+        """Whether no block is allocated."""
         return not self._state[1]
 
     def can_allocate(self, nbytes: int) -> bool:
+        """Whether `allocate` would succeed."""
         return nbytes <= self.largest_hole
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of a block of `nbytes`; ask `can_allocate` first."""
+        """Allocate a block and return its offset.
+
+        Raises:
+            CapacityError: no free span is large enough.
+        """
         if nbytes <= 0 or not self.can_allocate(nbytes):
             raise CapacityError(
-                f"{nbytes} bytes wanted, the largest hole has {self.largest_hole}",
+                f"{nbytes} bytes requested, the largest hole has {self.largest_hole}",
                 asked=nbytes,
                 free=self.largest_hole,
             )
@@ -62,7 +71,11 @@ class Arena:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a block back, merging it with the holes on both sides."""
+        """Free a block, merging it with the holes on both sides.
+
+        Raises:
+            KeyError: no block is allocated at this offset.
+        """
         holes, used = self._state
         start, stop = offset, offset + used[offset]
         first = last = bisect.bisect(holes, (offset, 0))
@@ -81,7 +94,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class Block(NamedTuple):
-    """A reserved piece of a pool: which arena, where in it, how long."""
+    """A reserved part of a pool: the arena's number, the offset in it, and the length in bytes."""
 
     arena: int
     offset: int
@@ -89,14 +102,14 @@ class Block(NamedTuple):
 
 
 class ArenaPool:
-    """Arenas made on demand up to `quota` bytes, kept for reuse; waits when all is taken.
+    """Arenas that are made on demand up to `quota` bytes and kept for reuse; thread-safe.
 
     Args:
-        make: maps a new arena of so many bytes.
+        make: maps a new arena of this many bytes; may be slow, is called without the lock.
         quota: bytes that all arenas together may have.
-        retire: told the number of an empty arena that was dropped; must not block.
-        keep: reuse arenas; if not, each block has an arena of its own, dropped when it is freed.
-        least: bytes of an arena that is kept, if no block needs more.
+        retire: called with the number of an empty arena that was dropped; must not block.
+        keep: reuse arenas. If False, each block has its own arena, dropped when it is freed.
+        min_arena: bytes of an arena that is kept, unless a block needs more; `MIN_ARENA` if None.
     """
 
     def __init__(
@@ -106,24 +119,24 @@ class ArenaPool:
         retire: Callable[[int], None] = lambda number: None,
         *,
         keep: bool = True,
-        least: int | None = None,
+        min_arena: int | None = None,
     ):
         self.quota = quota
         self._make, self._retire, self._keep = make, retire, keep
-        self._least = MIN_ARENA if least is None else least
+        self._min_arena = MIN_ARENA if min_arena is None else min_arena
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
         self._made = 0
         self._mapped = 0
         self._closed = False
-        # Taken by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
+        # Entered by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
     def reserve(self, nbytes: int, *, timeout: float = 0.0) -> Block:
-        """A block of at least `nbytes`, waiting up to `timeout` seconds for others to be freed.
+        """Reserve a block of at least `nbytes`, blocking up to `timeout` seconds for free memory.
 
         Raises:
-            CapacityError: larger than the quota, the machine has no more, or the wait was vain.
+            CapacityError: larger than the quota, the machine has no more, or the wait timed out.
             ClosedError: the pool was closed.
         """
         nbytes = -(-nbytes // GRAIN) * GRAIN
@@ -132,7 +145,7 @@ class ArenaPool:
             with self._lock:
                 if self._closed:
                     raise ClosedError("the arena pool is closed")
-                block = self._place(nbytes)
+                block = self._allocate(nbytes)
                 if block is not None:
                     return block
                 size = self._claim_growth(nbytes)
@@ -144,13 +157,13 @@ class ArenaPool:
                     continue
             return self._grow(size, nbytes)
 
-    def place(self, nbytes: int) -> Block | None:
-        """A block in an arena that is there already, if it fits; never slow."""
+    def try_reserve(self, nbytes: int) -> Block | None:
+        """Reserve a block in an existing arena, or return None; never blocks, maps nothing."""
         with self._lock:
-            return None if self._closed else self._place(-(-nbytes // GRAIN) * GRAIN)
+            return None if self._closed else self._allocate(-(-nbytes // GRAIN) * GRAIN)
 
     def free(self, block: Block) -> None:
-        """Give a block back and wake who waits for room."""
+        """Free a block and wake the threads that wait for memory."""
         with self._lock:
             if block.arena in self._arenas:  # closing drops arenas that still have blocks
                 arena = self._arenas[block.arena][0]
@@ -160,20 +173,26 @@ class ArenaPool:
                 self._changed.notify_all()
 
     def region(self, block: Block) -> Region:
+        """Return the memory of a block."""
         return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
 
     def mapping(self, arena: int) -> Mapping:
+        """Return the mapping of an arena.
+
+        Raises:
+            ClosedError: the pool was closed.
+        """
         with self._lock:
             if arena not in self._arenas:
-                raise ClosedError(f"arena {arena} is gone: the pool is closed")
+                raise ClosedError(f"the arena pool is closed: there is no arena {arena}")
             return self._arenas[arena][1]
 
     def prefault(self, nbytes: int) -> None:
-        """Make room for `nbytes` now, so that the first transfers pay no page faults."""
+        """Map `nbytes` now, so that the first transfers pay no page faults."""
         self.free(self.reserve(nbytes))
 
     def stats(self) -> dict[str, int]:
-        """Bytes and numbers now: quota, mapped, used, arenas, blocks."""
+        """Return the current bytes (quota, mapped, used) and counts (arenas, blocks)."""
         with self._lock:
             arenas = [arena for arena, _ in self._arenas.values()]
             free = sum(arena.free_nbytes for arena in arenas)
@@ -186,14 +205,14 @@ class ArenaPool:
             }
 
     def close(self) -> None:
-        """Drop the arenas (memory goes when the last view does) and wake who waits."""
+        """Drop the arenas and wake waiting threads; views keep their memory mapped."""
         with self._lock:
             self._closed = True
             self._arenas.clear()
             self._mapped = 0
             self._changed.notify_all()
 
-    def _place(self, nbytes: int) -> Block | None:
+    def _allocate(self, nbytes: int) -> Block | None:
         fitting = [
             (arena.largest_hole, number)
             for number, (arena, _) in self._arenas.items()
@@ -205,9 +224,9 @@ class ArenaPool:
         return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
 
     def _claim_growth(self, nbytes: int) -> int | None:
-        """The size of the arena to add, its share of the quota taken; None if there is no room.
+        """Claim quota for a new arena and return its size; None if the quota does not allow one.
 
-        Empty arenas make way where the quota asks for it.
+        Drops empty arenas if the quota requires it.
         """
         empty = [number for number, (arena, _) in self._arenas.items() if arena.is_empty]
         reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
@@ -217,7 +236,9 @@ class ArenaPool:
             if self._mapped + nbytes <= self.quota:
                 break
             self._drop(number)
-        size = min(max(nbytes, self._least), self.quota - self._mapped) if self._keep else nbytes
+        size = (
+            min(max(nbytes, self._min_arena), self.quota - self._mapped) if self._keep else nbytes
+        )
         self._mapped += size
         return size
 
@@ -226,7 +247,7 @@ class ArenaPool:
         self._retire(number)
 
     def _grow(self, size: int, nbytes: int) -> Block:
-        """Map a new arena (slow, so without the lock) and take the first block of it."""
+        """Map a new arena, without the lock since it is slow, and reserve its first block."""
         try:
             mapping = self._make(size)
         except BaseException:
@@ -250,8 +271,8 @@ class ArenaPool:
             self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
         )
         return CapacityError(
-            f"{nbytes} bytes wanted, {free} free of a quota of {self.quota} after {waited:g} s: "
-            "raise quota=, or wait for readers to let go",
+            f"{nbytes} bytes requested, {free} free of a quota of {self.quota} after {waited:g} s: "
+            "raise quota=, or wait until readers release their payloads",
             asked=nbytes,
             free=free,
         )

@@ -1,13 +1,14 @@
-"""Who owns which bytes: `Mapping` (the memory), `Region` (a span of it), `Lease` (its one owner).
+"""Ownership of memory: `Mapping` (mapped pages), `Region` (a span of them), `Lease` (its owner).
 
-Nothing here ever unmaps by hand. A mapping lives as long as any region, span or tensor on it,
-because each of them holds a reference; a view can therefore never point at unmapped memory.
+Nothing is unmapped explicitly: every region, view and tensor holds a reference to its mapping,
+which is unmapped when the last of them is freed. A view never points at unmapped memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -18,13 +19,21 @@ from omni_kvlink.errors import CapacityError, ClosedError
 
 PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python has them only if libc does
+SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
 
 
 class Region:
-    """A span of memory that somebody else owns: address, length in bytes, device, readonly.
+    """A span of memory that `owner` keeps mapped.
 
-    `span` is the one object that every view of this region shares: a finalizer on it runs when
-    the last view is gone.
+    Attributes:
+        address: of the first byte.
+        nbytes: length.
+        owner: the object that every view of the region keeps alive.
+        device: "cpu", or the name of a torch device.
+        readonly: whether views are readonly.
+        span: a ctypes array that all views of this region share. A finalizer on it runs when the
+            last view is freed.
     """
 
     __slots__ = ("address", "device", "nbytes", "owner", "readonly", "span")
@@ -44,7 +53,7 @@ class Region:
         self.span.owner = owner  # type: ignore[attr-defined]
 
     def slice(self, start: int, nbytes: int) -> Region:
-        """A smaller region, with a span of its own."""
+        """Return a part of the region, as a region with its own span."""
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise ValueError(f"bytes {start}…{start + nbytes} of a region of {self.nbytes}")
         return Region(
@@ -52,16 +61,21 @@ class Region:
         )
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes, as a view that keeps the region alive; readonly if the region is."""
+        """Return bytes `start` to `stop` as a view that keeps the memory mapped."""
         whole = memoryview(self.span).cast("B")
         return (whole.toreadonly() if self.readonly else whole)[start:stop]
 
 
 class Lease:
-    """The sole owner of one region until it is released or moved away; a context manager.
+    """The only owner of a region until it is released or moved; a context manager that releases.
+
+    Args:
+        region: the memory.
+        release: called once, by `release`.
+        tag: a value of the code that made the lease.
 
     Attributes:
-        room: bytes that the region had before `shrink`.
+        capacity: bytes of the region before `shrink`.
     """
 
     def __init__(self, region: Region, release: Callable[[], None], tag: object = None):
@@ -72,22 +86,27 @@ class Lease:
 
     @property
     def region(self) -> Region:
+        """The leased memory.
+
+        Raises:
+            ClosedError: the lease was released or moved.
+        """
         if self._region is None:
             raise ClosedError("this lease was released or published; reserve a new one")
         return self._region
 
     def shrink(self, nbytes: int) -> None:
-        """Keep the first `nbytes` only."""
+        """Reduce the region to its first `nbytes`."""
         self._region = self.region.slice(0, nbytes)
 
     def move(self) -> Region:
-        """Hand the region to a new owner: this lease is spent, `release` does nothing more."""
+        """Transfer the region to a new owner and return it; `release` does nothing afterwards."""
         region = self.region
         self._region = None
         return region
 
     def release(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Release the memory; a second call does nothing."""
         if self._region is not None:
             self._region = None
             self._release()
@@ -100,10 +119,10 @@ class Lease:
 
 
 class MappedPages:
-    """What every region of a mapping holds: the only reference to its mmap.
+    """Owner of the regions of a mapping; holds the only reference to its mmap.
 
-    A weak reference to an mmap itself is told after it was unmapped; one to this, before: an
-    object's weak references are cleared ahead of its attributes.
+    A finalizer of this object runs before the memory is unmapped (an object's weak references are
+    cleared before its attributes); one of the mmap itself would run after.
     """
 
     def __init__(self, pages: mmap.mmap, nbytes: int, *, readonly: bool):
@@ -113,9 +132,12 @@ class MappedPages:
 
 
 class Mapping:
-    """One mapping of memory; `fd` is the file behind it, or -1.
+    """A mapping of memory. Closes its file descriptor when it is freed.
 
-    The descriptor is closed with the mapping, so that a dropped arena leaves nothing open.
+    Attributes:
+        fd: the file behind it, or -1.
+        nbytes: length.
+        region: all of it.
     """
 
     def __init__(self, pages: mmap.mmap, nbytes: int, *, fd: int = -1, readonly: bool = False):
@@ -125,8 +147,12 @@ class Mapping:
 
     @classmethod
     def anonymous(cls, nbytes: int) -> Mapping:
-        """Memory of this process alone, touched so that a copy into it meets no page fault."""
-        ensure_room(nbytes)
+        """Map private memory, with its pages allocated, so that a copy into it has no page faults.
+
+        Raises:
+            CapacityError: the machine has not enough memory.
+        """
+        check_available(nbytes)
         try:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -137,12 +163,15 @@ class Mapping:
 
     @classmethod
     def shared(cls, name: str, nbytes: int) -> Mapping:
-        """A memfd: allocated (never a SIGBUS later), touched, writable through this mapping only.
+        """Map a new memfd that is writable through this mapping only.
 
-        The seals forbid anyone, this process included, to resize it or to write to it in any
-        other way, so whoever gets the descriptor can read and nothing else.
+        Its pages are allocated, so that no access raises SIGBUS. Its seals forbid every process to
+        resize it or to write to it in another way: a receiver of the descriptor can only read.
+
+        Raises:
+            CapacityError: the machine has not enough memory.
         """
-        ensure_room(nbytes)
+        check_available(nbytes)
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -158,7 +187,12 @@ class Mapping:
 
     @classmethod
     def readonly(cls, fd: int, nbytes: int) -> Mapping:
-        """Map a peer's memfd for reading; takes `fd` over. The seals must have been checked."""
+        """Map a peer's memfd for reading.
+
+        Args:
+            fd: its descriptor, closed by this call; the caller has checked `is_sealed`.
+            nbytes: its size.
+        """
         try:
             pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
@@ -175,7 +209,7 @@ class Mapping:
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the machine has, and what its cgroup allows."""
+    """Return the bytes that the machine has available and the process's cgroup allows."""
     limits = [_meminfo_available()]
     try:
         with (
@@ -186,16 +220,16 @@ def available_bytes() -> int:
             if text != "max":
                 limits.append(int(text) - int(now.read()))
     except (OSError, ValueError):
-        pass  # no cgroup v2 here: the machine's own figure stands alone
+        pass  # no cgroup v2: only the machine's figure counts
     return max(0, min(limits))
 
 
-def ensure_room(nbytes: int) -> None:
-    """Refuse before the kernel would: shared memory over the limit ends in the OOM killer."""
+def check_available(nbytes: int) -> None:
+    """Raise CapacityError if `nbytes` are not available: else the kernel would kill a process."""
     free = available_bytes()
     if nbytes > free:
         raise CapacityError(
-            f"{nbytes} bytes of memory wanted, {free} are available on this machine",
+            f"{nbytes} bytes of memory requested, {free} are available on this machine",
             asked=nbytes,
             free=free,
         )
@@ -208,12 +242,12 @@ def _meminfo_available() -> int:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: no figure to refuse on
+        pass  # not Linux: unknown
     return 1 << 62
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
-    # A kernel that refuses makes copies slower: the first pays the page faults, or all small pages.
+    # Optional: without it the first copy has page faults, or all copies use small pages.
     with contextlib.suppress(OSError, ValueError):
         pages.madvise(advice)
 
@@ -226,22 +260,14 @@ def _full(nbytes: int, error: OSError) -> CapacityError:
     )
 
 
-F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python names them only where libc does
-SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
-
-
 def seal(fd: int) -> None:
-    """No resizing, no new writable mapping, no write(2), and no way to lift this."""
-    import fcntl
-
+    """Forbid resizing, new writable mappings and write(2) on a memfd, for good."""
     fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether every seal that `seal` sets is on the descriptor a peer passed."""
-    import fcntl
-
+    """Whether a descriptor is a memfd with every seal that `seal` sets."""
     try:
         return fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
     except OSError:
-        return False  # not a memfd at all
+        return False  # not a memfd

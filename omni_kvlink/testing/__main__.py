@@ -1,5 +1,9 @@
-"""`python -m omni_kvlink.testing`: a `Peer` in a process of its own."""
+"""`python -m omni_kvlink.testing`: a conformance peer in a process of its own."""
 
-from omni_kvlink.testing.peer import main
+import os
 
-main()
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import serve
+
+serve(LinkCommands(), concurrent=True)
+os._exit(0)  # closes nothing: that a process ends without it is part of the tests

@@ -1,4 +1,4 @@
-"""`check_adapter`: an engine's cache goes through the schema and comes out the same."""
+"""`check_adapter`: hold an adapter to its contract: an engine's cache is exported and loaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.failure import CheckFailed
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, run_checked
 
 C = TypeVar("C")
 Layers = list[torch.Tensor | None]
@@ -25,8 +24,9 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Run every check against one adapter of K and V caches.
 
     Args:
-        make_cache: `(keys, values)` to an engine's cache of these tensors, one each a layer;
-            all None for the empty cache that `load` fills.
+        adapter: the adapter.
+        make_cache: takes keys and values, one tensor of each a layer, and returns an engine's cache
+            of them; all are None for the empty cache that `load` fills.
 
     Raises:
         CheckFailed: names the first behaviour that is missing.
@@ -38,15 +38,12 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
         check_contradictions,
         check_load_into_another_size,
     ):
-        try:
-            check(adapter, make_cache)
-        except Exception as error:
-            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+        run_checked(check, adapter, make_cache)
 
 
 def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
-    """Bit for bit, in each dtype, and the tensors are the engine's own on both ways."""
-    for dtype in DTYPES:
+    """Exported and loaded bit for bit, in each dtype, without copying a tensor."""
+    for dtype in KV_DTYPES:
         keys, values = _layers(3, dtype), _layers(3, dtype)
         data = adapter.export(make_cache(keys, values), request_id="r", metadata=_metadata(3))
         assert data.request_id == "r"
@@ -62,16 +59,17 @@ def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None
 
 
 def check_empty_cache(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
-    nothing = KVMetadata((0,), (0,), 2)
+    """A cache without tokens is exported and loaded as one."""
+    metadata = KVMetadata((0,), (0,), 2)
     cache = make_cache([None] * 2, [None] * 2)
-    data = adapter.export(cache, request_id="r", metadata=nothing)
+    data = adapter.export(cache, request_id="r", metadata=metadata)
     assert data.is_empty
     loaded = adapter.load(data, make_cache([None] * 2, [None] * 2))
-    assert adapter.export(loaded, request_id="r", metadata=nothing).is_empty
+    assert adapter.export(loaded, request_id="r", metadata=metadata).is_empty
 
 
 def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
-    """One layer's K or V is None while others are there: refused, and the layer is named."""
+    """A cache with one K or V missing is refused by `export`, which names the layer."""
     for layer in range(3):
         for part in (0, 1):
             both = [_layers(3, "float32"), _layers(3, "float32")]
@@ -80,12 +78,12 @@ def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> 
             expect(
                 SchemaError,
                 lambda cache=cache: adapter.export(cache, request_id="r", metadata=_metadata(3)),  # type: ignore[misc]
-                words=(f"layer {layer}", "KV"[part]),
+                mentions=(f"layer {layer}", "KV"[part]),
             )
 
 
 def check_contradictions(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
-    """A cache that is not what its metadata says is refused."""
+    """A cache that disagrees with its metadata is refused by `export`."""
     cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
     wrong = (_metadata(3), KVMetadata((4,), (2,), 2), KVMetadata((0,), (0,), 2))
     for metadata in wrong:
@@ -96,6 +94,7 @@ def check_contradictions(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> 
 
 
 def check_load_into_another_size(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """A cache of other sizes is refused by `load`."""
     cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
     data = adapter.export(cache, request_id="r", metadata=_metadata(2))
     for layers in (1, 3):
@@ -114,8 +113,8 @@ def _layers(layers: int, dtype: str) -> Layers:
 
 def _same(data: KVCacheTransferData, keys: Layers, values: Layers, what: str) -> None:
     for name, layers in (("key_cache", keys), ("value_cache", values)):
-        for found, wanted in zip(data.layer_blocks[name], layers, strict=True):
+        for found, original in zip(data.layer_blocks[name], layers, strict=True):
             assert isinstance(found, torch.Tensor)
-            assert wanted is not None
-            assert same_bytes(found, wanted), f"{what}: {name} has other bytes"
-            assert found.data_ptr() == wanted.data_ptr(), f"{what}: {name} was copied"
+            assert original is not None
+            assert same_bytes(found, original), f"{what}: {name} has other bytes"
+            assert found.data_ptr() == original.data_ptr(), f"{what}: {name} was copied"

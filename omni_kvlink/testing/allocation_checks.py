@@ -1,4 +1,4 @@
-"""Memory of the link that an engine writes to itself: checks that hold for every connector."""
+"""Checks of memory that `allocate` gave, which an engine writes to itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.link import Allocation, KVLink, Payload
+from omni_kvlink.link import Allocation, KVProducer, Payload
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.manifest import Manifest
@@ -31,9 +32,10 @@ BUNDLE = Recipe("a", bundle=True, layers=2, tokens=9)
 
 
 def fill(allocation: Allocation, data: Payload) -> None:
-    """What an engine does: write its own K and V there."""
+    """Write a payload's tensors into allocated memory, as an engine does."""
     for target, source in zip(allocation.data.tensors(), data.tensors(), strict=True):
-        dense(target).view(torch.uint8).copy_(dense(source).contiguous().view(torch.uint8))
+        flat = dense(source).contiguous().view(-1)
+        dense(target).view(-1).view(torch.uint8).copy_(flat.view(torch.uint8))
 
 
 def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
@@ -47,31 +49,31 @@ def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
             receipt = producer.put(allocation.data, digests=digests)
             assert receipt.ledger.copies == 0
             assert receipt.ledger.digests == ("crc32c" if digests else "off")
-            found = reader.do("get", key="a", timeout=5, verify="full")
+            found = reader.call("get", key="a", timeout=5, verify="full")
             assert found == fingerprint(data)
             receipt.wait(timeout=5)
             until_freed(producer)
 
 
 def check_planned_with_blank(rig: Rig) -> None:
-    """Sizes are enough to allocate, and to plan a stream; they are nothing to be put."""
+    """A blank is enough to allocate memory and to plan a stream, but it cannot be put."""
     producer, reader = rig.serve(), rig.connect()
     data = CACHE.make()
     assert isinstance(data, KVCacheTransferData)
     blank = KVCacheTransferData.blank(
         "a", row=(2, 24), dtype=torch.bfloat16, metadata=data.metadata
     )
-    expect(SchemaError, lambda: producer.put(blank), words=("blank",))
+    expect(SchemaError, lambda: producer.put(blank), mentions=("blank",))
     allocation = producer.allocate(blank)
     fill(allocation, data)
     receipt = producer.put(_with_metadata(allocation.data, data))
     assert receipt.ledger.copies == 0
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
 
 
 def check_less_than_allocated(rig: Rig) -> None:
-    """Fewer tokens, other metadata, branches less: in place all the same."""
+    """Fewer tokens or branches than allocated, or other metadata: still put in place."""
     producer, reader = rig.serve(), rig.connect()
     data = CACHE.make()
     for tokens in (10, 7, 1):
@@ -80,8 +82,8 @@ def check_less_than_allocated(rig: Rig) -> None:
         shorter = _first_tokens(allocation.data, tokens, extra={"steps": list(range(tokens))})
         receipt = producer.put(shorter)
         assert receipt.ledger.copies == 0
-        wanted = _first_tokens(data, tokens, extra={"steps": list(range(tokens))})
-        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(wanted)
+        expected = _first_tokens(data, tokens, extra={"steps": list(range(tokens))})
+        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(expected)
         del shorter
         receipt.wait(timeout=5)
         until_freed(producer)
@@ -90,14 +92,14 @@ def check_less_than_allocated(rig: Rig) -> None:
     fill(allocation, bundle)
     receipt = producer.put(_only(allocation.data, "other"))
     assert receipt.ledger.copies == 0
-    found = reader.do("get", key="a", timeout=5, verify="full")
+    found = reader.call("get", key="a", timeout=5, verify="full")
     assert found == fingerprint(_only(bundle, "other"))
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_partly_in_place(rig: Rig) -> None:
-    """Tensors that lie elsewhere are copied beside those that are there already."""
+    """Only the tensors that are not in the allocated memory are copied."""
     producer, reader = rig.serve(), rig.connect()
     data = CACHE.make()
     allocation = producer.allocate(data)
@@ -106,26 +108,26 @@ def check_partly_in_place(rig: Rig) -> None:
     receipt = producer.put(mixed)
     del mixed
     assert receipt.ledger.copies == 1
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_misplaced_tensors(rig: Rig) -> None:
-    """A tensor in the memory, but at another's place, would be overwritten while it is read."""
+    """A tensor at the wrong offset of the memory is refused: it would be overwritten while read."""
     producer = rig.serve()
     for turn in ("reverse", "strided", "beyond"):
         data = CACHE.make()
         allocation = producer.allocate(data)
         fill(allocation, data)
         wrong = _misplaced(allocation.data, turn)
-        expect(SchemaError, lambda w=wrong: producer.put(w), words=("place",))  # type: ignore[misc]
+        expect(SchemaError, lambda w=wrong: producer.put(w), mentions=("memory",))  # type: ignore[misc]
         del wrong
         until_freed(producer)
 
 
 def check_more_than_allocated(rig: Rig) -> None:
-    """Refused, and nothing is lost: what fits can still be put."""
+    """A larger payload is refused, and what fits can still be put."""
     producer, reader = rig.serve(), rig.connect()
     data = CACHE.make()
     allocation = producer.allocate(data)
@@ -138,16 +140,16 @@ def check_more_than_allocated(rig: Rig) -> None:
         expect(SchemaError, lambda r=larger: producer.put(r.make()))  # type: ignore[misc]
         expect(SchemaError, lambda r=larger: producer.stream_put(r.make()))  # type: ignore[misc]
     big = _first_tokens(data, 10, extra={"text": "x" * 20_000})
-    expect(SchemaError, lambda: producer.put(big), words=("header", "allocated"))
+    expect(SchemaError, lambda: producer.put(big), mentions=("header", "allocated"))
     receipt = producer.put(allocation.data)
     assert receipt.ledger.copies == 0
-    assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
-    """It waits for the last tensor of it, though everybody else is done; then it is reused."""
+    """Memory is reused only after the last tensor of it was dropped."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     recipe = sized("a", 1200 << 10)
     data = recipe.make()
@@ -155,58 +157,59 @@ def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
     fill(allocation, data)
     kept = dense(allocation.data.tensors()[0])
     receipt = producer.put(allocation.data)
-    reader.do("get", key="a", timeout=5)
+    reader.call("get", key="a", timeout=5)
     receipt.wait(timeout=5)
     expect(CapacityError, lambda: producer.put(recipe.make(), timeout=0.1), within=0.1 + SLACK)
     assert hash_tensors([kept]) == hash_tensors(data.tensors()[:1])
     del kept
     until_freed(producer)
     receipt = producer.put(recipe.make(), timeout=1)
-    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
 
 
 def check_allocation_that_is_not_put(rig: Rig) -> None:
-    """Released, its key and its memory are free; and it can be neither put nor released again."""
+    """After `release`, key and memory are free, and the allocation cannot be put."""
     producer, reader = rig.serve(), rig.connect()
     for _ in range(3):
         allocation = producer.allocate(CACHE.make())
-        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), words=("'a'",))
+        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), mentions=("'a'",))
         allocation.release()
         allocation.release()
         expect(ClosedError, allocation.data.tensors)
-        expect(ClosedError, allocation.take)
+        expect(ClosedError, lambda a=allocation: producer.put(a.data))  # type: ignore[misc]
         until_freed(producer)
     receipt = producer.put(CACHE.make())
     assert receipt.ledger.copies == 1
-    assert reader.do("get", key="a", timeout=5) == fingerprint(CACHE.make())
+    assert reader.call("get", key="a", timeout=5) == fingerprint(CACHE.make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_allocation_is_put_once(rig: Rig) -> None:
+    """A second put of an allocation raises, and the first one is not harmed."""
     producer, reader = rig.serve(), rig.connect()
     allocation, data = _filled(producer, CACHE)
     receipt = producer.put(allocation.data)
     expect(ClosedError, lambda: producer.put(allocation.data))
     expect(DuplicateKeyError, lambda: producer.put(CACHE.make()))
     allocation.release()
-    assert reader.do("get", key="a", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_abort_of_an_allocation(rig: Rig) -> None:
-    """From either side; its put raises, its memory comes back, and the key can be used again."""
+    """After an abort by either side `put` raises, the memory is free, and so is the key."""
     producer, here = rig.serve(), rig.connect_here()
     for link in (producer, here):
         allocation, data = _filled(producer, CACHE)
-        waiting = here.begin_get("a", timeout=5)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        waiting = begin_get(here, "a", timeout=5)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
         link.abort("a", "the user left")
         expect(TransferFailed, lambda w=waiting: w.wait(timeout=5), within=SLACK)  # type: ignore[misc]
-        expect(TransferFailed, lambda: here.get("a", timeout=5), words=("the user left",))
-        expect(TransferFailed, lambda a=allocation: producer.put(a.data), words=("user left",))  # type: ignore[misc]
+        expect(TransferFailed, lambda: here.get("a", timeout=5), mentions=("the user left",))
+        expect(TransferFailed, lambda a=allocation: producer.put(a.data), mentions=("user left",))  # type: ignore[misc]
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
@@ -217,60 +220,63 @@ def check_abort_of_an_allocation(rig: Rig) -> None:
 
 
 def check_streamed_in_place(rig: Rig) -> None:
-    """Layers that lie where they are sent from; all of what was allocated, or less."""
+    """A stream of layers that are in the allocated memory; of all that was allocated, or less."""
     producer, reader = rig.serve(), rig.connect()
     for recipe, tokens in ((CACHE, 10), (CACHE, 6), (BUNDLE, 0)):
         allocation, data = _filled(producer, recipe)
-        plan, wanted = allocation.data, data
+        plan, expected = allocation.data, data
         if tokens:
-            plan, wanted = _first_tokens(plan, tokens), _first_tokens(data, tokens)
+            plan, expected = _first_tokens(plan, tokens), _first_tokens(data, tokens)
         with producer.stream_put(plan) as out:
             layers: Layers = layers_of(plan)
-            reader.do("stream_get", key="a", timeout=5)
-            for (branch, layer), places in layers.items():
+            reader.call("stream_get", key="a", timeout=5)
+            for (branch, layer), views in layers.items():
                 write(out, layers, (branch, layer))
-                found = reader.handle.do("scatter", key="a", layer=layer, branch=branch, timeout=5)
-                assert found == hash_tensors(places)
+                found = reader.peer.call(
+                    "scatter_layer", key="a", layer=layer, branch=branch, timeout=5
+                )
+                assert found == hash_tensors(views)
         assert out.ledger.copies == 0
-        assert reader.handle.do("whole", key="a", timeout=5) == fingerprint(wanted)
-        reader.handle.do("drop", key="a")
-        del plan, layers, places
+        assert reader.peer.call("wait_stream", key="a", timeout=5) == fingerprint(expected)
+        reader.peer.call("release", key="a")
+        del plan, layers, views
         out.commit().wait(timeout=5)
         until_freed(producer)
 
 
 def check_put_in_the_background(rig: Rig) -> None:
-    """It returns before the digests are there, and the receipt follows it to its end."""
+    """`put(background=True)` returns before the digests exist; the receipt reports the end."""
     producer, reader = rig.serve(), rig.connect()
-    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), words=("allocate",))
+    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), mentions=("allocate",))
     for recipe in (CACHE, BUNDLE):
         allocation, data = _filled(producer, recipe)
         receipt = producer.put(allocation.data, background=True)
-        assert reader.do("get", key="a", timeout=5, verify="full") == fingerprint(data)
+        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
         receipt.wait(timeout=5)
         assert receipt.ledger.copies == 0
         until_freed(producer)
 
 
 def check_put_that_fails_in_the_background(rig: Rig) -> None:
-    """The receipt says why, and so does the reader's get."""
+    """The receipt and the reader's get raise the error of the background put."""
     producer, reader = rig.serve(copier=BrokenCopier()), rig.connect()
     allocation, _ = _filled(producer, CACHE)
-    waiting = reader.ask("get", key="a", timeout=5)
+    waiting = reader.submit("get", key="a", timeout=5)
     receipt = producer.put(allocation.data, background=True)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), words=("out of luck",))
-    expect(TransferFailed, lambda: waiting.result(5), words=("out of luck",))
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), mentions=("out of luck",))
+    expect(TransferFailed, lambda: waiting.result(5), mentions=("out of luck",))
     until_freed(producer)
 
 
 class BrokenCopier(TorchCopier):
-    """Fails as a device may."""
+    """Raises an error, as a device may."""
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """Raise an error."""
         raise RuntimeError("out of luck")
 
 
-def _filled(producer: KVLink, recipe: Recipe) -> tuple[Allocation, Payload]:
+def _filled(producer: KVProducer, recipe: Recipe) -> tuple[Allocation, Payload]:
     data = recipe.make()
     allocation = producer.allocate(data)
     fill(allocation, data)
@@ -303,7 +309,7 @@ def _only(data: Payload, *names: str) -> KVCacheBundle:
 
 
 def _mixed(there: Payload, elsewhere: Payload) -> KVCacheTransferData:
-    """Every second tensor is not where it will be sent from."""
+    """A cache whose first K is in other memory."""
     cache, blocks = _blocks(there)
     _, others = _blocks(elsewhere)
     mixed = {**blocks, "key_cache": [others["key_cache"][0], *blocks["key_cache"][1:]]}
@@ -317,7 +323,7 @@ def _misplaced(data: Payload, how: str) -> KVCacheTransferData:
     elif how == "strided":
         first = blocks["key_cache"][0]
         blocks["key_cache"][0] = first.as_strided(tuple(first.shape), (48, 1, 2))
-    else:  # beyond what is put, where the draft of a stream would be
+    else:  # after the payload, where the draft of a stream would be
         shorter = _first_tokens(cache, 4)
         _, less = _blocks(shorter)
         less["value_cache"][2] = dense(blocks["value_cache"][2])[-4:]

@@ -1,4 +1,4 @@
-"""Random caches and bundles of every dtype and shape, made of random bytes: all NaNs too."""
+"""Payloads of random bytes, in every dtype and many shapes, and fingerprints of them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from typing import Any, TypeAlias
 
 import torch
 
-from omni_kvlink.link import Payload
-from omni_kvlink.payload.branch import DTYPES
-from omni_kvlink.payload.bundle import KVCacheBundle, PrefixOf, SameAs
+from omni_kvlink.payload.branch import DTYPES, KV_DTYPES
+from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
 from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 
 Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
-"""K and V, or one latent, by branch and layer."""
+"""The tensors of each layer, by branch and layer: K and V, one latent, or one tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What two processes need to make the same payload: JSON values only.
+    """What two processes need to make the same payload; all are JSON values.
 
     Args:
         key: the request id.
         seed: of the bytes.
-        bundle: three branches and an empty one, instead of one cache.
+        bundle: several branches instead of one cache.
+        layers: of a cache.
         tokens: of the cache, or of the bundle's longest branch; 0 for an empty one.
+        heads: of K and V.
+        dim: of a head, or of a latent.
+        dtype: of a cache.
         latent: one tensor a layer instead of K and V; `heads` is not used then.
+        tensors: nested tensors of every dtype instead of a cache, or as a branch of the bundle.
     """
 
     key: str
@@ -42,27 +48,33 @@ class Recipe:
     dim: int = 8
     dtype: str = "bfloat16"
     latent: bool = False
+    tensors: bool = False
 
-    def make(self) -> Payload:
-        return make_bundle(self) if self.bundle else make_cache(self)
+    def make(self, *, contiguous: bool = False) -> Payload:
+        """Make the payload; if `contiguous`, every tensor of a `TensorTransferData` is dense."""
+        if self.bundle:
+            return make_bundle(self, contiguous=contiguous)
+        return make_tensors(self, contiguous=contiguous) if self.tensors else make_cache(self)
 
     def to_dict(self) -> dict[str, Any]:
+        """The arguments of the recipe."""
         return dataclasses.asdict(self)
 
 
 def random_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of random bytes; its floats include NaNs with payloads, infinities and zeros."""
+    """Make a tensor of random bytes: floats include NaNs with payloads; bools are 0 or 1."""
     nbytes = torch.empty((), dtype=dtype).element_size()
     for size in shape:
         nbytes *= size
-    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).view(shape)
 
 
 def make_cache(recipe: Recipe, *, salt: int = 0, tokens: int | None = None) -> KVCacheTransferData:
-    """One cache; `salt` makes another one of the same recipe."""
+    """Make one cache; another `salt` makes another one of the same recipe."""
     tokens = recipe.tokens if tokens is None else tokens
     generator = torch.Generator().manual_seed(recipe.seed * 1009 + salt)
     shape = (tokens, recipe.dim) if recipe.latent else (tokens, recipe.heads, recipe.dim)
@@ -87,56 +99,99 @@ def make_cache(recipe: Recipe, *, salt: int = 0, tokens: int | None = None) -> K
     return KVCacheTransferData(recipe.key, blocks, range(recipe.seed % 5), metadata)
 
 
-def make_bundle(recipe: Recipe) -> KVCacheBundle:
-    """A cache, a prefix of it, the same again, another one, and an empty one."""
+def make_tensors(recipe: Recipe, *, contiguous: bool = False) -> TensorTransferData:
+    """Make nested tensors: of every dtype, without dimensions or elements, strided and paged."""
+    generator = torch.Generator().manual_seed(recipe.seed * 1009 + 5)
+    tokens, dim = recipe.tokens, recipe.dim
+
+    def leaf(*shape: int, dtype: str = "float32") -> torch.Tensor:
+        return random_tensor(shape, getattr(torch, dtype), generator)
+
+    strided = leaf(dim, tokens, dtype="bfloat16").t()
+    blocks = tokens // 4 + 1
+    table = BlockTable.of_blocks(list(reversed(range(blocks))), tokens=tokens + 1, block_size=4)
+    paged = PagedTensor(leaf(blocks + 1, 4, dim, dtype="float16"), table)
+    tree = {
+        "nested": [leaf(tokens, dim), {"mask": leaf(tokens, dtype="bool"), "é": [leaf(1, 2, 3)]}],
+        "scalars": {"step": leaf(dtype="int64"), "flag": leaf(dtype="bool")},
+        "no elements": [leaf(0, 3), leaf(tokens, 0, dtype="uint8")],
+        "dtypes": {name: leaf(3, 5, dtype=name) for name in DTYPES},
+        "strided": strided.contiguous() if contiguous else strided,
+        "paged": dense(paged) if contiguous else paged,
+        "last": leaf(tokens, dim, dtype="uint8"),
+    }
+    metadata = {"seed": recipe.seed, "nested": {"list": [1, 2.5, None, "é"], "empty": {}}}
+    return TensorTransferData(recipe.key, tree, metadata)
+
+
+def make_bundle(recipe: Recipe, *, contiguous: bool = False) -> KVCacheBundle:
+    """Make a bundle: a cache, a prefix of it, the same again, another one, and an empty one."""
     whole = make_cache(recipe)
     prefix = max(1, recipe.tokens // 2)
     shorter = dataclasses.replace(
         whole.metadata, kv_lens=(prefix,), ropes=(prefix,), seq_len=prefix
     )
-    return KVCacheBundle(
-        recipe.key,
-        {
-            "gen": whole,
-            "cfg_text": PrefixOf("gen", tokens=prefix, metadata=shorter),
-            "cfg_img": SameAs("gen"),
-            "other": make_cache(recipe, salt=1, tokens=recipe.tokens + 1),
-            "empty": make_cache(recipe, salt=2, tokens=0),
-        },
-    )
+    branches: dict[str, BundleBranch] = {
+        "gen": whole,
+        "cfg_text": PrefixOf("gen", tokens=prefix, metadata=shorter),
+        "cfg_img": SameAs("gen"),
+        "other": make_cache(recipe, salt=1, tokens=recipe.tokens + 1),
+        "empty": make_cache(recipe, salt=2, tokens=0),
+    }
+    if recipe.tensors:
+        branches["extra"] = make_tensors(recipe, contiguous=contiguous)
+    return KVCacheBundle(recipe.key, branches)
 
 
 def every_dtype(key: str, **fields: Any) -> list[Recipe]:
-    """One recipe for each dtype that a cache may have."""
+    """Recipes of a cache of each dtype that a cache may have."""
     return [
-        Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields) for seed, name in enumerate(DTYPES)
+        Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields)
+        for seed, name in enumerate(KV_DTYPES)
     ]
 
 
 def layers_of(data: Payload) -> Layers:
     """What `PutStream.write_layer` takes, in the order of the wire."""
-    places = data.tensors()
+    views = data.tensors()
     return {
-        (branch.name, layer): places[numbers.start : numbers.stop]
+        (branch.name, layer): views[numbers.start : numbers.stop]
         for branch, layer, numbers in data.plan().layers()
     }
 
 
 def fingerprint(data: Payload) -> str:
-    """SHA-256 over everything that must arrive: ids, metadata, and every byte of every branch."""
+    """SHA-256 over all that must arrive: ids, metadata, structure, and every byte."""
     found = hashlib.sha256()
-    caches = (
-        [(name, data[name]) for name in data] if isinstance(data, KVCacheBundle) else [("", data)]
-    )
-    for name, cache in caches:
-        facts = [name, cache.request_id, cache.block_ids, cache.metadata.to_dict()]
-        found.update(json.dumps(facts, sort_keys=True).encode())
-        found.update(hash_tensors(cache.tensors()).encode())
+    for name, part in parts_of(data).items():
+        fields: list[Any] = [name, part.request_id]
+        if isinstance(part, TensorTransferData):
+            fields += [part.metadata, _structure(part.tree)]
+        else:
+            fields += [part.block_ids, part.metadata.to_dict()]
+        found.update(json.dumps(fields, sort_keys=True).encode())
+        found.update(hash_tensors(part.tensors()).encode())
     return found.hexdigest()
 
 
+def parts_of(data: Payload) -> dict[str, KVCacheTransferData | TensorTransferData]:
+    """The branches of a bundle, or the payload itself under an empty name."""
+    if isinstance(data, KVCacheBundle):
+        return {**{name: data[name] for name in data}, **data.tensor_data}
+    return {"": data}
+
+
+def _structure(node: Any) -> Any:
+    """Nested dicts and lists as pairs of their kind and their items, which keep their order."""
+    if isinstance(node, dict):
+        return ["dict", *([key, _structure(child)] for key, child in node.items())]
+    if isinstance(node, list):
+        return ["list", *map(_structure, node)]
+    return "tensor"
+
+
 def hash_tensors(tensors: Sequence[TensorView]) -> str:
-    """SHA-256 over dtypes, shapes and bytes."""
+    """SHA-256 over the dtype, shape and bytes of every tensor."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())

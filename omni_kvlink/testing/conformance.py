@@ -1,4 +1,4 @@
-"""`check_connector`: what a connector must do, each behaviour a small named function."""
+"""`check_connector`: hold a connector to its contract, one small named check for each behaviour."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from omni_kvlink.testing import (
     scatter_checks,
     stream_checks,
     stream_ending_checks,
+    tensor_checks,
 )
-from omni_kvlink.testing.failure import CheckFailed
-from omni_kvlink.testing.rig import Handle, ProcessPeer, Rig, ThreadPeer
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
+from omni_kvlink.testing.rig import Rig, run_checked
 
 Check = Callable[[Rig], None]
 
@@ -41,8 +43,9 @@ CONNECTOR_CHECKS = _checks_of(
     scatter_checks,
     allocation_checks,
     direct_checks,
+    tensor_checks,
 )
-"""Every behaviour that `check_connector` asks for, in the order it asks."""
+"""The checks of `check_connector`, in their order."""
 
 
 def check_connector(
@@ -55,27 +58,29 @@ def check_connector(
     """Run every check against one connector.
 
     Args:
-        make_url: gives a URL that was not used before, at each call.
+        make_url: returns a URL that was not used before, at each call.
         options: for `KVLink.serve` and `KVLink.connect`.
-        processes: readers live in a process of their own; False for connectors within one.
+        processes: readers are in a process of their own; False for connectors within one process.
+        checks: those to run.
 
     Raises:
         CheckFailed: names the first behaviour that is missing.
     """
-    handle: Handle = ProcessPeer() if processes else ThreadPeer()
+    peer: Peer = ProcessPeer() if processes else ThreadPeer(LinkCommands())
     try:
         for check in checks:
-            run_check(check, Rig(make_url, options or {}, handle))
+            run_check(check, Rig(make_url, options or {}, peer))
     finally:
-        handle.end()
+        peer.close()
 
 
 def run_check(check: Check, rig: Rig) -> None:
-    """One check on a fresh rig, which is closed afterwards."""
-    name = getattr(check, "__name__", repr(check))
+    """Run one check on a fresh rig, and close the rig.
+
+    Raises:
+        CheckFailed: the check failed, or an error came out of it.
+    """
     try:
-        check(rig)
-    except Exception as error:
-        raise CheckFailed(name, str(error) or repr(error)) from error
+        run_checked(check, rig)
     finally:
         rig.close()

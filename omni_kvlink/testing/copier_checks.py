@@ -1,4 +1,4 @@
-"""`check_copier`: a copier against a reference that reads memory by address and shares no code."""
+"""`check_copier`: compare a copier with a reference that reads memory and shares no code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from crc32c import crc32c
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.branch import DTYPES
+from omni_kvlink.payload.branch import KV_DTYPES
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.failure import CheckFailed
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, run_checked
 
 MIB = 1 << 20
 _FILL = 0xA5
@@ -34,32 +33,30 @@ def check_copier(copier: Copier) -> None:
         CheckFailed: names the first behaviour that is missing.
     """
     for check in COPIER_CHECKS:
-        try:
-            check(copier)
-        except Exception as error:
-            raise CheckFailed(check.__name__, str(error) or repr(error)) from error
+        run_checked(check, copier)
 
 
 def check_gather_of_every_layout(copier: Copier) -> None:
-    """Each dtype in each layout, odd sizes: the right bytes in the right place, nothing beside."""
+    """Each dtype in each layout, odd sizes: the right bytes at the right offset, and no others."""
     chance = random.Random(1)
-    for name, layout in itertools.product(DTYPES, LAYOUTS):
+    for name, layout in itertools.product(KV_DTYPES, LAYOUTS):
         sizes = [chance.randint(1, 7) for _ in range(3)]
         sources = _sources(name, layout, *sizes)
         _check_gather(copier, sources, f"{name}, {layout.__name__} {sizes}")
 
 
 def check_gather_of_random_shapes(copier: Copier) -> None:
+    """Random dtypes, layouts and sizes."""
     chance = random.Random(2)
     for turn in range(60):
-        name, layout = chance.choice(list(DTYPES)), chance.choice(LAYOUTS)
+        name, layout = chance.choice(list(KV_DTYPES)), chance.choice(LAYOUTS)
         sizes = [chance.randint(1, 60), chance.randint(1, 9), chance.randint(1, 130)]
         sources = _sources(name, layout, *sizes, layers=chance.randint(1, 3), seed=turn)
         _check_gather(copier, sources, f"turn {turn}: {name}, {layout.__name__} {sizes}")
 
 
 def check_gather_around_a_digest_chunk(copier: Copier) -> None:
-    """One MiB, a row less and a row more, and rows that do not divide it."""
+    """Tensors of one MiB, a row less or more, and with rows that do not divide one."""
     for layout in (_contiguous, _heads_of_more, _every_second):
         for tokens, row in ((1023, 1024), (1024, 1024), (1025, 1024), (2050, 1000), (3, MIB // 2)):
             sources = _sources("uint8", layout, tokens, 2, row // 2, layers=1)
@@ -67,16 +64,18 @@ def check_gather_around_a_digest_chunk(copier: Copier) -> None:
 
 
 def check_digests_off(copier: Copier) -> None:
+    """A plan without digests is gathered and verified without them."""
     data = _cache(_sources("float32", _contiguous, 5, 2, 3))
     plan = data.plan(digests=False)
     region = _region(plan)
     found = copier.gather(data.tensors(), plan, region)
     assert found == [""] * len(plan.tensors), found
     copier.verify(plan, region)
-    _compare(plan, region, [dense(place) for place in data.tensors()])
+    _compare(plan, region, [dense(view) for view in data.tensors()])
 
 
 def check_sources_are_only_read(copier: Copier) -> None:
+    """`gather` does not write to its sources."""
     for layout in LAYOUTS:
         sources = _sources("bfloat16", layout, 6, 3, 5)
         before = [reference(source) for source in sources]
@@ -86,18 +85,21 @@ def check_sources_are_only_read(copier: Copier) -> None:
 
 
 def check_scatter_into_every_layout(copier: Copier) -> None:
-    """The bytes come out again, also into strided tensors, whose gaps stay what they were."""
-    for name, layout in itertools.product(DTYPES, (_contiguous, _transposed, _every_second)):
+    """All bytes are copied out, also into strided tensors, whose gaps are not written."""
+    for name, layout in itertools.product(KV_DTYPES, (_contiguous, _transposed, _every_second)):
         manifest, region, sources = _gathered(copier, _sources(name, _contiguous, 7, 3, 5))
         targets = _sources(name, layout, 7, 3, 5, seed=99)
-        beside = [_beside(target) for target in targets]
+        before = [_beside(target) for target in targets]
         copier.scatter(manifest, region, targets)
         for source, target in zip(sources, targets, strict=True):
             assert reference(source) == reference(target), f"{name}, {layout.__name__}"
-        assert [_beside(target) for target in targets] == beside, f"{name}: wrote beside"
+        assert [_beside(target) for target in targets] == before, (
+            f"{name}: wrote outside the target"
+        )
 
 
 def check_scatter_of_large_tensors(copier: Copier) -> None:
+    """Tensors of more than one digest chunk are copied out, into strided ones, too."""
     for layout in (_contiguous, _every_second):
         sources = _sources("uint8", _contiguous, 1500, 2, 700, layers=1)
         manifest, region, _ = _gathered(copier, sources)
@@ -115,16 +117,18 @@ def check_changed_bytes_are_named(copier: Copier) -> None:
     copier.scatter(manifest, region, targets)
     for spec in manifest.tensors:
         _, layer, part = spec.name.split(".")
-        words = (f"layer {layer}", {"key": "K", "value": "V"}[part])
+        mentions = (f"layer {layer}", {"key": "K", "value": "V"}[part])
         for at in (0, MIB - 1, MIB, spec.nbytes - 1):
             view = region.view()
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
             chunk = f"MiB {at // MIB} of"
-            expect(IntegrityError, lambda: copier.verify(manifest, region), words=(*words, chunk))
+            expect(
+                IntegrityError, lambda: copier.verify(manifest, region), mentions=(*mentions, chunk)
+            )
             expect(
                 IntegrityError,
                 lambda: copier.scatter(manifest, region, targets),
-                words=(*words, chunk),
+                mentions=(*mentions, chunk),
             )
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
     copier.verify(manifest, region)
@@ -145,9 +149,9 @@ def check_misfits_are_refused(copier: Copier) -> None:
         ([*sources[:-1], sources[-1].to(torch.float64)], region),
         (sources, region.slice(0, manifest.nbytes - 1)),
     ]
-    for tensors, place in misfits:
-        expect(SchemaError, lambda t=tensors, p=place: copier.gather(t, manifest, p))  # type: ignore[misc]
-        expect(SchemaError, lambda t=tensors, p=place: copier.scatter(manifest, p, t))  # type: ignore[misc]
+    for tensors, other in misfits:
+        expect(SchemaError, lambda t=tensors, p=other: copier.gather(t, manifest, p))  # type: ignore[misc]
+        expect(SchemaError, lambda t=tensors, p=other: copier.scatter(manifest, p, t))  # type: ignore[misc]
     assert bytes(region.view()) == before
 
 
@@ -178,13 +182,13 @@ def _check_gather(copier: Copier, sources: list[torch.Tensor], what: str) -> Non
         raise AssertionError(f"{what}: {error}") from None
     for spec, source, digest in zip(plan.tensors, sources, digests, strict=True):
         whole = reference(source)
-        want = "".join(f"{crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB))
-        assert digest == want, f"{what}: digest of {spec.name}"
+        right = "".join(f"{crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB))
+        assert digest == right, f"{what}: digest of {spec.name}"
     copier.verify(plan.with_digests(digests), region)
 
 
 def _compare(plan: Manifest, region: Region, sources: Sequence[torch.Tensor]) -> None:
-    """Every tensor in its place; header, padding and what follows untouched."""
+    """Every tensor is at its offset; header, padding and the rest of the region are not written."""
     payload, at = bytes(region.view()), 0
     for spec, source in zip(plan.tensors, sources, strict=True):
         start = plan.header_nbytes + spec.start
@@ -204,7 +208,7 @@ def _gathered(
 
 
 def _region(plan: Manifest) -> Region:
-    """Room for the payload and a little more, filled with a pattern."""
+    """A region for the payload and 512 bytes more, filled with a pattern."""
     region = Mapping.anonymous(plan.nbytes + 512).region
     ctypes.memset(region.address, _FILL, region.nbytes)
     return region
@@ -294,4 +298,4 @@ COPIER_CHECKS: tuple[Callable[[Copier], None], ...] = tuple(
     for name, function in list(globals().items())
     if name.startswith("check_") and name != "check_copier"
 )
-"""Every behaviour that `check_copier` asks for."""
+"""The checks of `check_copier`."""

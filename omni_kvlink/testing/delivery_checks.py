@@ -1,4 +1,4 @@
-"""What arrives, when, and at whom: checks that hold for every connector."""
+"""Checks of `put` and `get`: which reader gets what, and when."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferTimeout
+from omni_kvlink.errors import DuplicateKeyError, TransferTimeout
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:
@@ -17,7 +19,7 @@ def check_every_dtype_arrives(rig: Rig) -> None:
     for recipe in every_dtype("dtype"):
         data = recipe.make()
         receipt = producer.put(data)
-        assert reader.do("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
+        assert reader.call("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
         receipt.wait(timeout=5)
 
 
@@ -36,7 +38,7 @@ def check_every_shape_arrives(rig: Rig) -> None:
     for recipe in recipes:
         data = recipe.make()
         receipt = producer.put(data)
-        assert reader.do("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
+        assert reader.call("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
         receipt.wait(timeout=5)
 
 
@@ -46,7 +48,7 @@ def check_bundle_arrives(rig: Rig) -> None:
     recipe = Recipe("bundle", bundle=True, tokens=9, dtype="float32")
     data = recipe.make()
     receipt = producer.put(data)
-    assert reader.do("get", key="bundle", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="bundle", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
     assert receipt.ledger.reused_nbytes > 0
     sent = sum(tensor.nbytes for tensor in data.tensors())
@@ -54,12 +56,12 @@ def check_bundle_arrives(rig: Rig) -> None:
 
 
 def check_get_before_put(rig: Rig) -> None:
-    """A waiting get is woken by the commit, not by a poll."""
+    """A waiting get returns at the commit, not at the next poll."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         recipe = Recipe(f"early-{number}", seed=number)
-        waiting = reader.ask("get", key=recipe.key, timeout=PATIENCE)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+        waiting = reader.submit("get", key=recipe.key, timeout=PATIENCE)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
         data = recipe.make()
         receipt = producer.put(data)
         committed = time.monotonic()
@@ -70,14 +72,14 @@ def check_get_before_put(rig: Rig) -> None:
 
 
 def check_get_after_put(rig: Rig) -> None:
-    """A payload waits for its reader, also for one that connects only later."""
+    """A payload is kept for its reader, which may connect later."""
     producer = rig.serve()
     recipe = Recipe("late")
     receipt = producer.put(recipe.make())
     assert receipt.state == "committed"
     assert not receipt.done
     reader = rig.connect()
-    assert reader.do("get", key="late", timeout=5) == fingerprint(recipe.make())
+    assert reader.call("get", key="late", timeout=5) == fingerprint(recipe.make())
     receipt.wait(timeout=5)
     assert receipt.state == "released"
 
@@ -85,32 +87,32 @@ def check_get_after_put(rig: Rig) -> None:
 def check_either_side_starts_first(rig: Rig) -> None:
     """A reader that connects first waits for the producer to appear."""
     reader = rig.begin_connect()
-    connecting = reader.ask("connect", url=rig.url, timeout=PATIENCE, **rig.options)
+    connecting = reader.submit("connect", url=rig.url, timeout=PATIENCE, **rig.options)
     expect(TimeoutError, lambda: connecting.result(0.1))
     producer = rig.serve()
     started = time.monotonic()
     connecting.result(PATIENCE)
     assert time.monotonic() - started < SLACK, "the producer was found late"
     producer.put(Recipe("first").make())
-    reader.do("get", key="first", timeout=5)
+    reader.call("get", key="first", timeout=5)
 
 
 def check_connect_times_out(rig: Rig) -> None:
-    """Nobody serves: TransferTimeout at the deadline."""
+    """Without a producer, `connect` raises TransferTimeout at the deadline."""
     reader = rig.begin_connect()
-    call = reader.ask("connect", url=rig.url, timeout=0.2, **rig.options)
+    call = reader.submit("connect", url=rig.url, timeout=0.2, **rig.options)
     expect(TransferTimeout, lambda: call.result(PATIENCE), within=0.2 + SLACK)
 
 
 def check_several_readers(rig: Rig) -> None:
-    """`readers=3` reaches three of them, and only the last one's release ends it."""
+    """A payload for three readers is done when the last of them releases it."""
     producer = rig.serve()
     readers = [rig.connect() for _ in range(3)]
     recipe = Recipe("shared")
     receipt = producer.put(recipe.make(), readers=3)
     for reader in readers:
         assert not receipt.done
-        assert reader.do("get", key="shared", timeout=5) == fingerprint(recipe.make())
+        assert reader.call("get", key="shared", timeout=5) == fingerprint(recipe.make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -121,27 +123,27 @@ def check_one_get_too_many(rig: Rig) -> None:
     reader, late = rig.connect(), rig.connect()
     receipt = producer.put(Recipe("two").make(), readers=2)
     for number in (1, 2):
-        reader.do("hold" if number == 1 else "get", key="two", timeout=5)
+        reader.call("hold" if number == 1 else "get", key="two", timeout=5)
     error = expect(
-        TransferTimeout, lambda: late.do("get", key="two", timeout=0.3), within=0.3 + SLACK
+        TransferTimeout, lambda: late.call("get", key="two", timeout=0.3), within=0.3 + SLACK
     )
     assert "every declared reader has it" in error.phase, error.phase
     assert error.key == "two"
     assert 0.29 < error.waited < 0.3 + SLACK
-    reader.handle.do("drop", key="two")
+    reader.peer.call("release", key="two")
     receipt.wait(timeout=5)
 
 
 def check_timeout_names_the_phase(rig: Rig) -> None:
-    """Never announced: the deadline holds, and the error says how far the payload had come."""
+    """A get of a key that is never put ends at its deadline, and the error says so."""
     rig.serve()
     reader = rig.connect()
     for timeout in (0.0, 0.05, 0.4):
         error = expect(
             TransferTimeout,
-            lambda timeout=timeout: reader.do("get", key="never", timeout=timeout),  # type: ignore[misc]
+            lambda timeout=timeout: reader.call("get", key="never", timeout=timeout),  # type: ignore[misc]
             within=timeout + SLACK,
-            words=("never",),
+            mentions=("never",),
         )
         assert "never announced" in error.phase, error.phase
 
@@ -152,12 +154,12 @@ def check_duplicate_key(rig: Rig) -> None:
     first = Recipe("twice", seed=1).make()
     receipt = producer.put(first)
     expect(
-        DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()), words=("twice",)
+        DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()), mentions=("twice",)
     )
-    assert reader.do("hold", key="twice", timeout=5) == fingerprint(first)
+    assert reader.call("hold", key="twice", timeout=5) == fingerprint(first)
     expect(DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()))
     assert not receipt.done
-    reader.handle.do("drop", key="twice")
+    reader.peer.call("release", key="twice")
     receipt.wait(timeout=5)
 
 
@@ -167,33 +169,33 @@ def check_key_is_reusable(rig: Rig) -> None:
     for seed in range(4):
         data = Recipe("again", seed=seed).make()
         receipt = producer.put(data)
-        assert reader.do("get", key="again", timeout=5) == fingerprint(data)
+        assert reader.call("get", key="again", timeout=5) == fingerprint(data)
         receipt.wait(timeout=5)
 
 
 def check_timed_out_get_takes_nothing(rig: Rig) -> None:
-    """A get that gave up leaves the payload to the next reader, and nothing behind."""
+    """After a get timed out, the payload is left to the next reader."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     for number in range(3):
-        key = f"given-up-{number}"
-        expect(TransferTimeout, lambda key=key: reader.do("get", key=key, timeout=0.05))  # type: ignore[misc]
-        until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the want was withdrawn")
+        key = f"timed-out-{number}"
+        expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))  # type: ignore[misc]
+        until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the request was cancelled")
         receipt = producer.put(Recipe(key).make())
-        assert other.do("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
+        assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
         receipt.wait(timeout=5)
 
 
-def check_unread_offer_goes_back(rig: Rig) -> None:
-    """A get that is cancelled as the payload comes gives it back unread, for another reader."""
+def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
+    """A get that is cancelled as the payload comes leaves it unread, for another reader."""
     producer, here, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
         key = f"cancelled-{number}"
-        want = here.begin_get(key, timeout=5)
+        pending = begin_get(here, key, timeout=5)
         if number % 2:
-            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
         receipt = producer.put(Recipe(key).make())
-        want.cancel()
-        assert other.do("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
+        pending.cancel()
+        assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
         receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -204,7 +206,7 @@ def check_concurrent_threads(rig: Rig) -> None:
     recipes = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7) for n in range(24)]
     expected = {recipe.key: fingerprint(recipe.make()) for recipe in recipes}
     gets: dict[str, Future[Any]] = {
-        recipe.key: readers[n % 2].ask("get", key=recipe.key, timeout=PATIENCE)
+        recipe.key: readers[n % 2].submit("get", key=recipe.key, timeout=PATIENCE)
         for n, recipe in enumerate(recipes)
     }
     receipts = [producer.put(recipe.make()) for recipe in reversed(recipes)]
@@ -216,13 +218,13 @@ def check_concurrent_threads(rig: Rig) -> None:
     until_freed(producer)
 
 
-def check_wrong_side(rig: Rig) -> None:
-    """A verb of the other side is refused in words, and harms nothing."""
+def check_ends_have_their_own_methods(rig: Rig) -> None:
+    """A producer has no method that receives, a consumer none that sends."""
     producer, here = rig.serve(), rig.connect_here()
+    assert not [name for name in ("get", "stream_get") if hasattr(producer, name)]
+    sending = ("put", "stream_put", "allocate", "fail")
+    assert not [name for name in sending if hasattr(here, name)]
     data = Recipe("side").make()
-    expect(KVLinkError, lambda: producer.get("side", timeout=0.1), words=("get",))
-    expect(KVLinkError, lambda: here.put(data), words=("put",))
-    expect(KVLinkError, lambda: here.fail("side", "no"), words=("fail",))
     receipt = producer.put(data)
     with here.get("side", timeout=5) as found:
         assert fingerprint(found) == fingerprint(data)

@@ -1,4 +1,4 @@
-"""The public face of the fault points: where they are, and how to arm them in a child process.
+"""Fault points of the library: their names, and how to arm them in a child process.
 
     subprocess.Popen(command, env=faults.armed({"publish.before": "kill"}))
 
@@ -17,7 +17,11 @@ from omni_kvlink.connectors.runtime.fault_points import point as point
 
 
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment (this process's, unless given) in which a child does `faults`.
+    """An environment in which a child process acts at the fault points of `faults`.
+
+    Args:
+        faults: actions by the name of a point.
+        env: what is extended; this process's environment by default.
 
     Raises:
         ValueError: there is no such point.

@@ -1,4 +1,4 @@
-"""Whose memory it is, how much, and what is in it: checks that hold for every connector."""
+"""Checks of the link's memory: when it is free, how much there is, and what is in it."""
 
 from __future__ import annotations
 
@@ -18,64 +18,66 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 
 MIB = 1 << 20
 
 
 def sized(key: str, nbytes: int, *, seed: int = 0) -> Recipe:
-    """A cache of about so many bytes."""
+    """A recipe of a cache of about `nbytes` bytes."""
     tokens = max(1, nbytes // (2 * 2 * 1024))
     return Recipe(key, seed=seed, layers=2, tokens=tokens, heads=4, dim=256, dtype="uint8")
 
 
 def check_release_frees(rig: Rig) -> None:
-    """When every reader has let go, no byte of the producer's memory is taken."""
+    """After every reader released a payload, none of the producer's memory is used."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         receipt = producer.put(Recipe(f"k{number}").make())
         assert producer.stats()["memory"]["used"] > 0
-        reader.do("get", key=f"k{number}", timeout=5)
+        reader.call("get", key=f"k{number}", timeout=5)
         receipt.wait(timeout=5)
         until_freed(producer)
 
 
 def check_views_outlive_the_block(rig: Rig) -> None:
-    """Tensors kept beyond the `with` block hold their memory; the last one lets go of it."""
+    """Tensors that are kept beyond the `with` block keep the memory; the last one frees it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
-    reader.do("hold", key="v", timeout=5)
-    before = reader.handle.do("look", key="v")
+    reader.call("hold", key="v", timeout=5)
+    before = reader.peer.call("hash_held", key="v")
     other = producer.put(sized("w", MIB, seed=3).make())
-    reader.do("get", key="w", timeout=5)
+    reader.call("get", key="w", timeout=5)
     other.wait(timeout=5)
-    assert reader.handle.do("look", key="v") == before
+    assert reader.peer.call("hash_held", key="v") == before
     left = 1
     while left:
         assert not receipt.done, "released while a view was held"
         assert producer.stats()["memory"]["used"] > 0
-        left = reader.handle.do("drop_one", key="v")
+        left = reader.peer.call("release_one", key="v")
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_data_is_closed_after_the_block(rig: Rig) -> None:
+    """Using a payload after its `with` block raises, and the error names the block."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("c"), Recipe("b", bundle=True)):
         receipt = producer.put(recipe.make())
         expect(
             ClosedError,
-            lambda key=recipe.key: reader.do("use_after_block", key=key, timeout=5),  # type: ignore[misc]
-            words=("with",),
+            lambda key=recipe.key: reader.call("use_after_block", key=key, timeout=5),  # type: ignore[misc]
+            mentions=("with",),
         )
         receipt.wait(timeout=5)
 
 
-def check_put_waits_for_room(rig: Rig) -> None:
-    """The quota is full: put waits, and goes on the moment a reader lets go."""
+def check_put_waits_for_memory(rig: Rig) -> None:
+    """With a full quota `put` waits, and goes on as soon as a reader releases."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
-    reader.do("hold", key="first", timeout=5)
+    reader.call("hold", key="first", timeout=5)
     ended: list[float] = []
     data = sized("second", 1200 << 10, seed=1).make()
 
@@ -86,17 +88,17 @@ def check_put_waits_for_room(rig: Rig) -> None:
     thread = threading.Thread(target=put)
     thread.start()
     thread.join(0.2)
-    assert thread.is_alive(), "put did not wait for room"
+    assert thread.is_alive(), "put did not wait for memory"
     dropped = time.monotonic()
-    reader.handle.do("drop", key="first")
+    reader.peer.call("release", key="first")
     thread.join(PATIENCE)
     assert ended, "put did not return"
     assert ended[0] - dropped < SLACK, "put was woken late"
-    assert reader.do("get", key="second", timeout=5) == fingerprint(data)
+    assert reader.call("get", key="second", timeout=5) == fingerprint(data)
 
 
-def check_no_room_in_time(rig: Rig) -> None:
-    """The quota stays full: CapacityError at the deadline says what was asked and what is free."""
+def check_put_times_out_without_memory(rig: Rig) -> None:
+    """With a full quota `put` raises at its deadline, and names bytes requested and free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     first = producer.put(sized("first", 1200 << 10).make())
     data = sized("second", 1200 << 10).make()
@@ -104,32 +106,32 @@ def check_no_room_in_time(rig: Rig) -> None:
         CapacityError,
         lambda: producer.put(data, timeout=0.3),
         within=0.3 + SLACK,
-        words=("second",),
+        mentions=("second",),
     )
     assert error.asked > 1200 << 10
     assert 0 < error.free < error.asked
-    reader.do("get", key="first", timeout=5)
+    reader.call("get", key="first", timeout=5)
     first.wait(timeout=5)
     second = producer.put(data, timeout=1)
-    reader.do("get", key="second", timeout=5)
+    reader.call("get", key="second", timeout=5)
     second.wait(timeout=5)
     until_freed(producer)
 
 
 def check_larger_than_the_quota(rig: Rig) -> None:
-    """It will never fit: CapacityError at once, not at the deadline, and the key is free."""
+    """A payload larger than the quota is refused at once, and its key stays free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
     error = expect(CapacityError, lambda: producer.put(data, timeout=PATIENCE), within=SLACK)
     assert error.asked > 3 * MIB
     assert 0 < error.free <= 2 * MIB
     small = producer.put(Recipe("huge").make())
-    reader.do("get", key="huge", timeout=5)
+    reader.call("get", key="huge", timeout=5)
     small.wait(timeout=5)
 
 
-def check_room_after_many_sizes(rig: Rig) -> None:
-    """Neither sizes nor order of release lose room: at the end the whole quota can be had."""
+def check_memory_does_not_fragment(rig: Rig) -> None:
+    """After many sizes in many orders of release, the whole quota can be used."""
     producer, reader = rig.serve(quota=4 * MIB), rig.connect()
     sizes = [100, 700, 300, 900, 60, 500, 1100]
     for turn in range(3):
@@ -139,17 +141,17 @@ def check_room_after_many_sizes(rig: Rig) -> None:
             for key, size in zip(keys, sizes, strict=True)
         ]
         for key in sorted(keys, key=lambda key: hash(key) % 17):
-            reader.do("get", key=key, timeout=5)
+            reader.call("get", key=key, timeout=5)
         for receipt in receipts:
             receipt.wait(timeout=5)
     until_freed(producer)
     whole = producer.put(sized("whole", 3900 << 10).make(), timeout=1)
-    reader.do("get", key="whole", timeout=5)
+    reader.call("get", key="whole", timeout=5)
     whole.wait(timeout=5)
 
 
-def check_bad_puts_leave_nothing(rig: Rig) -> None:
-    """Refused arguments take neither memory nor the key."""
+def check_refused_puts_use_nothing(rig: Rig) -> None:
+    """A put with wrong arguments uses neither memory nor the key."""
     producer, reader = rig.serve(), rig.connect()
     data = Recipe("k").make()
     for how in (
@@ -162,12 +164,12 @@ def check_bad_puts_leave_nothing(rig: Rig) -> None:
         expect(SchemaError, lambda how=how: producer.put(data, **how))  # type: ignore[misc]
     assert producer.stats()["memory"]["used"] == 0
     receipt = producer.put(data)
-    reader.do("get", key="k", timeout=5)
+    reader.call("get", key="k", timeout=5)
     receipt.wait(timeout=5)
 
 
 def check_corruption_is_found(rig: Rig) -> None:
-    """Bytes changed on the way: `verify="full"` names branch, layer, K or V; the receipt fails."""
+    """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
     cases: list[tuple[Callable[[Manifest, Region], None], tuple[str, ...]]] = [
@@ -177,26 +179,26 @@ def check_corruption_is_found(rig: Rig) -> None:
         (swap_tensors("kv.0.key", "kv.0.value"), ("layer 0", "K")),
         (swap_tensors("kv.0.value", "kv.1.value"), ("layer 0", "V")),
     ]
-    for number, (tamper, words) in enumerate(cases):
+    for number, (tamper, mentions) in enumerate(cases):
         key = f"bad-{number}"
         copier.tamper = tamper
         receipt = producer.put(Recipe(key, seed=number).make())
         expect(
             IntegrityError,
-            lambda key=key: reader.do("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
-            words=("branch", *words),
+            lambda key=key: reader.call("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
+            mentions=("branch", *mentions),
         )
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), words=("rejected",))  # type: ignore[misc]
-        expect(TransferFailed, lambda key=key: other.do("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
+        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected",))  # type: ignore[misc]
+        expect(TransferFailed, lambda key=key: other.call("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
     until_freed(producer)
 
 
 def check_no_torn_reads(rig: Rig) -> None:
-    """Slots are reused all the time, and every get still gives exactly its own bytes."""
+    """While memory is reused all the time, every get returns its own bytes."""
     producer, readers = rig.serve(quota=2 * MIB), [rig.connect(), rig.connect()]
     recipes = [sized(f"t{n}", 300 << 10, seed=n) for n in range(24)]
     gets = [
-        readers[n % 2].ask("get", key=recipe.key, timeout=PATIENCE, verify="full")
+        readers[n % 2].submit("get", key=recipe.key, timeout=PATIENCE, verify="full")
         for n, recipe in enumerate(recipes)
     ]
     for recipe in recipes:
@@ -207,7 +209,7 @@ def check_no_torn_reads(rig: Rig) -> None:
 
 
 class TamperingCopier(TorchCopier):
-    """Computes true digests, then changes the payload, as a fault on the way would."""
+    """Computes true digests, then changes the payload, as a fault of the transport would."""
 
     def __init__(self) -> None:
         self.tamper: Callable[[Manifest, Region], None] = lambda manifest, region: None
@@ -215,6 +217,7 @@ class TamperingCopier(TorchCopier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
+        """Gather, then call `tamper`."""
         digests = super().gather(sources, manifest, region)
         self.tamper(manifest, region)
         return digests
@@ -227,6 +230,8 @@ def _bytes_of(manifest: Manifest, region: Region, name: str) -> memoryview:
 
 
 def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
+    """A change that flips a bit of one tensor."""
+
     def tamper(manifest: Manifest, region: Region) -> None:
         _bytes_of(manifest, region, name)[at] ^= 0x10
 
@@ -234,7 +239,7 @@ def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
 
 
 def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
-    """The first two tokens change places, in K and V alike: any sum of the bytes stays the same."""
+    """A change that swaps the first two tokens in each tensor: sums of bytes stay the same."""
 
     def tamper(manifest: Manifest, region: Region) -> None:
         for name in names:
@@ -248,6 +253,8 @@ def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
 
 
 def swap_tensors(one: str, other: str) -> Callable[[Manifest, Region], None]:
+    """A change that swaps two tensors."""
+
     def tamper(manifest: Manifest, region: Region) -> None:
         a, b = _bytes_of(manifest, region, one), _bytes_of(manifest, region, other)
         a[:], b[:] = bytes(b), bytes(a)

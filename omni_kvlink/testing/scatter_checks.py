@@ -1,8 +1,9 @@
-"""Payloads that are copied out, checked on the way: checks that hold for every connector."""
+"""Checks of `scatter`, which copies a payload out and verifies it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,7 +15,8 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import Recipe, hash_tensors
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 from omni_kvlink.testing.stream_checks import begin, write
 
 ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
@@ -22,14 +24,14 @@ SIZE = 4
 """Tokens of a block in the paged targets."""
 
 
-def check_scatter_into_any_place(rig: Rig) -> None:
-    """Dense, strided and paged targets get every byte, and nothing beside them is written."""
+def check_scatter_into_any_target(rig: Rig) -> None:
+    """Dense, strided and paged targets get every byte, and nothing else is written."""
     producer, here = rig.serve(), rig.connect_here()
     data = ODD.make()
     for make in (dense_target, strided_target, blocks_target, slots_target):
         for streamed in (False, True):
             receipt = producer.put(data)
-            pairs = [make(place) for place in data.tensors()]
+            pairs = [make(view) for view in data.tensors()]
             targets = [target for target, _ in pairs]
             if streamed:
                 with here.stream_get("s", timeout=5) as stream:
@@ -43,58 +45,60 @@ def check_scatter_into_any_place(rig: Rig) -> None:
                 assert received.ledger.copies == arrived + 1
                 received.release()
             assert hash_tensors(targets) == hash_tensors(data.tensors()), make
-            assert all(is_clean() for _, is_clean in pairs), f"{make}: written beside the target"
+            assert all(is_clean() for _, is_clean in pairs), f"{make}: written outside the target"
             receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_scatter_of_a_stream(rig: Rig) -> None:
-    """A reader elsewhere copies each layer out as it comes, with digests and without."""
+    """A reader copies each layer out as it comes, with digests and without."""
     for digests in (True, False):
         producer, reader = rig.serve(digests=digests), rig.connect()
         recipe = Recipe("s", bundle=True, tokens=9)
         out, layers = begin(producer, recipe)
-        reader.do("stream_get", key="s", timeout=5)
-        for (branch, layer), places in layers.items():
+        reader.call("stream_get", key="s", timeout=5)
+        for (branch, layer), views in layers.items():
             write(out, layers, (branch, layer))
-            found = reader.handle.do("scatter", key="s", layer=layer, branch=branch, timeout=5)
-            assert found == hash_tensors(places), (branch, layer)
+            found = reader.peer.call(
+                "scatter_layer", key="s", layer=layer, branch=branch, timeout=5
+            )
+            assert found == hash_tensors(views), (branch, layer)
         receipt = out.commit()
-        reader.handle.do("drop", key="s")
+        reader.peer.call("release", key="s")
         receipt.wait(timeout=5)
         until_freed(producer)
         producer.close()
 
 
 def check_scatter_into_a_cache(rig: Rig) -> None:
-    """The targets may be a cache or a bundle of the reader's own."""
+    """The targets may be a payload of the reader's own."""
     producer, here = rig.serve(), rig.connect_here()
     for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True)):
         receipt = producer.put(recipe.make())
         received = here.get(recipe.key, timeout=5)
-        mine = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
-        received.scatter(mine)
-        assert hash_tensors(mine.tensors()) == hash_tensors(recipe.make().tensors())
+        own = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
+        received.scatter(own)
+        assert hash_tensors(own.tensors()) == hash_tensors(recipe.make().tensors())
         received.release()
         receipt.wait(timeout=5)
 
 
 def check_wrong_targets(rig: Rig) -> None:
-    """Refused before a byte is written, and the payload can still be had."""
+    """Wrong targets are refused before a byte is written, and the payload stays usable."""
     producer, here = rig.serve(), rig.connect_here()
     data = ODD.make()
     receipt = producer.put(data)
     received = here.get("s", timeout=5)
-    for spoil in _WRONG:
-        pairs = [dense_target(place) for place in data.tensors()]
+    for make_wrong in _WRONG:
+        pairs = [dense_target(view) for view in data.tensors()]
         targets = [target for target, _ in pairs]
         before = hash_tensors(targets)
-        wrong = spoil(targets, received.data.tensors())
+        wrong = make_wrong(targets, received.data.tensors())
         expect(SchemaError, lambda wrong=wrong: received.scatter(wrong))  # type: ignore[misc]
-        assert hash_tensors(targets) == before, "written all the same"
+        assert hash_tensors(targets) == before, "written before it was refused"
         assert all(is_clean() for _, is_clean in pairs)
         del wrong
-    targets = [dense_target(place)[0] for place in data.tensors()]
+    targets = [dense_target(view)[0] for view in data.tensors()]
     received.scatter(targets)
     assert hash_tensors(targets) == hash_tensors(data.tensors())
     received.release()
@@ -104,55 +108,57 @@ def check_wrong_targets(rig: Rig) -> None:
 
 
 def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
-    """Of a whole payload and of a stream: it names the tensor, and the receipt says rejected."""
+    """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
     copier = FlippingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
-    for name, words in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
+    for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
         copier.flip = name
         data = ODD.make()
-        targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
+        targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
         receipt = producer.put(data)
         received = here.get("s", timeout=5)
-        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), words=words)  # type: ignore[misc]
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), words=("rejected", *words))  # type: ignore[misc]
-        expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), within=SLACK)
+        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=mentions)  # type: ignore[misc]
+        wait = partial(receipt.wait, timeout=5)
+        expect(TransferFailed, wait, mentions=("rejected", *mentions))
+        expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), within=SLACK)
         del received
     until_freed(producer)
 
 
 def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
-    """The writer learns of it with its next layer; nobody is given the payload."""
+    """After a layer was rejected, the writer's next layer raises, and so does every reader."""
     copier = FlippingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     copier.flip = "kv.1.value"
     out, layers = begin(producer, ODD, readers=2)
-    waiting = other.ask("get", key="s", timeout=PATIENCE)
+    waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0), ("kv", 1))
-    targets = [torch.zeros_like(dense(place)) for place in layers["kv", 0]]
+    targets = [torch.zeros_like(dense(view)) for view in layers["kv", 0]]
     stream.wait_for_layer(0).scatter(*targets)
     assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
-    words = ("layer 1", "V")
-    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), words=words)
-    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, words=words)
+    mentions = ("layer 1", "V")
+    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), mentions=mentions)
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=mentions)
     expect(
         TransferFailed,
         lambda: write(out, layers, ("kv", 2)),
-        words=("rejected", *words),
+        mentions=("rejected", *mentions),
     )
-    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, words=words)
+    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, mentions=mentions)
     out.fail("the writer left its block")
     until_freed(producer)
 
 
 class FlippingCopier(TorchCopier):
-    """Computes true digests, then flips a bit of one tensor, as a fault on the way would."""
+    """Computes true digests, then flips a bit of one tensor, as a fault of the transport would."""
 
     flip = ""
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
+        """Gather, then flip a bit of the tensor whose name is `flip`."""
         digests = super().gather(sources, manifest, region)
         for spec in manifest.tensors:
             if spec.name == self.flip:
@@ -161,17 +167,18 @@ class FlippingCopier(TorchCopier):
 
 
 Target = tuple[TensorView, Callable[[], bool]]
-"""Where to copy to, and whether what lies beside it is as it was."""
+"""A target, and a function that tells whether nothing outside of it was written."""
 
 
 def dense_target(source: TensorView) -> Target:
+    """A dense target between two guards."""
     capacity = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
     inner = capacity[32:-32].view(source.dtype).view(source.shape)
     return inner, lambda: bool((capacity[:32] == 0xA5).all() and (capacity[-32:] == 0xA5).all())
 
 
 def strided_target(source: TensorView) -> Target:
-    """Tokens and heads change places, and every second row is another's."""
+    """A target with tokens and heads transposed, which has every second row of its memory."""
     tokens, *row = source.shape
     capacity = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
     others = capacity[:, 1::2].view(capacity.dtype)
@@ -179,7 +186,7 @@ def strided_target(source: TensorView) -> Target:
 
 
 def blocks_target(source: TensorView) -> Target:
-    """Blocks out of order, the last one partly filled."""
+    """A paged target with blocks in reverse order, the last one partly filled."""
     tokens, *row = source.shape
     blocks = -(-tokens // SIZE)
     pool = torch.zeros((2 * blocks, SIZE, *row), dtype=source.dtype)
@@ -189,7 +196,7 @@ def blocks_target(source: TensorView) -> Target:
 
 
 def slots_target(source: TensorView) -> Target:
-    """A slot a token, all over the pool."""
+    """A paged target with one slot for each token."""
     tokens, *row = source.shape
     pool = torch.zeros((tokens, SIZE, *row), dtype=source.dtype)
     slots = [SIZE * token + token % 2 for token in reversed(range(tokens))]
@@ -197,8 +204,8 @@ def slots_target(source: TensorView) -> Target:
     return PagedTensor(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
 
 
-Spoil = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
-_WRONG: tuple[Spoil, ...] = (
+MakeWrong = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
+_WRONG: tuple[MakeWrong, ...] = (
     lambda mine, theirs: mine[:-1],
     lambda mine, theirs: [*mine, mine[0]],
     lambda mine, theirs: [*mine[:-1], dense(mine[-1])[:-1]],

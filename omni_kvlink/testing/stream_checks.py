@@ -1,57 +1,49 @@
-"""Payloads that are read while they are written: checks that hold for every connector."""
+"""Checks of streams: payloads that are read while they are written."""
 
 from __future__ import annotations
 
 from omni_kvlink.errors import DuplicateKeyError, SchemaError, TransferTimeout
-from omni_kvlink.link import KVLink, PutStream
+from omni_kvlink.link import KVProducer, PutStream
 from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.rig import (
-    PATIENCE,
-    SLACK,
-    Remote,
-    Rig,
-    expect,
-    until,
-    until_asked,
-    until_freed,
-)
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
 
 
-def begin(producer: KVLink, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
-    """A stream that was announced, and what its layers will be."""
+def begin(producer: KVProducer, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
+    """Begin a stream; also returns the tensors of its layers."""
     data = recipe.make()
     return producer.stream_put(data, readers=readers), layers_of(data)
 
 
 def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
-    """Write some layers; all, if none is named."""
+    """Write the named layers; all if none is named."""
     for branch, layer in names or layers:
         out.write_layer(layer, *layers[branch, layer], branch=branch)
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
-    """The reader has each layer before the next one is written."""
+    """The reader gets each layer before the next one is written."""
     producer, reader = rig.serve(), rig.connect()
     recipe = Recipe("s", layers=4)
     out, layers = begin(producer, recipe)
     with out:
-        assert reader.do("stream_get", key="s", timeout=5) == [list(name) for name in layers]
+        assert reader.call("stream_get", key="s", timeout=5) == [list(name) for name in layers]
         for branch, layer in layers:
-            waiting = reader.handle.ask("layer", key="s", layer=layer, timeout=PATIENCE)
+            waiting = reader.peer.submit("wait_layer", key="s", layer=layer, timeout=PATIENCE)
             expect(TransferTimeout, lambda n=layer: _layer(reader, "s", n, 0.0))  # type: ignore[misc]
             assert not waiting.done(), "a layer came before it was written"
             write(out, layers, (branch, layer))
             assert waiting.result(PATIENCE) == hash_tensors(layers[branch, layer])
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(recipe.make())
     receipt = out.commit()
     assert not receipt.done, "released while it is read"
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_every_byte_of_a_stream(rig: Rig) -> None:
-    """Odd sizes, latents, bundles with branches that carry nothing: each layer, and the whole."""
+    """Every byte of each layer and of the whole: odd sizes, latents, bundles, empty branches."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in _recipes():
         _pass_through(producer, reader, recipe)
@@ -59,6 +51,7 @@ def check_every_byte_of_a_stream(rig: Rig) -> None:
 
 
 def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
+    """The same without digests."""
     producer, reader = rig.serve(digests=False), rig.connect()
     for recipe in _recipes():
         out = _pass_through(producer, reader, recipe)
@@ -67,112 +60,116 @@ def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
 
 
 def check_layers_in_any_order(rig: Rig) -> None:
-    """Layers may be written, and waited for, out of order; none twice."""
+    """Layers may be written and awaited in any order, but none may be written twice."""
     producer, reader = rig.serve(), rig.connect()
     recipe = Recipe("s", bundle=True, layers=3)
     out, layers = begin(producer, recipe)
-    reader.do("stream_get", key="s", timeout=5)
-    expect(TransferTimeout, lambda: _layer(reader, "s", 0, 0.0, "gen"), words=("layer 0", "gen"))
+    reader.call("stream_get", key="s", timeout=5)
+    expect(TransferTimeout, lambda: _layer(reader, "s", 0, 0.0, "gen"), mentions=("layer 0", "gen"))
     names = list(layers)
     for branch, layer in reversed(names):
         write(out, layers, (branch, layer))
-        expect(SchemaError, lambda: write(out, layers, names[-1]), words=("written already",))
+        expect(SchemaError, lambda: write(out, layers, names[-1]), mentions=("written already",))
         found = _layer(reader, "s", layer, 5, branch)
         assert found == hash_tensors(layers[branch, layer]), (branch, layer)
     out.commit()
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
-    reader.handle.do("drop", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(recipe.make())
+    reader.peer.call("release", key="s")
     out.commit().wait(timeout=5)
 
 
 def check_stream_get_of_a_plain_put(rig: Rig) -> None:
-    """A payload that was put whole comes as a stream whose layers are all there."""
+    """A payload that was put is a stream whose layers have all been written."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("whole"), Recipe("both", bundle=True)):
         data = recipe.make()
         receipt = producer.put(data)
-        reader.do("stream_get", key=recipe.key, timeout=5)
-        for (branch, layer), places in layers_of(data).items():
-            assert _layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(places)
-        assert reader.handle.do("whole", key=recipe.key, timeout=0) == fingerprint(data)
-        reader.handle.do("drop", key=recipe.key)
+        reader.call("stream_get", key=recipe.key, timeout=5)
+        for (branch, layer), views in layers_of(data).items():
+            assert _layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(views)
+        assert reader.peer.call("wait_stream", key=recipe.key, timeout=0) == fingerprint(data)
+        reader.peer.call("release", key=recipe.key)
         receipt.wait(timeout=5)
 
 
 def check_stream_get_before_a_plain_put(rig: Rig) -> None:
+    """A waiting `stream_get` gets a payload that is put."""
     producer, reader = rig.serve(), rig.connect()
-    waiting = reader.ask("stream_get", key="s", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
+    waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
     receipt = producer.put(Recipe("s").make())
     waiting.result(PATIENCE)
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(Recipe("s").make())
-    reader.handle.do("drop", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(Recipe("s").make())
+    reader.peer.call("release", key="s")
     receipt.wait(timeout=5)
 
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
-    """Its bytes may leave while it is being copied: every reader has them, and only when whole."""
+    """A large payload may be sent while it is copied; every reader gets it when it is whole."""
     producer = rig.serve(quota=64 << 20)
     readers = [rig.connect(quota=128 << 20) for _ in range(3)]
     recipe = Recipe("s", layers=3, tokens=4096, heads=4, dim=256, dtype="uint8")
-    gets = [reader.ask("get", key="s", timeout=PATIENCE, verify="full") for reader in readers[:2]]
-    streaming = readers[2].ask("stream_get", key="s", timeout=PATIENCE)
-    until_asked(producer, 3)
+    gets = [
+        reader.submit("get", key="s", timeout=PATIENCE, verify="full") for reader in readers[:2]
+    ]
+    streaming = readers[2].submit("stream_get", key="s", timeout=PATIENCE)
+    until_requested(producer, 3)
     receipt = producer.put(recipe.make(), readers=3)
     for get in gets:
         assert get.result(PATIENCE) == fingerprint(recipe.make())
     streaming.result(PATIENCE)
-    assert readers[2].handle.do("whole", key="s", timeout=5) == fingerprint(recipe.make())
-    readers[2].handle.do("drop", key="s")
+    assert readers[2].peer.call("wait_stream", key="s", timeout=5) == fingerprint(recipe.make())
+    readers[2].peer.call("release", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_plain_get_of_a_stream(rig: Rig) -> None:
-    """It has the payload at the commit, never before; asked early, late or afterwards."""
+    """A plain get returns at the commit of a stream, whenever it was called."""
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
-    early = readers[0].ask("get", key="s", timeout=PATIENCE, verify="full")
-    until_asked(producer, 1)
+    early = readers[0].submit("get", key="s", timeout=PATIENCE, verify="full")
+    until_requested(producer, 1)
     for name in layers:
         write(out, layers, name)
-    late = readers[1].ask("get", key="s", timeout=PATIENCE, verify="full")
-    until_asked(producer, 2)
+    late = readers[1].submit("get", key="s", timeout=PATIENCE, verify="full")
+    until_requested(producer, 2)
     assert not early.done()
     assert not late.done()
     receipt = out.commit()
-    for get in (early, late, readers[2].ask("get", key="s", timeout=5, verify="full")):
+    for get in (early, late, readers[2].submit("get", key="s", timeout=5, verify="full")):
         assert get.result(PATIENCE) == fingerprint(recipe.make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
+    """One reader gets the layers, another one the whole payload at the commit."""
     producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=2)
-    whole = waiting.ask("get", key="s", timeout=PATIENCE)
-    streaming.do("stream_get", key="s", timeout=5)
-    for (branch, layer), places in layers.items():
+    whole = waiting.submit("get", key="s", timeout=PATIENCE)
+    streaming.call("stream_get", key="s", timeout=5)
+    for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        assert _layer(streaming, "s", layer, 5) == hash_tensors(places)
+        assert _layer(streaming, "s", layer, 5) == hash_tensors(views)
         assert not whole.done()
     receipt = out.commit()
     assert whole.result(PATIENCE) == fingerprint(recipe.make())
     assert not receipt.done, "the streaming reader still has it"
-    streaming.handle.do("drop", key="s")
+    streaming.peer.call("release", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_late_reader_of_a_stream(rig: Rig) -> None:
-    """Who comes half-way has the earlier layers at once, and the others as they come."""
+    """A late reader gets the earlier layers at once, and the others as they come."""
     producer, first, late = rig.serve(), rig.connect(), rig.connect_here()
     recipe = Recipe("s", layers=4)
     out, layers = begin(producer, recipe, readers=2)
     names = list(layers)
-    first.do("stream_get", key="s", timeout=5)
+    first.call("stream_get", key="s", timeout=5)
     write(out, layers, *names[:2])
     with late.stream_get("s", timeout=5) as stream:
         for branch, layer in names[:2]:
@@ -183,25 +180,25 @@ def check_late_reader_of_a_stream(rig: Rig) -> None:
         write(out, layers, *names[2:])
         out.commit()
         assert [layer.index for layer in stream] == [layer for _, layer in names]
-    first.handle.do("drop", key="s")
+    first.peer.call("release", key="s")
     out.commit().wait(timeout=5)
     until_freed(producer)
 
 
 def check_one_stream_get_too_many(rig: Rig) -> None:
-    """Readers beyond those declared get nothing of a stream, and its key is taken."""
+    """A reader beyond those declared gets nothing of a stream, and its key is in use."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, Recipe("s"))
-    reader.do("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=5)
     expect(TransferTimeout, lambda: other.stream_get("s", timeout=0.1), within=0.1 + SLACK)
-    expect(DuplicateKeyError, lambda: producer.stream_put(Recipe("s").make()), words=("'s'",))
+    expect(DuplicateKeyError, lambda: producer.stream_put(Recipe("s").make()), mentions=("'s'",))
     write(out, layers)
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
     out.commit().wait(timeout=5)
 
 
 def check_key_of_a_stream_is_reusable(rig: Rig) -> None:
-    """After its end, good or bad, a key names the next payload: each way in turn."""
+    """After a stream was committed or failed, its key can be used for another payload."""
     producer, reader = rig.serve(), rig.connect()
     for seed in range(3):
         recipe = Recipe("again", seed=seed)
@@ -209,7 +206,7 @@ def check_key_of_a_stream_is_reusable(rig: Rig) -> None:
         out, _ = begin(producer, Recipe("again", seed=9))
         out.fail("not this one")
         receipt = producer.put(recipe.make())
-        assert reader.do("get", key="again", timeout=5) == fingerprint(recipe.make())
+        assert reader.call("get", key="again", timeout=5) == fingerprint(recipe.make())
         receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -225,19 +222,21 @@ def _recipes() -> list[Recipe]:
     ]
 
 
-def _pass_through(producer: KVLink, reader: Remote, recipe: Recipe) -> PutStream:
+def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> PutStream:
     out, layers = begin(producer, recipe)
-    reader.do("stream_get", key=recipe.key, timeout=5)
-    for (branch, layer), places in layers.items():
+    reader.call("stream_get", key=recipe.key, timeout=5)
+    for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        assert _layer(reader, recipe.key, layer, 5, branch) == hash_tensors(places), recipe
+        assert _layer(reader, recipe.key, layer, 5, branch) == hash_tensors(views), recipe
     receipt = out.commit()
-    assert reader.handle.do("whole", key=recipe.key, timeout=5) == fingerprint(recipe.make())
-    reader.handle.do("drop", key=recipe.key)
+    assert reader.peer.call("wait_stream", key=recipe.key, timeout=5) == fingerprint(recipe.make())
+    reader.peer.call("release", key=recipe.key)
     receipt.wait(timeout=5)
     return out
 
 
-def _layer(reader: Remote, key: str, layer: int, timeout: float, branch: str = "") -> str:
-    found: str = reader.handle.do("layer", key=key, layer=layer, branch=branch, timeout=timeout)
+def _layer(reader: RemoteLink, key: str, layer: int, timeout: float, branch: str = "") -> str:
+    found: str = reader.peer.call(
+        "wait_layer", key=key, layer=layer, branch=branch, timeout=timeout
+    )
     return found

@@ -1,4 +1,4 @@
-"""How a stream ends when it does not end well: checks that hold for every connector."""
+"""Checks of streams that fail, are aborted or closed before their commit."""
 
 from __future__ import annotations
 
@@ -16,56 +16,59 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.link import KVLink, ReceivedStream
+from omni_kvlink.link import KVConsumer, KVProducer, ReceivedStream
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Rig, expect, until, until_asked, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
 from omni_kvlink.testing.stream_checks import begin, write
 
 THREE = Recipe("s", layers=3)
 
 
 def check_failing_writer(rig: Rig) -> None:
-    """An error in the block reaches in milliseconds who waits for a layer, for all, or with get."""
+    """An error in the writer's block wakes every reader, whatever it waits for."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = begin(producer, THREE, readers=2)
-    reader.do("stream_get", key="s", timeout=5)
-    getting = other.ask("get", key="s", timeout=PATIENCE)
-    until_asked(producer, 2)
+    reader.call("stream_get", key="s", timeout=5)
+    getting = other.submit("get", key="s", timeout=PATIENCE)
+    until_requested(producer, 2)
     write(out, layers, ("kv", 0))
-    layer = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
-    whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
-    reader.handle.do("layer", key="s", layer=0, timeout=5)
+    layer = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
+    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    reader.peer.call("wait_layer", key="s", layer=0, timeout=5)
     out.__exit__(ValueError, ValueError("out of luck"), None)
     for waiting in (layer, whole, getting):
         error = expect(
             TransferFailed,
             lambda w=waiting: w.result(PATIENCE),  # type: ignore[misc]
             within=SLACK,
-            words=("layer 1 of branch 'kv'", "out of luck", "'s'"),
+            mentions=("layer 1 of branch 'kv'", "out of luck", "'s'"),
         )
         assert error.key == "s"
-    expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), words=("out of luck",))
+    expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), mentions=("out of luck",))
     expect(ClosedError, lambda: write(out, layers, ("kv", 1)))
     assert producer.stats()["memory"]["used"] > 0, "freed under a reader"
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
     until_freed(producer)
 
 
-def check_forgotten_layer(rig: Rig) -> None:
-    """A layer that was not written is the writer's SchemaError and the readers' TransferFailed."""
+def check_missing_layer(rig: Rig) -> None:
+    """A commit without all layers raises SchemaError, and its readers raise TransferFailed."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
-    reader.do("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=5)
     write(out, layers, ("kv", 0), ("kv", 2))
-    whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
-    expect(SchemaError, out.commit, words=("layer 1 of branch 'kv'", "never written"))
-    expect(TransferFailed, lambda: whole.result(PATIENCE), within=SLACK, words=("layer 1", "never"))
-    reader.handle.do("drop", key="s")
+    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    expect(SchemaError, out.commit, mentions=("layer 1 of branch 'kv'", "never written"))
+    expect(
+        TransferFailed, lambda: whole.result(PATIENCE), within=SLACK, mentions=("layer 1", "never")
+    )
+    reader.peer.call("release", key="s")
     until_freed(producer)
 
 
 def check_wrong_layers_are_refused(rig: Rig) -> None:
-    """What the plan does not say is not sent, and the stream goes on."""
+    """A layer that is not in the plan is refused, and the stream goes on."""
     producer, here = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     key, value = layers["kv", 0]
@@ -89,45 +92,48 @@ def check_wrong_layers_are_refused(rig: Rig) -> None:
 
 
 def check_abort_of_a_stream_by_the_producer(rig: Rig) -> None:
+    """After an abort, the writer's next layer and every reader raise."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
-    reader.do("stream_get", key="s", timeout=5)
-    waiting = reader.handle.ask("layer", key="s", layer=0, timeout=PATIENCE)
+    reader.call("stream_get", key="s", timeout=5)
+    waiting = reader.peer.submit("wait_layer", key="s", layer=0, timeout=PATIENCE)
     producer.abort("s", "no longer needed")
     for call in (
         lambda: waiting.result(PATIENCE),
         lambda: write(out, layers, ("kv", 0)),
         lambda: write(out, layers, ("kv", 1)),
-        lambda: reader.do("stream_get", key="s", timeout=5),
+        lambda: reader.call("stream_get", key="s", timeout=5),
     ):
-        expect(TransferFailed, call, within=SLACK, words=("no longer needed",))
+        expect(TransferFailed, call, within=SLACK, mentions=("no longer needed",))
     out.fail("the writer left its block")
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
     until_freed(producer)
 
 
 def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
-    """Its own waiting ends, the writer's next layer raises, others are told."""
+    """After an abort by a reader, the writer's next layer and every reader raise."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = begin(producer, THREE, readers=2)
-    reader.do("stream_get", key="s", timeout=5)
-    getting = other.ask("get", key="s", timeout=PATIENCE)
-    until_asked(producer, 2)
-    waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
+    reader.call("stream_get", key="s", timeout=5)
+    getting = other.submit("get", key="s", timeout=PATIENCE)
+    until_requested(producer, 2)
+    waiting = reader.peer.submit("wait_layer", key="s", layer=2, timeout=PATIENCE)
     write(out, layers, ("kv", 0))
-    reader.do("abort", key="s", reason="the user left")
+    reader.call("abort", key="s", reason="the user left")
     for future in (waiting, getting):
         error = expect(TransferFailed, lambda f=future: f.result(PATIENCE), within=SLACK)  # type: ignore[misc]
         assert error.reason == "the user left"
-    expect(TransferFailed, lambda: write(out, layers, ("kv", 1)), words=("the user left",))
+    expect(TransferFailed, lambda: write(out, layers, ("kv", 1)), mentions=("the user left",))
     out.fail("the writer left its block")
-    expect(TransferFailed, lambda: other.do("get", key="s", timeout=5), words=("the user left",))
-    reader.handle.do("drop", key="s")
+    expect(
+        TransferFailed, lambda: other.call("get", key="s", timeout=5), mentions=("the user left",)
+    )
+    reader.peer.call("release", key="s")
     until_freed(producer)
 
 
-def check_an_ended_writer_spares_the_next_payload(rig: Rig) -> None:
-    """Its key was put again before the writer saw the end: that payload is another's."""
+def check_an_aborted_writer_does_not_harm_the_next_payload(rig: Rig) -> None:
+    """Its key was put again before the writer noticed the abort: that payload is not failed."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
     producer.abort("s", "begin again")
@@ -135,57 +141,57 @@ def check_an_ended_writer_spares_the_next_payload(rig: Rig) -> None:
     expect(TransferFailed, lambda: write(out, layers, ("kv", 0)))
     out.__exit__(ValueError, ValueError("too late"), None)
     assert receipt.state == "committed"
-    assert reader.do("get", key="s", timeout=5) == fingerprint(Recipe("s", seed=8).make())
+    assert reader.call("get", key="s", timeout=5) == fingerprint(Recipe("s", seed=8).make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
 def check_layer_times_out(rig: Rig) -> None:
-    """The deadline holds, the error names the layer, and the stream goes on."""
+    """Waiting for a layer ends at its deadline, the error names it, and the stream goes on."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
-    reader.do("stream_get", key="s", timeout=0.2)
+    reader.call("stream_get", key="s", timeout=0.2)
     for timeout in (0.0, 0.3, None):  # None: that of the stream
         error = expect(
             TransferTimeout,
-            lambda t=timeout: reader.handle.do("layer", key="s", layer=1, timeout=t),  # type: ignore[misc]
+            lambda t=timeout: reader.peer.call("wait_layer", key="s", layer=1, timeout=t),  # type: ignore[misc]
             within=(0.2 if timeout is None else timeout) + SLACK,
-            words=("layer 1 of branch 'kv'", "'s'"),
+            mentions=("layer 1 of branch 'kv'", "'s'"),
         )
         assert error.key == "s"
         assert "still writing" in error.phase, error.phase
     expect(
         TransferTimeout,
-        lambda: reader.handle.do("whole", key="s", timeout=0.1),
+        lambda: reader.peer.call("wait_stream", key="s", timeout=0.1),
         within=0.1 + SLACK,
-        words=("commit",),
+        mentions=("commit",),
     )
     write(out, layers)
-    found = reader.handle.do("layer", key="s", layer=1, timeout=5)
+    found = reader.peer.call("wait_layer", key="s", layer=1, timeout=5)
     assert found == hash_tensors(layers["kv", 1])
     out.commit()
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(THREE.make())
-    reader.handle.do("drop", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(THREE.make())
+    reader.peer.call("release", key="s")
     out.commit().wait(timeout=5)
 
 
-def check_reader_lets_go_half_way(rig: Rig) -> None:
-    """The producer is unharmed, and the memory is back at the end."""
+def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
+    """A release before the commit does not harm the producer; the memory is free at the end."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
-    reader.do("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=5)
     write(out, layers, ("kv", 0))
-    reader.handle.do("layer", key="s", layer=0, timeout=5)
-    reader.handle.do("drop", key="s")
-    until(lambda: producer.stats()["transfers"]["leased"] == 0, "it let go")
+    reader.peer.call("wait_layer", key="s", layer=0, timeout=5)
+    reader.peer.call("release", key="s")
+    until(lambda: producer.stats()["transfers"]["leased"] == 0, "it released the stream")
     write(out, layers, ("kv", 1), ("kv", 2))
     receipt = out.commit()
     receipt.wait(timeout=5)
     until_freed(producer)
 
 
-def check_letting_go_wakes_who_waits(rig: Rig) -> None:
-    """A layer of a stream that was given back is not waited for, in any thread."""
+def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
+    """A thread that waits for a layer raises when the stream is released by another."""
     producer, here = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     write(out, layers, ("kv", 0))
@@ -210,46 +216,47 @@ def check_letting_go_wakes_who_waits(rig: Rig) -> None:
 
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
-    """A reader that forgets it lets go of it, without waiting for the garbage collector."""
+    """A failed stream that a reader drops is freed without the garbage collector."""
     producer, here = rig.serve(), rig.connect_here()
     gc.disable()
     try:
         for _ in range(2):
-            _forget_a_failed_stream(producer, here)
+            _drop_a_failed_stream(producer, here)
         until_freed(producer)
     finally:
         gc.enable()
 
 
 def check_producer_closes_in_a_stream(rig: Rig) -> None:
+    """A waiting reader raises, the writer's next layer raises, and its block ends quietly."""
     producer, reader = rig.serve(), rig.connect()
     out, layers = begin(producer, THREE)
-    reader.do("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=5)
     write(out, layers, ("kv", 0))
-    reader.handle.do("layer", key="s", layer=0, timeout=5)
-    waiting = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
+    reader.peer.call("wait_layer", key="s", layer=0, timeout=5)
+    waiting = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
     producer.close()
-    expect(PeerLostError, lambda: waiting.result(PATIENCE), within=SLACK, words=("layer 1",))
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), within=SLACK, mentions=("layer 1",))
     expect(ClosedError, lambda: write(out, layers, ("kv", 1)))
     out.__exit__(ValueError, ValueError("of the user"), None)  # raises nothing of its own
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
 
 
 def check_reader_closes_in_a_stream(rig: Rig) -> None:
-    """Its waiting ends; what it has stays what it is; the producer goes on."""
+    """Its waiting call raises, the layers that it has keep their bytes, the producer goes on."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, THREE, readers=2)
-    reader.do("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=5)
     write(out, layers, ("kv", 0))
-    reader.handle.do("layer", key="s", layer=0, timeout=5)
-    waiting = reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE)
-    reader.do("close")
-    expect(ClosedError, lambda: waiting.result(PATIENCE), within=SLACK, words=("layer 1",))
+    reader.peer.call("wait_layer", key="s", layer=0, timeout=5)
+    waiting = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
+    reader.call("close")
+    expect(ClosedError, lambda: waiting.result(PATIENCE), within=SLACK, mentions=("layer 1",))
     with other.stream_get("s", timeout=5) as stream:
         write(out, layers, ("kv", 1), ("kv", 2))
         receipt = out.commit()
         assert fingerprint(stream.wait()) == fingerprint(THREE.make())
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -263,7 +270,7 @@ def _raised(stream: ReceivedStream) -> BaseException:
     raise AssertionError("a layer came that was not written")
 
 
-def _forget_a_failed_stream(producer: KVLink, here: KVLink) -> None:
+def _drop_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
     out, layers = begin(producer, THREE)
     stream = here.stream_get("s", timeout=5)
     write(out, layers, ("kv", 0))

@@ -53,7 +53,8 @@ LAYOUTS = (separate, stacked, packed)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
-        monkeypatch.setattr(host._part, "state", NativeError("there is none"))
+        monkeypatch.setattr(host._part, "library", None)
+        monkeypatch.setattr(host._part, "error", NativeError("there is none"))
     elif host.missing():
         pytest.skip(host.missing() or "")
     return str(request.param)

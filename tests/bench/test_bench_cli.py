@@ -1,4 +1,4 @@
-"""How the commands behave when something is wrong."""
+"""The commands when something is wrong, and the peers that they use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
+from omni_kvlink import TransferTimeout
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.errors import BenchError, ReaderError
-from omni_kvlink.bench.pair import ProcessPeer, open_pair
+from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.pair import open_pair
+from omni_kvlink.testing.peer_harness import PeerError, PeerExited, ProcessPeer
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["verify", "--connector", "pigeon"], "UnavailableError: no connector 'pigeon'"),
         (
@@ -25,11 +27,11 @@ from omni_kvlink.bench.pair import ProcessPeer, open_pair
     ],
 )
 def test_an_error_is_one_line(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -47,18 +49,48 @@ def test_help_says_what_paged_is() -> None:
     assert "blocks of 16 tokens in random order" in " ".join(done.stdout.split())
 
 
-def test_a_reader_that_fails_lives_on() -> None:
+@pytest.mark.parametrize("connector", ["shm", "inproc"])
+def test_a_reader_whose_command_fails_goes_on(connector: str) -> None:
+    with open_pair(connector) as pair:
+        with pytest.raises(TransferTimeout):
+            pair.peer.call("get", key="never", timeout=0.05, verify="auto")
+        with pytest.raises(PeerError, match="KeyError"):
+            pair.peer.call("receive_baseline", name="none")
+        assert pair.peer.call("ping") > 0
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_peer_that_exited_is_reported(concurrent: bool) -> None:
+    peer = ProcessPeer(module="omni_kvlink.bench.reader", concurrent=concurrent)
+    with contextlib.closing(peer):
+        assert peer.call("ping") > 0
+        peer.process.kill()
+        with pytest.raises(PeerExited, match="ended with status -9"):
+            peer.call("ping")
+
+
+def test_a_reader_that_exited_ends_the_benchmark() -> None:
+    with pytest.raises(BenchError, match="ended with status -9"):
+        _kill_the_reader()
+
+
+def _kill_the_reader() -> None:
     with open_pair("shm") as pair:
-        with pytest.raises(ReaderError, match="TransferTimeout"):
-            pair.peer.ask(do="get", key="never", timeout=0.05, verify="auto")
-        assert pair.peer.ask(do="ping")["received"] > 0
+        assert isinstance(pair.peer, ProcessPeer)
+        pair.peer.process.kill()
+        pair.peer.call("ping")
 
 
-def test_a_reader_that_ended_is_reported() -> None:
-    with contextlib.closing(ProcessPeer()) as peer:
-        peer._process.kill()
-        with pytest.raises(BenchError, match="ended with status -9"):
-            peer.answer(timeout=20.0)
+def test_a_reader_that_does_not_answer_ends_the_benchmark() -> None:
+    with pytest.raises(BenchError, match="did not answer"), open_pair("shm") as pair:
+        pair.peer.submit("get", key="never", timeout=60.0, verify="auto").result(0.1)
+
+
+def test_keygen_names_the_new_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keygen", "keys", "producer"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ("kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME\n")
+    assert captured.out == ""
 
 
 def test_an_interrupted_run_wakes_its_reader() -> None:
@@ -68,6 +100,6 @@ def test_an_interrupted_run_wakes_its_reader() -> None:
 
 def _interrupt_a_waiting_pair() -> None:
     with open_pair("shm") as pair:
-        pair.peer.tell(do="get", key="never", timeout=60.0, verify="auto")
-        pair.await_reader()
+        pair.peer.submit("get", key="never", timeout=60.0, verify="auto")
+        pair.wait_until_requested()
         raise KeyboardInterrupt

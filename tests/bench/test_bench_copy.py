@@ -1,4 +1,4 @@
-"""`kvlink-bench copy`: every way is there, moves the bytes, and is held to its own run's copy."""
+"""`kvlink-bench copy`: every method moves all bytes, and is compared with its own run's copy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from omni_kvlink.bench import copy_methods as ways
-from omni_kvlink.bench import membench as limits
-from omni_kvlink.bench import report
+from omni_kvlink.bench import copy_methods, membench, report
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.copy_methods import FirstTouch, Way, make_ways
+from omni_kvlink.bench.copy_methods import CopyMethod, FirstTouchMethod, make_copy_methods
 from omni_kvlink.bench.payloads import Shape
 from omni_kvlink.copier import Copier, NativeCopier
+from omni_kvlink.memory.region import Mapping
 
 SHAPE = Shape(2, 300, 4, 128)
 SMALL = ["copy", "--preset", "small", "--layers", "2", "--tokens", "300", "--rounds", "3"]
@@ -52,21 +51,21 @@ def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
     assert document["setup"]["shape"]["tokens"] == 300
 
 
-def test_every_row_is_held_to_the_plain_copy(document: dict[str, Any]) -> None:
+def test_every_row_is_compared_with_the_plain_copy(document: dict[str, Any]) -> None:
     results = document["results"]
     plain = results["rows"]["plain_copy"]["milliseconds"]["p50"]
     for row in results["rows"].values():
-        took = row["milliseconds"]
-        assert 0 < took["min"] <= took["p50"] <= took["max"]
-        assert row["ratio"] == pytest.approx(took["p50"] / plain, rel=0.01)
-        rate = results["payload_bytes"] / took["p50"] / 1e6
+        times = row["milliseconds"]
+        assert 0 < times["min"] <= times["p50"] <= times["max"]
+        assert row["ratio"] == pytest.approx(times["p50"] / plain, rel=0.01)
+        rate = results["payload_bytes"] / times["p50"] / 1e6
         assert row["gigabytes_per_second"] == pytest.approx(rate, rel=0.01)
     cost = results["rows"]["gather"]["ratio"] / results["rows"]["gather_bare"]["ratio"]
     assert results["digests_cost_percent"] == pytest.approx(100 * (cost - 1), abs=1)
 
 
-class Scripted(Way):
-    """Takes the seconds it is told to."""
+class Scripted(CopyMethod):
+    """Takes the seconds of a script."""
 
     ran: list[str]
 
@@ -77,7 +76,7 @@ class Scripted(Way):
     def run(self) -> object:
         raise NotImplementedError
 
-    def is_true(self) -> bool:
+    def moves_all_bytes(self) -> bool:
         return self._true
 
     def seconds(self) -> float:
@@ -87,7 +86,7 @@ class Scripted(Way):
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *made: Scripted) -> None:
     Scripted.ran = []
-    monkeypatch.setattr(limits, "make_ways", lambda shape, threads: list(made))
+    monkeypatch.setattr(membench, "make_copy_methods", lambda shape, threads: list(made))
 
 
 def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,7 @@ def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyP
         Scripted("gather", [0.5, 0.6, 0.7]),
         Scripted("gather_bare", [0.5, 0.5, 0.5]),
     )
-    result = limits.measure(limits.Setup(SHAPE, rounds=3))
+    result = membench.measure(membench.CopySetup(SHAPE, rounds=3))
     rounds = [Scripted.ran[start : start + 3] for start in (0, 3, 6)]
     assert [sorted(one) for one in rounds] == [["gather", "gather_bare", "plain_copy"]] * 3
     row = result.to_dict()["rows"]["gather"]
@@ -107,7 +106,7 @@ def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyP
     assert result.digests_cost == pytest.approx(20)
 
 
-def test_a_way_that_moves_nothing_is_no_result(
+def test_a_method_that_moves_nothing_is_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(monkeypatch, Scripted("plain_copy", [0.1]), Scripted("gather", [0.1], true=False))
@@ -117,7 +116,7 @@ def test_a_way_that_moves_nothing_is_no_result(
 
 
 class Nothing(Copier):
-    """Moves nothing, and says that all is well."""
+    """Moves nothing, and raises nothing."""
 
     name = "nothing"
 
@@ -146,47 +145,47 @@ class AllButOne(NativeCopier):
 
 
 @pytest.fixture(scope="module")
-def made() -> list[Way]:
-    return make_ways(SHAPE, threads=1)
+def methods() -> list[CopyMethod]:
+    return make_copy_methods(SHAPE, threads=1)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_way_moves_the_bytes(made: list[Way], key: str) -> None:
-    """And what does nothing is found out."""
-    way = made[KEYS.index(key)]
-    assert way.key == key
-    assert way.is_true()
+def test_every_method_moves_the_bytes(methods: list[CopyMethod], key: str) -> None:
+    """And a method that does nothing is noticed."""
+    method = methods[KEYS.index(key)]
+    assert method.key == key
+    assert method.moves_all_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(way, "_copier"):
-            patch.setattr(way, "_copier", Nothing())
+        if hasattr(method, "_copier"):
+            patch.setattr(method, "_copier", Nothing())
         else:
-            patch.setattr(way, "run", lambda: None)
-        assert not way.is_true()
-    assert way.is_true()
-    assert way.seconds() > 0
+            patch.setattr(method, "run", lambda: None)
+        assert not method.moves_all_bytes()
+    assert method.moves_all_bytes()
+    assert method.seconds() > 0
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if "gather" in key or key[-1] == "t"])
-def test_one_missing_byte_is_seen(made: list[Way], key: str) -> None:
-    way = made[KEYS.index(key)]
+def test_one_missing_byte_is_seen(methods: list[CopyMethod], key: str) -> None:
+    method = methods[KEYS.index(key)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(way, "_copier", AllButOne(threads=1))
-        assert not way.is_true()
+        patch.setattr(method, "_copier", AllButOne(threads=1))
+        assert not method.moves_all_bytes()
 
 
-def test_memory_is_fresh_each_time(made: list[Way]) -> None:
-    touches = [way for way in made if isinstance(way, FirstTouch)]
+def test_memory_is_fresh_each_time(methods: list[CopyMethod]) -> None:
+    touches = [method for method in methods if isinstance(method, FirstTouchMethod)]
     assert len(touches) == 2
-    for way in touches:
-        first, second = way.run(), way.run()
+    for method in touches:
+        first, second = method.run(), method.run()
         assert first.fd != second.fd
         assert first.region.address != second.region.address
 
 
 def test_only_the_second_is_populated_before() -> None:
-    untouched = ways._untouched("t", 1 << 20)
+    untouched = copy_methods._untouched("t", 1 << 20)
     assert _resident(untouched.fd) == 0
-    assert _resident(ways.Mapping.shared("t", 1 << 20).fd) == 1 << 20
+    assert _resident(Mapping.shared("t", 1 << 20).fd) == 1 << 20
 
 
 def _resident(fd: int) -> int:

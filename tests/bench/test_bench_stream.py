@@ -1,4 +1,4 @@
-"""`kvlink-bench stream`: every way is timed in the same rounds, with figures that can be."""
+"""`kvlink-bench stream`: every measurement is made, and its figures are plausible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.streaming import WAYS
+from omni_kvlink.bench.streaming import MEASUREMENTS
 
 SMALL = ["stream", "--layers", "3", "--tokens", "300", "--rounds", "4", "--warmup", "1"]
 
@@ -27,23 +27,23 @@ def document(
 def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
     assert list(document) == ["schema", "command", "machine", "setup", "results"]
     results = document["results"]
-    assert set(results["milliseconds"]) == set(WAYS)
+    assert set(results["milliseconds"]) == set(MEASUREMENTS)
     assert results["rounds"] == 4
     assert results["payload_bytes"] == 3 * 2 * 300 * 4 * 128 * 2
 
 
 def test_the_figures_make_sense(document: dict[str, Any]) -> None:
     results = document["results"]
-    took = results["milliseconds"]
-    assert all(0 < one["min"] <= one["p50"] <= one["max"] for one in took.values())
-    ratio = took["streamed"]["p50"] / took["sequential"]["p50"]
+    times = results["milliseconds"]
+    assert all(0 < one["min"] <= one["p50"] <= one["max"] for one in times.values())
+    ratio = times["streamed"]["p50"] / times["sequential"]["p50"]
     assert results["streamed_over_sequential"] == pytest.approx(ratio, rel=0.01)
-    assert took["first_layer"]["max"] <= took["streamed"]["max"]
-    assert took["digest"]["p50"] <= took["in_place"]["p50"]
+    assert times["first_layer"]["max"] <= times["streamed"]["max"]
+    assert times["digest"]["p50"] <= times["in_place"]["p50"]
 
 
-def test_the_text_names_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--connector", "inproc"]) == 0
     text = capsys.readouterr().out
-    for way in WAYS:
-        assert way.replace("_", " ") in text
+    for name in MEASUREMENTS:
+        assert name.replace("_", " ") in text

@@ -1,4 +1,4 @@
-"""`kvlink-bench verify`: everything arrives, and what does not is seen."""
+"""`kvlink-bench verify`: all cases arrive, and a flipped bit is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from omni_kvlink.bench import verify
-from omni_kvlink.bench.cases import cases
+from omni_kvlink.bench.cases import TENSORS, cases
 from omni_kvlink.bench.cli import main
 
 
@@ -21,26 +21,36 @@ def test_everything_arrives_in_another_process(capsys: pytest.CaptureFixture[str
     assert results["bytes"] > 1 << 26
 
 
-def test_one_bit_spoiled_in_flight_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_flipped_bit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--quick", "--connector", "inproc", "--corrupt", "23"]
     assert main(command) == 1
     text = capsys.readouterr().out
-    assert "1 of 630 cases FAILED" in text
+    assert f"1 of {len(list(cases(quick=True)))} cases FAILED" in text
     assert "FAILED case 23:" in text
     assert "tensors [3] of 4" in text
 
 
 @pytest.mark.parametrize("connector", ["shm", "inproc"])
-def test_each_spoiled_case_fails_alone(connector: str) -> None:
+def test_only_the_corrupt_case_fails(connector: str) -> None:
     chosen = list(cases(quick=True))[:12]
     verdict = verify.run(connector, chosen, corrupt=7)
     assert [outcome.case.number for outcome in verdict.failed] == [7]
     assert "FAILED" in verdict.text()
 
 
+@pytest.mark.parametrize("connector", ["shm", "inproc"])
+def test_a_flipped_bit_of_nested_tensors_is_reported(connector: str) -> None:
+    tensors = [case for case in cases(quick=True) if case.rows == TENSORS]
+    for chosen in (tensors[30:34], [case for case in tensors if case.branching != "single"][:4]):
+        verdict = verify.run(connector, chosen, corrupt=chosen[1].number)
+        assert [outcome.case for outcome in verdict.failed] == [chosen[1]]
+        assert "tensors [" in verdict.failed[0].problem
+
+
 def test_a_put_that_fails_fails_its_case_only() -> None:
-    """The link has no room for one of the cases."""
-    by_size = sorted(cases(quick=True), key=lambda case: case.shape.nbytes)
+    """The quota is too small for one of the cases."""
+    caches = [case for case in cases(quick=True) if case.rows != TENSORS]
+    by_size = sorted(caches, key=lambda case: case.shape.nbytes)
     chosen = [by_size[0], by_size[-1], by_size[1]]
     quota = by_size[-1].shape.nbytes
     assert quota > 4 * by_size[1].shape.nbytes + (1 << 16)

@@ -30,7 +30,7 @@ FIELDS = (
 
 
 def build(directory: Path) -> None:
-    """The library's own sources, with `csrc/tests/fake_cuda.cpp` in the place of CUDA."""
+    """The library's own sources, with `csrc/tests/fake_cuda.cpp` instead of CUDA."""
     names = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     compiler = next((name for name in names if name and shutil.which(name[0])), None)
     if compiler is None:
@@ -43,10 +43,10 @@ def build(directory: Path) -> None:
 
 
 class FakeDevice:
-    """Its state, and which tensors lie on it."""
+    """The fake device's state, and which tensors count as its own."""
 
     def __init__(self, library: ctypes.CDLL):
-        self.holds: Callable[[TensorView], bool] = lambda place: True
+        self.holds: Callable[[TensorView], bool] = lambda view: True
         self._field = library.fake_cuda_field
         self._field.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -65,12 +65,12 @@ class FakeDevice:
 
 
 def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Until the test's end, the library in `directory` is the CUDA library."""
+    """Use the library in `directory` as the CUDA library until the end of the test."""
     library = cuda._part.open(directory)
     device = FakeDevice(library)
-    monkeypatch.setattr(cuda._part, "state", library)
+    monkeypatch.setattr(cuda._part, "library", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
-    monkeypatch.setattr(pinned, "_device_of", lambda place: 0 if device.holds(place) else None)
+    monkeypatch.setattr(pinned, "_device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(pinned, "_current_stream", lambda device: 0)
     return device

@@ -1,4 +1,4 @@
-"""What the native copier's tests share: plans without a schema, and memory with a locked edge."""
+"""Fixtures of the native copier's tests: plans without a schema, memory before a locked page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from omni_kvlink._native import host
+from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 
@@ -30,10 +31,10 @@ DTYPES = {
 
 @contextmanager
 def using(features: str) -> Iterator[None]:
-    """Run the block with one instruction set; skip where the processor lacks it."""
+    """Run the block with one instruction set; skip the test if the processor lacks it."""
     try:
         host.select(features)
-    except host.NativeError as error:
+    except NativeError as error:
         pytest.skip(str(error))
     try:
         yield
@@ -42,7 +43,7 @@ def using(features: str) -> Iterator[None]:
 
 
 def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifest:
-    """A plan with one tensor after another; the copiers need no more of a manifest."""
+    """A plan with one tensor after another, which is all that copiers need of a manifest."""
     named = [
         (f"kv.{layer}.key", DTYPES[tensor.dtype], tuple(tensor.shape))
         for layer, tensor in enumerate(tensors)
@@ -51,7 +52,7 @@ def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifes
 
 
 class Locked:
-    """Memory that ends where a page begins that nobody may touch."""
+    """Memory that ends where an inaccessible page begins."""
 
     def __init__(self, nbytes: int):
         page = mmap.PAGESIZE
@@ -62,7 +63,7 @@ class Locked:
         assert libc.mprotect(ctypes.c_void_p(start + pages), page, 0) == 0
         self.address = start + pages - nbytes
         self.region = Region(self.address, nbytes, self._pages)
-        self.bytes = np.frombuffer(self.region.span, np.uint8)
+        self.bytes = np.frombuffer(self.region.view(), np.uint8)
 
 
 def noise(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

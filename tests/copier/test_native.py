@@ -1,4 +1,4 @@
-"""The native copier gives the reference's bytes and digests, on any layout, whoever calls it."""
+"""The native copier gives the reference's bytes and digests, on any layout, from any thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from native_fixtures import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, 
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import host
-from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.copier.native import NativeCopier, fastest_copier
+from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.manifest import DIGEST_CHUNK
@@ -32,7 +31,7 @@ def test_kit(check: Callable[[Copier], None], features: str) -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> torch.Tensor:
-    """A [tokens, heads, dim] tensor: sliced, transposed, expanded or none of it, anywhere."""
+    """A [tokens, heads, dim] tensor: sliced, transposed, expanded or none of these."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     shape = [draw(st.integers(1, 70)), draw(st.integers(1, 5)), draw(st.integers(1, 150))]
     order = draw(st.permutations(range(3)))
@@ -56,9 +55,9 @@ def test_same_as_torch(features: str, tensors: list[torch.Tensor], digests: bool
     plan = plan_of(tensors, digests=digests)
     ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
     with using(features):
-        native, torchs = NativeCopier(), TorchCopier()
+        native, reference = NativeCopier(), TorchCopier()
         found = native.gather(tensors, plan, ours)
-        assert found == torchs.gather(tensors, plan, theirs)
+        assert found == reference.gather(tensors, plan, theirs)
         assert bytes(ours.view()) == bytes(theirs.view())
         committed = plan.with_digests(found)
         native.verify(committed, ours)
@@ -127,7 +126,7 @@ def test_overlapping_target_is_refused() -> None:
 
 
 def test_what_only_torch_can_read() -> None:
-    """Lazily negated tensors, and more dimensions with gaps than the library knows."""
+    """Lazily negated tensors, and more dimensions with gaps than the library supports."""
     lazy = torch.randn(30, 2, 8, dtype=torch.complex64).conj().imag
     assert lazy.is_neg()
     gaps = tensor_of([4, 4, 4, 4, 4, 2], torch.float32)[::2, ::3, ::2, ::3, ::2, :1]
@@ -142,6 +141,21 @@ def test_what_only_torch_can_read() -> None:
     NativeCopier().scatter(plan.with_digests(digests), ours, targets)
     for source, target in zip(sources, targets, strict=True):
         assert as_bytes(source.resolve_neg()) == as_bytes(target)
+
+
+@pytest.mark.parametrize("kind", [NativeCopier, TorchCopier])
+def test_tensors_without_dimensions_or_elements(kind: type[Copier]) -> None:
+    copier = kind()
+    lazy = torch.tensor(1 + 2j, dtype=torch.complex64).conj().imag
+    assert lazy.is_neg()
+    sources = [lazy, torch.zeros(0, 3), torch.tensor(7, dtype=torch.int8), torch.zeros(2, 0)]
+    plan = plan_of(sources)
+    region = Mapping.anonymous(plan.nbytes).region
+    committed = plan.with_digests(copier.gather(sources, plan, region))
+    targets = [torch.zeros_like(source.resolve_neg()) for source in sources]
+    copier.scatter(committed, region, targets)
+    copier.verify(committed, region)
+    assert [target.tolist() for target in targets] == [-2.0, [], 7, [[], []]]
 
 
 def test_callers_from_many_threads() -> None:
@@ -184,7 +198,7 @@ def test_choice() -> None:
 def test_a_part_of_a_large_payload_goes_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, tokens: int, stores: int
 ) -> None:
-    """A layer alone would fit into it, and push out those before it."""
+    """A layer alone would fit into the cache and evict those before it."""
     seen, batch = list[int](), host.CopyBatch
 
     def watched(*args: int, **options: int) -> host.CopyBatch:

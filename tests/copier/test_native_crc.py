@@ -1,4 +1,4 @@
-"""The library's CRC-32C equals a well-kept wheel's, and its C side refuses what does not fit."""
+"""The library's CRC-32C equals the crc32c package's, and it checks its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 NOISE = noise(3 * MIB)
 
 
-def wheel(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+def crc_digest(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     return b"".join(
         crc32c(data[at : at + MIB].tobytes()).to_bytes(4, "big") for at in range(0, len(data), MIB)
     )
@@ -28,12 +28,12 @@ def wheel(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     start=st.integers(0, 5000),
     nbytes=st.integers(0, 700) | st.integers(MIB - 300, MIB + 300) | st.integers(0, 2 * MIB),
 )
-def test_equals_the_wheel(features: str, start: int, nbytes: int) -> None:
+def test_equals_the_crc32c_package(features: str, start: int, nbytes: int) -> None:
     with using(features):
         batch = host.CopyBatch(NOISE.ctypes.data, NOISE.nbytes)
         batch.add(start, nbytes, digest=True)
         found = batch.digest()
-        assert found == wheel(NOISE[start : start + nbytes])
+        assert found == crc_digest(NOISE[start : start + nbytes])
         batch.verify(found)
 
 
@@ -53,7 +53,7 @@ def test_while_copying(features: str, source: int, target: int, nbytes: int, sto
         view = host.packed_view(NOISE.ctypes.data, NOISE.nbytes, nbytes, offset=source)
         batch.add(target, nbytes, view, digest=True)
         wanted = NOISE[source : source + nbytes]
-        assert batch.gather() == wheel(wanted)
+        assert batch.gather() == crc_digest(wanted)
         assert np.array_equal(locked.bytes[target:], wanted)
         assert not locked.bytes[:target].any()
 
@@ -72,7 +72,7 @@ def test_reads_nothing_beyond_a_source(features: str) -> None:
             )
             batch.add(0, rows * run, view, digest=True)
             wanted = np.concatenate([locked.bytes[2 * i * run :][:run] for i in range(rows)])
-            assert batch.gather() == wheel(wanted)
+            assert batch.gather() == crc_digest(wanted)
             assert np.array_equal(target[: rows * run], wanted)
 
 
@@ -88,14 +88,14 @@ def test_writes_nothing_beyond_a_target(features: str) -> None:
                     locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
                 )
                 batch.add(64, rows * run, view, digest=True)
-                batch.scatter(wheel(NOISE[64 : 64 + rows * run]))
+                batch.scatter(crc_digest(NOISE[64 : 64 + rows * run]))
                 wanted = np.zeros((rows, 2 * run), np.uint8)
                 wanted[:, :run] = NOISE[64 : 64 + rows * run].reshape(rows, run)
                 assert np.array_equal(locked.bytes, wanted.reshape(-1)[: locked.region.nbytes])
 
 
 def test_refusals_reach_python() -> None:
-    """C checks again: nothing is written, and the error says which copy and why."""
+    """The library checks again: nothing is written; the error says which copy and why."""
     payload, outside = np.zeros(1000, np.uint8), noise(1000)
     good = host.packed_view(outside.ctypes.data, 1000, 100)
     for start, view, why in (

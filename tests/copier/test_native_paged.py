@@ -1,4 +1,4 @@
-"""Pages in and out of a payload, against a loop over tokens."""
+"""Paged tensors into and out of a payload, compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_fixtures import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
 
-from omni_kvlink.copier import TorchCopier
-from omni_kvlink.copier.native import NativeCopier
+from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
@@ -20,52 +19,69 @@ from omni_kvlink.payload.paged import BlockTable, PagedTensor
 Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]
 
 
-def plain(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def plain(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([blocks, size, heads, dim], dtype, seed)
 
 
-def stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def stacked(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([2, blocks, size, heads, dim], dtype, seed)[seed % 2]
 
 
-def packed_in_block(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def packed_in_block(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([blocks, 2, size, heads, dim], dtype, seed)[:, seed % 2]
 
 
-def packed_in_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def packed_in_head(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     both = tensor_of([blocks, size, heads, 2 * dim], dtype, seed)
     return both[..., :dim] if seed % 2 else both[..., dim:]
 
 
-def heads_first(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def heads_first(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([blocks, heads, size, dim], dtype, seed).transpose(1, 2)
 
 
-def fewer_heads(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def fewer_heads(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([blocks, size, 2 * heads, dim], dtype, seed)[:, :, heads:]
 
 
-def dims_first(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int):
+def dims_first(
+    blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
     return tensor_of([blocks, heads, dim, size], dtype, seed).permute(0, 3, 1, 2)
 
 
 POOLS = (plain, stacked, packed_in_block, packed_in_head, heads_first, fewer_heads, dims_first)
 
 
-def naive(pool: torch.Tensor, pages: BlockTable) -> torch.Tensor:
-    """Token by token."""
+def naive(pool: torch.Tensor, block_table: BlockTable) -> torch.Tensor:
+    """Read token by token."""
     tokens = []
-    for token in range(pages.tokens):
-        if pages.by_slot:
-            block, slot = divmod(int(pages.index[token]), pages.block_size)
+    for token in range(block_table.tokens):
+        if block_table.by_slot:
+            block, slot = divmod(int(block_table.index[token]), block_table.block_size)
         else:
-            block, slot = int(pages.index[token // pages.block_size]), token % pages.block_size
+            block, slot = (
+                int(block_table.index[token // block_table.block_size]),
+                token % block_table.block_size,
+            )
         tokens.append(pool[block, slot])
     return torch.stack(tokens)
 
 
 @st.composite
-def page_tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
+def block_tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
     size, blocks = draw(st.sampled_from([1, 3, 16, 32])), draw(st.integers(1, 12))
     tokens = draw(st.integers(1, blocks * size))
     shuffle = random.Random(draw(st.integers(0, 999)))
@@ -87,21 +103,27 @@ def page_tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
 @pytest.mark.parametrize("features", FEATURES)
 @settings(max_examples=60, deadline=None)
 @given(
-    table=page_tables(),
+    table=block_tables(),
     kinds=st.lists(st.sampled_from(POOLS), min_size=1, max_size=3),
     heads=st.integers(1, 4),
     dim=st.sampled_from([1, 5, 64, 128]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
 )
 def test_against_a_loop(
-    features: str, table: tuple[BlockTable, int], kinds: list[Pool], heads: int, dim: int, dtype
+    features: str,
+    table: tuple[BlockTable, int],
+    kinds: list[Pool],
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
 ) -> None:
-    pages, blocks = table
+    block_table, blocks = table
     pools = [
-        kind(blocks, pages.block_size, heads, dim, dtype, seed) for seed, kind in enumerate(kinds)
+        kind(blocks, block_table.block_size, heads, dim, dtype, seed)
+        for seed, kind in enumerate(kinds)
     ]
-    paged = [PagedTensor(pool, pages) for pool in pools]
-    wanted = [naive(pool, pages) for pool in pools]
+    paged = [PagedTensor(pool, block_table) for pool in pools]
+    wanted = [naive(pool, block_table) for pool in pools]
     plan = plan_of(wanted)
     ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
     with using(features):
@@ -111,30 +133,32 @@ def test_against_a_loop(
 
         # And back, into pools of other bytes: only the sequence's tokens change.
         fresh = [
-            kind(blocks, pages.block_size, heads, dim, dtype, seed + 50)
+            kind(blocks, block_table.block_size, heads, dim, dtype, seed + 50)
             for seed, kind in enumerate(kinds)
         ]
         expected = [pool.clone() for pool in fresh]
         for pool, tokens in zip(expected, wanted, strict=True):
-            PagedTensor(pool, pages).fill(tokens)
+            PagedTensor(pool, block_table).fill(tokens)
         NativeCopier().scatter(
-            plan.with_digests(digests), ours, [PagedTensor(pool, pages) for pool in fresh]
+            plan.with_digests(digests), ours, [PagedTensor(pool, block_table) for pool in fresh]
         )
         for pool, like, tokens in zip(fresh, expected, wanted, strict=True):
             assert as_bytes(pool) == as_bytes(like)
-            assert as_bytes(naive(pool, pages)) == as_bytes(tokens)
-            assert as_bytes(PagedTensor(pool, pages).dense()) == as_bytes(tokens)
+            assert as_bytes(naive(pool, block_table)) == as_bytes(tokens)
+            assert as_bytes(PagedTensor(pool, block_table).dense()) == as_bytes(tokens)
 
 
 @NEEDS_LIBRARY
 def test_latents_and_large_blocks() -> None:
     ids = random.Random(1).sample(range(80), 61)
-    pages = BlockTable.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
+    block_table = BlockTable.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
     pools = [tensor_of([80, 64, 576], torch.bfloat16, seed) for seed in range(3)]
-    wanted = [naive(pool, pages) for pool in pools]
+    wanted = [naive(pool, block_table) for pool in pools]
     plan = plan_of(wanted)
     region = Mapping.anonymous(plan.nbytes).region
-    digests = NativeCopier().gather([PagedTensor(pool, pages) for pool in pools], plan, region)
+    digests = NativeCopier().gather(
+        [PagedTensor(pool, block_table) for pool in pools], plan, region
+    )
     theirs = Mapping.anonymous(plan.nbytes).region
     assert digests == TorchCopier().gather(wanted, plan, theirs)
     assert bytes(region.view()) == bytes(theirs.view())
@@ -155,7 +179,7 @@ def test_latents_and_large_blocks() -> None:
             lambda: BlockTable.of_blocks([1, -2], block_size=16, tokens=32),
             "block id -2 is negative",
         ),
-        (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),
+        (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),  # type: ignore[list-item]
         (lambda: BlockTable.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
         (lambda: BlockTable.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
         (lambda: BlockTable.of_slots([-1], block_size=16), "slot -1 is negative"),
@@ -166,7 +190,7 @@ def test_tables_that_cannot_be(make: Callable[[], BlockTable], complaint: str) -
         make()
 
 
-def test_pools_that_lack_the_pages() -> None:
+def test_pools_that_lack_the_blocks() -> None:
     pool = torch.zeros(8, 16, 2, 4)
     blocks = BlockTable.of_blocks([7, 8], block_size=16, tokens=20)
     with pytest.raises(SchemaError, match="layer 3, K: block id 8 is outside the pool's 8 blocks"):
@@ -178,14 +202,14 @@ def test_pools_that_lack_the_pages() -> None:
 
 
 def test_blocks_beyond_the_last_token_are_left_out() -> None:
-    pages = BlockTable.of_blocks([4, 9, 999, 999], block_size=16, tokens=17)
-    assert list(pages.index) == [4, 9]
+    block_table = BlockTable.of_blocks([4, 9, 999, 999], block_size=16, tokens=17)
+    assert list(block_table.index) == [4, 9]
 
 
 @NEEDS_LIBRARY
 def test_a_layer_that_does_not_fit_is_named() -> None:
-    pages = BlockTable.of_blocks([0], block_size=16, tokens=3)
-    paged = PagedTensor(torch.zeros(1, 16, 2, 4), pages)
+    block_table = BlockTable.of_blocks([0], block_size=16, tokens=3)
+    paged = PagedTensor(torch.zeros(1, 16, 2, 4), block_table)
     plan = plan_of([torch.zeros(3, 2, 4), torch.zeros(4, 2, 4)])
     region = Mapping.anonymous(plan.nbytes).region
     with pytest.raises(SchemaError, match="layer 1, K"):

@@ -1,4 +1,4 @@
-"""The pinned copier on a fake device; `tests/gpu` has what a real one must show."""
+"""The pinned copier on a fake device; `tests/gpu` tests it on a real one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import check_copier
 
@@ -45,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
     yield fake_device.install(directory, monkeypatch)
-    gc.collect()  # what was registered with it is unregistered with it, and not with what follows
+    gc.collect()  # unregister with this library, not with the next one
 
 
 def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
@@ -58,7 +58,7 @@ def true_digest(tensor: torch.Tensor) -> str:
     return "".join(f"{crc32c(data[at : at + MIB]):08x}" for at in range(0, len(data), MIB))
 
 
-def landed(plan: Manifest, region: Region, number: int) -> bytes:
+def payload_bytes(plan: Manifest, region: Region, number: int) -> bytes:
     spec = plan.tensors[number]
     start = plan.header_nbytes + spec.start
     return bytes(region.view(start, start + spec.nbytes))
@@ -83,31 +83,37 @@ def test_pages(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str, by_slot: bool
 ) -> None:
     monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
-    mover = PinnedCopier()
+    pinned = PinnedCopier()
     for layout, tokens, dtype in itertools.product(LAYOUTS, (1, SIZE, 10), ("bfloat16", "int8")):
         source, target = (layout(dtype, seed) for seed in (1, 2))
         there, back = (table(tokens, by_slot=by_slot, seed=seed) for seed in (3, 4))
         data, into = (
             KVCacheTransferData.from_paged(
-                "r", *pools, block_size=SIZE, metadata=about(tokens), **tables
+                "r",
+                *pools,
+                block_size=SIZE,
+                metadata=about(tokens),
+                **tables,  # type: ignore[arg-type]
             )
             for pools, tables in ((source, there), (target, back))
         )
         plan = data.plan()
         region = Mapping.anonymous(plan.nbytes).region
-        manifest = plan.with_digests(mover.gather(data.tensors(), plan, region))
+        manifest = plan.with_digests(pinned.gather(data.tensors(), plan, region))
         parts = range(len(plan.tensors))
-        assert [landed(plan, region, number) for number in parts] == wanted(source, there, tokens)
+        assert [payload_bytes(plan, region, number) for number in parts] == wanted(
+            source, there, tokens
+        )
         copier("torch").verify(manifest, region)
-        mover.scatter(manifest, region, into.tensors())
+        pinned.scatter(manifest, region, into.tensors())
         assert wanted(target, back, tokens) == wanted(source, there, tokens)
 
 
 def test_host_and_device_in_one_payload(device: FakeDevice) -> None:
     sources = [tensor_of((40, 2, 8), torch.bfloat16, seed) for seed in range(6)]
     targets = [torch.zeros_like(source) for source in sources]
-    here = {id(place) for place in [*sources[::2], *targets[1::2]]}
-    device.holds = lambda place: id(place) in here
+    here = {id(view) for view in [*sources[::2], *targets[1::2]]}
+    device.holds = lambda view: id(view) in here
     plan, region = payload(sources)
     digests = PinnedCopier().gather(sources, plan, region)
     assert digests == [true_digest(source) for source in sources]
@@ -122,43 +128,45 @@ def test_what_only_torch_can_read(device: FakeDevice) -> None:
     deep = torch.arange(64.0).view(2, 2, 2, 2, 4).transpose(0, 3)
     plan, region = payload([conjugate, deep])
     digests = PinnedCopier().gather([conjugate, deep], plan, region)
-    assert landed(plan, region, 0) == raw(conjugate.resolve_neg())
-    assert landed(plan, region, 1) == raw(deep)
+    assert payload_bytes(plan, region, 0) == raw(conjugate.resolve_neg())
+    assert payload_bytes(plan, region, 1) == raw(deep)
     assert digests[1] == true_digest(deep)
 
 
 # ---- time
 
 
-def test_a_landing_layer_by_layer(device: FakeDevice) -> None:
+def test_gather_layer_by_layer(device: FakeDevice) -> None:
     sources = [tensor_of((1500, 2, 350), torch.uint8, seed) for seed in range(4)]
     plan, region = payload(sources)
-    mover, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
+    pinned, zero = PinnedCopier(), bytes(plan.tensors[0].nbytes)
     parts = [msgspec.structs.replace(plan, tensors=plan.tensors[at : at + 2]) for at in (0, 2)]
-    first = mover.begin_gather(sources[:2], parts[0], region)
-    second = mover.begin_gather(sources[2:], parts[1], region)
-    assert [landed(plan, region, number) for number in range(4)] == 4 * [zero]
+    first = pinned.begin_gather(sources[:2], parts[0], region)
+    second = pinned.begin_gather(sources[2:], parts[1], region)
+    assert [payload_bytes(plan, region, number) for number in range(4)] == 4 * [zero]
     assert first.wait() == [true_digest(source) for source in sources[:2]] == first.wait()
-    assert [landed(plan, region, number) for number in (2, 3)] == 2 * [zero]
+    assert [payload_bytes(plan, region, number) for number in (2, 3)] == 2 * [zero]
     assert second.wait() == [true_digest(source) for source in sources[2:]]
-    assert [landed(plan, region, number) for number in range(4)] == list(map(raw, sources))
+    assert [payload_bytes(plan, region, number) for number in range(4)] == list(map(raw, sources))
 
 
-def test_digests_of_what_landed_first_come_first(
+def test_first_copies_are_digested_first(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last tensors are still on their way when the first ones are read."""
+    """The last tensors are still being copied when the first ones are digested."""
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
-    mover, seen = PinnedCopier(threads=1), []
+    pinned, seen = PinnedCopier(threads=1), []
     digest = NativeCopier.digest
 
     def spy(self: NativeCopier, manifest: Manifest, region: Region) -> list[str]:
-        seen.append([landed(plan, region, number) == raw(sources[number]) for number in range(3)])
+        seen.append(
+            [payload_bytes(plan, region, number) == raw(sources[number]) for number in range(3)]
+        )
         return digest(self, manifest, region)
 
     monkeypatch.setattr(NativeCopier, "digest", spy)
-    assert mover.gather(sources, plan, region) == [true_digest(source) for source in sources]
+    assert pinned.gather(sources, plan, region) == [true_digest(source) for source in sources]
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
 
 
@@ -168,18 +176,18 @@ def test_neighbours_are_digested_together() -> None:
     assert list(_batches(specs)) == [range(2), range(2, 3), range(3, 5)]
 
 
-def test_a_dropped_landing_ends_before_its_memory_goes(device: FakeDevice) -> None:
+def test_a_dropped_handle_waits_for_its_copies(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
-    landing = PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 0) != raw(sources[0])
-    del landing
+    handle = PinnedCopier().begin_gather(sources, plan, region)
+    assert payload_bytes(plan, region, 0) != raw(sources[0])
+    del handle
     gc.collect()
-    assert landed(plan, region, 0) == raw(sources[0])
+    assert payload_bytes(plan, region, 0) == raw(sources[0])
 
 
-def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither end goes before the copy is done, whoever forgets it."""
+def test_copied_memory_is_kept_alive(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket keeps both sides of its copies alive."""
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
     kept: list[Any] = []
@@ -192,44 +200,44 @@ def test_what_moves_is_kept(device: FakeDevice, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda, "Ticket", Spy)
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     PinnedCopier().scatter(manifest, region, sources)
-    for whole, places in kept:
+    for whole, views in kept:
         assert whole is region
-        assert places[0] is sources[0]
+        assert views[0] is sources[0]
     assert len(kept) == 2
 
 
-def test_a_ticket_keeps_until_it_is_finished(device: FakeDevice) -> None:
+def test_a_ticket_keeps_memory_until_it_is_closed(device: FakeDevice) -> None:
     region = Mapping.anonymous(4096).region
     ticket, kept = cuda.Ticket(region), weakref.ref(region.owner)
     del region
     gc.collect()
     assert kept() is not None
-    ticket.finish()
+    ticket.close()
     assert kept() is None
 
 
-def test_other_copiers_have_landed_at_once() -> None:
+def test_other_copiers_gather_at_once() -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
-    for mover in (NativeCopier(), TorchCopier()):
+    for pinned in (NativeCopier(), TorchCopier()):
         plan, region = payload(sources)
-        landing = mover.begin_gather(sources, plan, region)
-        assert landed(plan, region, 0) == raw(sources[0])
-        assert landing.wait() == [true_digest(sources[0])]
+        handle = pinned.begin_gather(sources, plan, region)
+        assert payload_bytes(plan, region, 0) == raw(sources[0])
+        assert handle.wait() == [true_digest(sources[0])]
 
 
 # ---- failures
 
 
-def test_nothing_moves_after_a_failure(device: FakeDevice) -> None:
+def test_no_copy_is_in_progress_after_a_failure(device: FakeDevice) -> None:
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
     with device.set("fails_after", 2), pytest.raises(NativeError, match="fake error"):
         PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 1) == raw(sources[1])  # it was waited for
-    assert landed(plan, region, 2) == bytes(9 * MIB)
+    assert payload_bytes(plan, region, 1) == raw(sources[1])  # its copy was waited for
+    assert payload_bytes(plan, region, 2) == bytes(9 * MIB)
 
 
-def test_nothing_moves_after_a_failed_wait(
+def test_no_copy_is_in_progress_after_a_failed_wait(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
@@ -239,18 +247,18 @@ def test_nothing_moves_after_a_failed_wait(
         raise NativeError("no")
 
     monkeypatch.setattr(NativeCopier, "digest", fail)
-    landing = PinnedCopier(threads=1).begin_gather(sources, plan, region)
+    handle = PinnedCopier(threads=1).begin_gather(sources, plan, region)
     with pytest.raises(NativeError, match="no"):
-        landing.wait()
-    assert landed(plan, region, 2) == raw(sources[2])
-    assert landing  # it is no garbage yet
+        handle.wait()
+    assert payload_bytes(plan, region, 2) == raw(sources[2])
+    assert handle  # not collected yet
 
 
 def test_a_refused_host_tensor_waits_for_the_device(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
-    device.holds = lambda place: place is sources[0]
+    device.holds = lambda view: view is sources[0]
     plan, region = payload(sources)
 
     def refuse(*args: object) -> list[str]:
@@ -259,11 +267,11 @@ def test_a_refused_host_tensor_waits_for_the_device(
     monkeypatch.setattr(NativeCopier, "gather", refuse)
     with pytest.raises(SchemaError, match="no") as caught:
         PinnedCopier().begin_gather(sources, plan, region)
-    assert landed(plan, region, 0) == raw(sources[0])
-    assert caught.tb  # as long as this is kept, no garbage collection has done it
+    assert payload_bytes(plan, region, 0) == raw(sources[0])
+    assert caught.tb  # the traceback keeps the memory: no garbage collection has waited
 
 
-def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None:
+def test_a_wrong_digest_is_raised_after_all_copies(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32)]
     plan, region = payload(sources)
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
@@ -271,8 +279,8 @@ def test_a_wrong_digest_is_raised_when_nothing_moves(device: FakeDevice) -> None
     target = torch.zeros_like(sources[0])
     with pytest.raises(IntegrityError, match=r"layer 0, K: .*MiB 0 of 1") as caught:
         PinnedCopier().scatter(manifest, region, [target])
-    assert raw(target) == landed(plan, region, 0)  # as it was at the call's end
-    assert caught.tb  # see above
+    assert raw(target) == payload_bytes(plan, region, 0)  # as it was at the call's end
+    assert caught.tb  # as above
 
 
 def test_targets_that_overlap_themselves(device: FakeDevice) -> None:
@@ -294,9 +302,14 @@ def test_a_mapping_is_registered_once_and_unregistered_in_time(
     plan = plan_of(sources)
     mapping = Mapping.anonymous(4 * plan.nbytes)
     regions = [mapping.region.slice(at * plan.nbytes, plan.nbytes) for at in range(4)]
-    calls: list[object] = []
+    calls: list[int] = []
     register = cuda._register
-    monkeypatch.setattr(cuda, "_register", lambda *given: calls.append(1) or register(*given))
+
+    def counted(pages: MappedPages, device: int) -> str | None:
+        calls.append(pages.nbytes)
+        return register(pages, device)
+
+    monkeypatch.setattr(cuda, "_register", counted)
     for region in regions:
         PinnedCopier().gather(sources, plan, region)
     assert len(calls) == 1
@@ -314,13 +327,13 @@ def test_a_mapping_is_registered_once_and_unregistered_in_time(
 
 def test_memory_that_cannot_be_page_locked(device: FakeDevice) -> None:
     sources = [tensor_of((5, 2, 8), torch.float32, seed) for seed in (1, 2)]
-    mover = PinnedCopier()
+    pinned = PinnedCopier()
     with device.set("refuses_registration", 1):
         for turn in range(2):
             plan, region = payload(sources)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                digests = mover.gather(sources, plan, region)
+                digests = pinned.gather(sources, plan, region)
             assert digests == [true_digest(source) for source in sources]
             assert len(caught) == 1 - turn
             assert all(re.match(WARNING, str(warning.message)) for warning in caught)
@@ -338,7 +351,7 @@ WARNING = (
 # ---- choosing it
 
 
-def test_who_gets_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_copier(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = fastest_copier()
@@ -353,9 +366,9 @@ def test_who_gets_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None:
-    """Also out of a consumer's readonly mapping."""
+    """Copies from a consumer's readonly mapping, too."""
     producer, consumer = ends
-    producer._copier = consumer._copier = mover = PinnedCopier()
+    producer._copier = consumer._copier = pinned = PinnedCopier()
     keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
     blocks = {"key_cache": keys, "value_cache": values}
     cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
@@ -366,7 +379,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None
     with received as data:
         region = received._delivery.region
         assert region is not None
-        mover.scatter(received.manifest, region, targets)
+        pinned.scatter(received.manifest, region, targets)
         assert [raw(target) for target in targets] == [raw(keys[0]), raw(values[0])]
         assert device.get("readonly") - before == producer.url.startswith("shm")
         del region

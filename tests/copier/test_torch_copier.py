@@ -1,4 +1,4 @@
-"""The reference copier, held to the kit; and the kit, which must notice broken copiers."""
+"""The reference copier passes the conformance kit, and broken copiers fail it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from omni_kvlink.copier import Copier, TorchCopier
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing import COPIER_CHECKS, CheckFailed, check_copier
 
 
@@ -19,10 +20,10 @@ def test_torch_copier(check: Callable[[Copier], None]) -> None:
 
 
 class WithoutDigests(TorchCopier):
-    """Gives the placeholders back."""
+    """Returns the blank digests."""
 
     def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         super().gather(sources, manifest, region)
         return [spec.digest for spec in manifest.tensors]
@@ -32,7 +33,7 @@ class OneByteShort(TorchCopier):
     """Loses the last byte of each payload."""
 
     def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         last = region.view()[manifest.nbytes - 1]
         digests = super().gather(sources, manifest, region)
@@ -44,9 +45,10 @@ class Contiguous(TorchCopier):
     """Reads strided sources as if they were contiguous."""
 
     def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        flat = [source.as_strided(source.shape, _dense(source.shape)) for source in sources]
+        dense = [source for source in sources if isinstance(source, torch.Tensor)]
+        flat = [source.as_strided(source.shape, _dense(source.shape)) for source in dense]
         return super().gather(flat, manifest, region)
 
 
@@ -61,7 +63,7 @@ class Overshooting(TorchCopier):
     """Writes one byte beyond the payload."""
 
     def gather(
-        self, sources: Sequence[torch.Tensor], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         digests = super().gather(sources, manifest, region)
         region.view()[manifest.nbytes] = 0

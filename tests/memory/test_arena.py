@@ -20,7 +20,7 @@ steps = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def holes(nbytes: int, blocks: dict[int, int]) -> list[tuple[int, int]]:
-    """(length, offset) of every gap between blocks, found the slow way."""
+    """Return (length, offset) of every gap between blocks, computed the simple way."""
     gaps, at = [], 0
     for offset, length in sorted(blocks.items()):
         if offset > at:
@@ -88,7 +88,7 @@ def test_best_fit_keeps_the_large_hole() -> None:
     assert arena.allocate(30) == large
 
 
-def test_freeing_twice_is_loud() -> None:
+def test_freeing_twice_raises() -> None:
     arena = Arena(100)
     offset = arena.allocate(10)
     arena.free(offset)
@@ -97,7 +97,7 @@ def test_freeing_twice_is_loud() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 101])
-def test_what_cannot_be_had(nbytes: int) -> None:
+def test_sizes_that_cannot_be_allocated(nbytes: int) -> None:
     with pytest.raises(CapacityError):
         Arena(100).allocate(nbytes)
 
@@ -113,7 +113,7 @@ def small_arenas() -> Iterator[None]:
 
 
 class PoolModel(RuleBasedStateMachine):
-    """Every decision of a pool, foreseen from what it made, retired, gave and got back."""
+    """Predicts every decision of a pool from what it made, retired, reserved and freed."""
 
     QUOTA = 10 * GRAIN + 100
 
@@ -138,7 +138,7 @@ class PoolModel(RuleBasedStateMachine):
         return {block.offset: block.nbytes for block in self.used if block.arena == arena}
 
     def free_nbytes(self) -> int:
-        """The most that a reserve could get now."""
+        """The largest block that could be reserved now."""
         largest = [
             length
             for number, size in self.sizes.items()
@@ -212,7 +212,7 @@ def test_memory_is_reused() -> None:
     assert arenas.region(arenas.reserve(GRAIN)).address == address
 
 
-def test_without_keep_each_block_has_an_arena_that_goes_with_it() -> None:
+def test_without_keep_each_block_has_an_arena_of_its_own() -> None:
     retired: list[int] = []
     arenas = ArenaPool(Mapping.anonymous, 8 * GRAIN, retired.append, keep=False)
     blocks = [arenas.reserve(n * GRAIN) for n in (1, 2, 1)]
@@ -237,7 +237,7 @@ def test_prefault_makes_the_first_reserve_cheap() -> None:
     assert made == [5 * GRAIN]
 
 
-def test_a_mapping_that_fails_gives_its_share_of_the_quota_back() -> None:
+def test_a_failed_mapping_releases_its_quota() -> None:
     fail = [True]
 
     def make(nbytes: int) -> Mapping:
@@ -255,18 +255,18 @@ def test_a_mapping_that_fails_gives_its_share_of_the_quota_back() -> None:
 
 def test_a_waiting_reserve_is_woken_by_a_free() -> None:
     arenas = pool()
-    held = [arenas.reserve(GRAIN) for _ in range(4)]
+    blocks = [arenas.reserve(GRAIN) for _ in range(4)]
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=30)
         time.sleep(0.05)
-        arenas.free(held[1])
+        arenas.free(blocks[1])
         time.sleep(0.05)
-        assert not waiting.done()  # one page is free, two are wanted
-        arenas.free(held[2])
+        assert not waiting.done()  # one page is free, two are requested
+        arenas.free(blocks[2])
         assert waiting.result(timeout=5).offset == GRAIN
 
 
-def test_waiting_in_vain_says_what_was_asked_and_what_is_free() -> None:
+def test_a_timeout_names_the_requested_and_the_free_bytes() -> None:
     arenas = pool()
     arenas.reserve(3 * GRAIN)
     start = time.monotonic()
@@ -276,14 +276,14 @@ def test_waiting_in_vain_says_what_was_asked_and_what_is_free() -> None:
     assert (caught.value.asked, caught.value.free) == (2 * GRAIN, GRAIN)
 
 
-def test_what_never_fits_is_refused_without_waiting() -> None:
+def test_more_than_the_quota_is_refused_without_waiting() -> None:
     start = time.monotonic()
     with pytest.raises(CapacityError):
         pool().reserve(5 * GRAIN, timeout=30)
     assert time.monotonic() - start < 5
 
 
-def test_close_wakes_who_waits_and_leaves_regions_usable() -> None:
+def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
     arenas = pool()
     block = arenas.reserve(4 * GRAIN)
     region = arenas.region(block)

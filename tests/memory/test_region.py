@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from omni_kvlink.memory.region import (
     Mapping,
     Region,
     available_bytes,
-    ensure_room,
+    check_available,
     is_sealed,
 )
 from omni_kvlink.payload.dtypes import tensor_view
@@ -81,7 +82,7 @@ def test_use_after_release_raises() -> None:
         owner.move()
 
 
-def test_a_moved_lease_is_spent_and_releases_nothing() -> None:
+def test_a_moved_lease_releases_nothing() -> None:
     owner, released = lease()
     with owner:
         region = owner.region
@@ -141,7 +142,7 @@ def test_seals_forbid_every_other_way_to_write() -> None:
     shared.region.view()[0] = 7  # the owner still may
 
 
-def test_what_is_not_sealed_is_seen() -> None:
+def test_unsealed_descriptors_are_recognized() -> None:
     plain = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     reading, writing = os.pipe()
     try:
@@ -164,17 +165,17 @@ def test_a_descriptor_is_closed_with_its_mapping() -> None:
 
 
 def test_too_much_is_refused_before_the_kernel_is_asked() -> None:
-    """A size that no call could take: where the check is missing, nothing is allocated either."""
-    wanted = 1 << 63
-    for make in (Mapping.anonymous, lambda n: Mapping.shared("test", n), ensure_room):
+    """A size that the kernel would refuse, too, so that a missing check allocates nothing."""
+    nbytes = 1 << 63
+    for make in (Mapping.anonymous, lambda n: Mapping.shared("test", n), check_available):
         with pytest.raises(CapacityError, match="available on this machine") as caught:
-            make(wanted)
-        assert caught.value.asked == wanted
-        assert 0 < caught.value.free < wanted
-    ensure_room(available_bytes() // 2)
+            make(nbytes)
+        assert caught.value.asked == nbytes
+        assert 0 < caught.value.free < nbytes
+    check_available(available_bytes() // 2)
 
 
-# ---- who keeps what alive
+# ---- lifetime of the memory
 
 
 def mapped_ranges() -> list[tuple[int, int]]:
@@ -190,52 +191,52 @@ def is_mapped(address: int) -> bool:
 
 
 @pytest.mark.parametrize("holder", ["region", "slice", "view", "span"])
-def test_memory_stays_while_anything_points_at_it(holder: str) -> None:
+def test_memory_stays_mapped_while_anything_points_to_it(holder: str) -> None:
     mapping = Mapping.shared("test", 64 * PAGE)
     mapping.region.view()[:3] = b"abc"
     address = mapping.region.address
-    kept = {
+    holders: dict[str, Any] = {
         "region": mapping.region,
         "slice": mapping.region.slice(0, 3),
         "view": mapping.region.view(0, 3),
         "span": mapping.region.span,
-    }[holder]
-    gone = weakref.ref(mapping)
+    }
+    kept = holders[holder]
+    del holders
+    collected = weakref.ref(mapping)
     del mapping
     gc.collect()
-    assert gone() is None
+    assert collected() is None
     assert is_mapped(address)
-    assert bytes(kept if isinstance(kept, memoryview) else memoryview(_span(kept)))[:3] == b"abc"
+    assert bytes(memoryview(kept.span if isinstance(kept, Region) else kept))[:3] == b"abc"
     del kept
     gc.collect()
     assert not is_mapped(address)
-
-
-def _span(kept: object) -> object:
-    return kept.span if isinstance(kept, Region) else kept
 
 
 def test_the_finalizer_waits_for_the_last_tensor() -> None:
     manifest, mapping = written(cache())
     region = mapping.region.slice(0, manifest.nbytes)
     ended: list[str] = []
-    weakref.finalize(region.span, ended.append, "last view gone")
+    weakref.finalize(region.span, ended.append, "last view freed")
     data = KVCacheTransferData.from_region(manifest, region)
     del mapping, region
-    kept = data.tensors()[3][1:].view(torch.uint8)
-    want = kept.clone()
+    tensor = data.tensors()[3]
+    assert isinstance(tensor, torch.Tensor)
+    kept = tensor[1:].view(torch.uint8)
+    expected = kept.clone()
     data.close()
-    del data
+    del data, tensor
     gc.collect()
     assert ended == []
-    assert torch.equal(kept, want)
+    assert torch.equal(kept, expected)
     part = kept[0, 0, :2].numpy()
     del kept
     gc.collect()
     assert ended == []
     del part
     gc.collect()
-    assert ended == ["last view gone"]
+    assert ended == ["last view freed"]
 
 
 def test_each_slice_has_a_finalizer_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Every way a build can go: with a compiler, with none, with a broken one, with a wish unmet."""
+"""Builds with a compiler, without one, with a broken one, and with options that cannot be met."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 PROBE = """
 import warnings
-from omni_kvlink import _native
-print(_native.missing() or _native.features())
-from omni_kvlink.copier.native import NativeCopier, fastest_copier
+from omni_kvlink._native import host
+print(host.missing() or host.features())
+from omni_kvlink.copier import NativeCopier, fastest_copier
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     print(fastest_copier().name, fastest_copier().name, len(caught))
@@ -25,14 +25,14 @@ with warnings.catch_warnings(record=True) as caught:
         print(warning.message)
 try:
     NativeCopier()
-except _native.NativeError as error:
+except host.NativeError as error:
     print("NativeError:", error)
 """
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A private copy of what a build needs."""
+    """A private copy of the files that a build needs."""
     for name in ("csrc", "omni_kvlink"):
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_kvlink*", "__pycache__")
@@ -43,7 +43,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Build in place with compilers as given and none inherited; no CUDA if nothing is said."""
+    """Build in place with the given compilers only; without CUDA by default."""
     own = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME")
     kept = {k: v for k, v in os.environ.items() if k not in own} | {"OMNI_KVLINK_CUDA": "off"}
     return subprocess.run(
@@ -71,14 +71,14 @@ def probe(tree: Path, program: str = PROBE, **environment: str) -> list[str]:
 def test_with_a_compiler(tree: Path) -> None:
     done = build(tree, CXXFLAGS="-O1")
     assert done.returncode == 0, done.stderr
-    assert (tree / "omni_kvlink" / "_kvlink.so").exists()
+    assert (tree / "omni_kvlink" / "_native" / "_kvlink.so").exists()
     assert "warning" not in done.stderr
     lines = probe(tree, OMNI_KVLINK_FEATURES="portable")
-    assert lines == ["portable", "torch torch 0"]  # the faster one there, and nothing to warn of
-    # An instruction set that is not there is an error for whoever asked for it.
-    wished = probe(tree, OMNI_KVLINK_FEATURES="vax")
-    assert "'vax'" in wished[0]
-    assert wished[1] == "torch torch 1"
+    assert lines == ["portable", "torch torch 0"]  # torch is faster then, and there is no warning
+    # An instruction set that the processor lacks is an error.
+    forced = probe(tree, OMNI_KVLINK_FEATURES="vax")
+    assert "'vax'" in forced[0]
+    assert forced[1] == "torch torch 1"
 
 
 def test_without_a_compiler(tree: Path) -> None:
@@ -99,7 +99,7 @@ def test_with_a_broken_compiler(tree: Path) -> None:
     broken = tree / "broken-c++"
     broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 3\n")
     broken.chmod(0o755)
-    stale = tree / "omni_kvlink" / "_kvlink.so"
+    stale = tree / "omni_kvlink" / "_native" / "_kvlink.so"
     stale.write_text("of an earlier version")
     done = build(tree, CXX=str(broken))
     assert done.returncode == 0, done.stderr
@@ -110,16 +110,16 @@ def test_with_a_broken_compiler(tree: Path) -> None:
     assert "/nowhere/c++ cannot be run: No such file" in probe(tree)[0]
 
 
-def test_a_library_that_is_none(tree: Path) -> None:
-    (tree / "omni_kvlink" / "_kvlink.so").write_text("not a library")
+def test_a_file_that_is_no_library(tree: Path) -> None:
+    (tree / "omni_kvlink" / "_native" / "_kvlink.so").write_text("not a library")
     assert "cannot be used" in probe(tree)[0]
 
 
-# ---- the CUDA part; compilers are scripts, for what counts is what becomes of their answers
+# ---- the CUDA part; the compilers are scripts
 
 CUDA_PROBE = """
-from omni_kvlink import _cuda
-print(_cuda.missing())
+from omni_kvlink._native import cuda
+print(cuda.missing())
 """
 WRITES = """#!/bin/sh
 echo "$@" >> "$0.calls"
@@ -140,16 +140,16 @@ def script(tree: Path, name: str, text: str) -> str:
 
 
 def built(tree: Path) -> list[str]:
-    return sorted(path.name for path in (tree / "omni_kvlink").glob("_kvlink*"))
+    return sorted(path.name for path in (tree / "omni_kvlink" / "_native").glob("_kvlink*"))
 
 
 def test_with_nvcc(tree: Path) -> None:
     nvcc, cxx = script(tree, "nvcc", WRITES), script(tree, "c++", WRITES)
-    for way in ({"CUDACXX": nvcc}, {"NVCC": nvcc}, {"PATH": f"{tree}:{os.environ['PATH']}"}):
-        done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, **way)
+    for options in ({"CUDACXX": nvcc}, {"NVCC": nvcc}, {"PATH": f"{tree}:{os.environ['PATH']}"}):
+        done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, **options)
         assert done.returncode == 0, done.stderr
         assert built(tree) == ["_kvlink.so", "_kvlink_cuda.so"]
-        (tree / "omni_kvlink" / "_kvlink_cuda.so").unlink()
+        (tree / "omni_kvlink" / "_native" / "_kvlink_cuda.so").unlink()
     (tree / "bin").mkdir()
     shutil.move(nvcc, tree / "bin" / "nvcc")
     home = {"CUDA_HOME": str(tree), "PATH": without_nvcc()}
@@ -157,17 +157,17 @@ def test_with_nvcc(tree: Path) -> None:
     assert "_kvlink_cuda.so" in built(tree)
     calls = (tree / "nvcc.calls").read_text().splitlines()
     assert len(calls) == 3
-    for word in ("-cudart static", "code=sm_80", "code=sm_90", "code=compute_90", "kernel.cu"):
-        assert word in calls[0]
+    for flag in ("-cudart static", "code=sm_80", "code=sm_90", "code=compute_90", "kernel.cu"):
+        assert flag in calls[0]
 
 
 def without_nvcc() -> str:
-    places = os.environ["PATH"].split(os.pathsep)
-    return os.pathsep.join(place for place in places if not shutil.which("nvcc", path=place))
+    folders = os.environ["PATH"].split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if not shutil.which("nvcc", path=folder))
 
 
 def test_without_nvcc(tree: Path) -> None:
-    """The host part only, one line, and a note that says how to get the other."""
+    """Only the native copier is built; a line and a note say how to get the CUDA part."""
     cxx = script(tree, "c++", WRITES)
     nowhere = {"PATH": without_nvcc(), "CUDA_HOME": "/nowhere", "CXX": cxx}
     done = build(tree, OMNI_KVLINK_CUDA="auto", **nowhere)
@@ -187,13 +187,13 @@ def test_without_nvcc(tree: Path) -> None:
 
 def test_with_a_broken_nvcc(tree: Path) -> None:
     cxx, nvcc = script(tree, "c++", WRITES), script(tree, "broken-nvcc", BREAKS)
-    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    (tree / "omni_kvlink" / "_native" / "_kvlink_cuda.so").write_text("of an earlier version")
     done = build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, CUDACXX=nvcc)
     assert done.returncode == 0, done.stderr
     assert built(tree) == ["_kvlink.so", "_kvlink_cuda.missing"]
     assert "broken-nvcc failed (status 2): nvcc fatal" in probe(tree, program=CUDA_PROBE)[0]
-    for wish, status in (("auto", 0), ("on", 1)):
-        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX=cxx, CUDACXX="/nowhere/nvcc")
+    for option, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=option, CXX=cxx, CUDACXX="/nowhere/nvcc")
         assert done.returncode == status
         assert "/nowhere/nvcc cannot be run: No such file" in done.stderr
     done = build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, CUDACXX=nvcc)
@@ -201,9 +201,9 @@ def test_with_a_broken_nvcc(tree: Path) -> None:
     assert "unsupported host compiler; install the CUDA toolkit" in done.stderr
 
 
-def test_without_cuda_by_wish(tree: Path) -> None:
+def test_with_cuda_switched_off(tree: Path) -> None:
     cxx, nvcc = script(tree, "c++", WRITES), script(tree, "nvcc", WRITES)
-    (tree / "omni_kvlink" / "_kvlink_cuda.so").write_text("of an earlier version")
+    (tree / "omni_kvlink" / "_native" / "_kvlink_cuda.so").write_text("of an earlier version")
     done = build(tree, OMNI_KVLINK_CUDA="off", CXX=cxx, CUDACXX=nvcc)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -212,17 +212,17 @@ def test_without_cuda_by_wish(tree: Path) -> None:
 
 
 def test_cuda_without_a_host_part(tree: Path) -> None:
-    """No C++ compiler is no error, but for whoever asked for CUDA."""
+    """A missing C++ compiler is an error only with OMNI_KVLINK_CUDA=on."""
     nvcc = script(tree, "nvcc", WRITES)
-    for wish, status in (("auto", 0), ("on", 1)):
-        done = build(tree, OMNI_KVLINK_CUDA=wish, CXX="/nowhere/c++", CUDACXX=nvcc)
+    for option, status in (("auto", 0), ("on", 1)):
+        done = build(tree, OMNI_KVLINK_CUDA=option, CXX="/nowhere/c++", CUDACXX=nvcc)
         assert done.returncode == status
         assert built(tree) == ["_kvlink.missing", "_kvlink_cuda.missing"]
         assert "it needs the native copier, and there is none" in done.stderr
 
 
-def test_a_wish_that_is_none(tree: Path) -> None:
+def test_an_unknown_cuda_option(tree: Path) -> None:
     done = build(tree, OMNI_KVLINK_CUDA="maybe")
     assert done.returncode != 0
-    assert "wanted auto, on or off" in done.stderr
+    assert "use auto, on or off" in done.stderr
     assert built(tree) == []

@@ -1,4 +1,4 @@
-"""The CUDA library as it was built: it loads without a driver, and says what is missing."""
+"""The CUDA library as it was built: it loads without a driver and says what is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_interface_has_one_number() -> None:
 
 
 def test_a_built_library_loads() -> None:
-    """A library that was built can be used: nothing of it hangs on a driver."""
+    """A library that was built loads, also without a driver."""
     if not (Path(cuda.__file__).parent / cuda.LIBRARY).exists():
         pytest.skip(cuda.missing() or "")
     assert cuda.missing() is None
@@ -51,20 +51,20 @@ def test_without_a_device() -> None:
 
 
 @WITHOUT_DEVICE
-def test_nobody_else_is_concerned() -> None:
+def test_other_copiers_work_without_a_device() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error" if host.missing() is None else "ignore")
         assert fastest_copier().name in ("native", "torch")
 
 
 def batch(memory: Any, index: Any, payload: Any) -> cuda.DeviceBatch:
-    """Three rows of 64 bytes, looked up in a memory of 1024."""
+    """Make a batch of three rows of 64 bytes, looked up in a memory of 1024."""
     sizes, strides = (3, 1, 1, 1), (64, 0, 0, 0)
     rows = host.packed_view(memory.ctypes.data, 1024, 64, sizes=sizes, strides=strides)
     view = host.packed_indexed_view(rows, index.ctypes.data, limit=16)
-    call = cuda.DeviceBatch(payload.ctypes.data, payload.nbytes)
-    call.add(0, 192, view, digest=False)
-    return call
+    made = cuda.DeviceBatch(payload.ctypes.data, payload.nbytes)
+    made.add(0, 192, view, digest=False)
+    return made
 
 
 @NEEDS_LIBRARY
@@ -86,17 +86,17 @@ def test_arguments_are_checked_before_a_device_is_looked_for(verb: str) -> None:
 @NEEDS_LIBRARY
 def test_no_such_ticket() -> None:
     ticket = cuda.Ticket(None)
-    ticket.finish()  # nothing was begun
+    ticket.close()  # nothing was started
     ticket = cuda.Ticket(None)
     ticket._number.value = 10**6
-    for call in (lambda: ticket.wait(0), ticket.complete, ticket.finish):
+    for call in (lambda: ticket.wait(0), ticket.completed, ticket.close):
         with pytest.raises(NativeError, match="no ticket 1000000"):
             call()
-    ticket.finish()  # the second time there is nothing to do
+    ticket.close()  # a second call does nothing
 
 
 @pytest.mark.parametrize("text", ["-1", "16k", "1.5", str(2**64 - 1), "٣"])
-def test_a_crossover_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_crossover(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(cuda.ENVIRONMENT, text)
     with pytest.raises(NativeError, match=r"OMNI_KVLINK_CUDA_CROSSOVER=.*a number of bytes"):
         cuda.crossover()
@@ -124,11 +124,11 @@ def test_a_library_that_is_missing_or_another(tmp_path: Path) -> None:
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(cuda.__file__).parent / cuda.LIBRARY, tmp_path)
     monkeypatch.setattr(cuda._part, "abi", cuda.ABI + 1)
-    with pytest.raises(NativeError, match=f"has interface {cuda.ABI}, this package wants"):
+    with pytest.raises(NativeError, match=f"has interface {cuda.ABI}, this package requires"):
         cuda._part.open(tmp_path)
 
 
 def test_torch_and_the_library_agree() -> None:
-    """Whoever has a device in torch, and the library, gets the pinned copier."""
+    """With a device in torch, and the library, the pinned copier is chosen."""
     chosen = fastest_copier().name == "pinned"
     assert chosen == (HAS_DEVICE and torch.version.cuda is not None and torch.cuda.is_available())

@@ -1,0 +1,193 @@
+"""The reading end of a benchmark: `python -m omni_kvlink.bench.reader`.
+
+The same commands run in a thread where both ends must be in one process (`inproc`). They run one
+after another, so that no other thread disturbs what is timed. Moments are monotonic nanoseconds.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from omni_kvlink.bench.baselines import BaselineReceiver, TcpReceiver, UcxReceiver, ZmqReceiver
+from omni_kvlink.bench.payloads import (
+    Shape,
+    Sources,
+    bytes_of,
+    found_in,
+    found_in_tensors,
+    make_sample,
+)
+from omni_kvlink.link import KVConsumer, KVLink
+from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.memory.region import PAGE
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.payload.views import TensorView, dense
+from omni_kvlink.testing.caches import parts_of
+from omni_kvlink.testing.peer_harness import CommandSet, serve
+
+
+def page_faults(*, own_thread: bool) -> int:
+    """Minor page faults so far, of the process or of this thread alone."""
+    who = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
+    return resource.getrusage(who).ru_minflt
+
+
+class ReaderCommands(CommandSet):
+    """The commands of a benchmark's reader.
+
+    Args:
+        own_thread: the reader is a thread of the producer's process.
+    """
+
+    def __init__(self, *, own_thread: bool):
+        super().__init__()
+        self._own_thread = own_thread
+        self._link: KVConsumer | None = None
+        self._baselines: dict[str, BaselineReceiver] = {}
+        self._target_layers: list[list[TensorView]] = []
+
+    def connect(self, url: str, timeout: float, threads: int) -> None:
+        """Connect to the producer; `threads` are torch's in this process."""
+        if not self._own_thread:
+            torch.set_num_threads(threads)
+        self._link = KVLink.connect(url, timeout=timeout)
+
+    def get(
+        self, key: str, timeout: float, verify: Literal["auto", "full", "off"]
+    ) -> dict[str, int]:
+        """Wait for a payload, touch every page of its views, and release it.
+
+        Returns:
+            When `get` returned and when the views were dropped; nanoseconds of its own steps; the
+            page faults of all.
+        """
+        before = page_faults(own_thread=self._own_thread)
+        received = self._connected().get(key, timeout=timeout, verify=verify)
+        returned = time.monotonic_ns()
+        with received as data:
+            for part in parts_of(data).values():
+                for tensor in part.tensors():
+                    bytes_of(dense(tensor))[::PAGE].sum()
+            faults = page_faults(own_thread=self._own_thread) - before
+            part = tensor = data = None  # type: ignore[assignment]
+        dropped = time.monotonic_ns()
+        seconds = received.ledger.seconds
+        return {
+            "returned": returned,
+            "dropped": dropped,
+            "view": int(1e9 * seconds["view"]),
+            "verify": int(1e9 * seconds.get("verify", 0.0)),
+            "faults": faults,
+        }
+
+    def copy_out(self, key: str, timeout: float, at: int = 0, **targets: Any) -> int:
+        """Wait for a payload and copy it into warm tensors, not before the moment `at`.
+
+        Returns:
+            The moment at which the last byte was copied.
+        """
+        layers = self._targets(**targets)
+        received = self._connected().get(key, timeout=timeout)
+        while time.monotonic_ns() < at:
+            pass
+        received.scatter([part for layer in layers for part in layer])
+        last = time.monotonic_ns()
+        received.release()
+        return last
+
+    def copy_layers_out(self, key: str, timeout: float, **targets: Any) -> dict[str, int]:
+        """Copy every layer of a stream into warm tensors as soon as it comes.
+
+        Returns:
+            The moments at which the first and the last layer were copied.
+        """
+        layers, first, last = self._targets(**targets), 0, 0
+        with self._connected().stream_get(key, timeout=timeout) as stream:
+            for layer in stream:
+                layer.scatter(*layers[layer.index])
+                last = time.monotonic_ns()
+                first = first or last
+        return {"first": first, "last": last}
+
+    def inspect(self, key: str, timeout: float) -> dict[str, Any]:
+        """Wait for a payload; what is in it, by branch, see `found_in` and `found_in_tensors`."""
+        with self._connected().get(key, timeout=timeout) as data:
+            return {
+                name: found_in_tensors(part)
+                if isinstance(part, TensorTransferData)
+                else found_in(part)
+                for name, part in parts_of(data).items()
+            }
+
+    def idle(self, key: str, seconds: float) -> float:
+        """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
+        pending = begin_get(self._connected(), key, timeout=1.0)
+        before = time.process_time()
+        time.sleep(seconds)
+        used = time.process_time() - before
+        pending.cancel()
+        return used
+
+    def open_tcp_baseline(self, name: str, port: int, nbytes: int) -> None:
+        """Connect the receiving end of a TCP baseline."""
+        self._baselines[name] = TcpReceiver(port, nbytes)
+
+    def open_ucx_baseline(self, name: str, address: str, nbytes: int, ucx_defaults: bool) -> str:
+        """Connect the receiving end of a UCX baseline; its address."""
+        self._baselines[name] = receiver = UcxReceiver(address, nbytes, ucx_defaults=ucx_defaults)
+        return receiver.address
+
+    def open_zmq_baseline(self, name: str, port: int) -> None:
+        """Connect the echoing end of a ZMQ baseline."""
+        self._baselines[name] = ZmqReceiver(port)
+
+    def receive_baseline(self, name: str) -> int:
+        """Receive once over a baseline; the moment of the last byte."""
+        return self._baselines[name].receive()
+
+    def close(self) -> None:
+        """Close the link and the baselines."""
+        for baseline in self._baselines.values():
+            baseline.close()
+        self._baselines.clear()
+        if self._link is not None:
+            self._link.close()
+
+    def close_all(self) -> None:
+        """Close the link and the baselines."""
+        self.close()
+
+    def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[TensorView]]:
+        """Tensors of each layer to copy into; made once, every page touched."""
+        if not self._target_layers:
+            rng = np.random.default_rng(1)
+            sources: Sources = "paged" if paged else "contiguous"
+            cache = make_sample("targets", Shape(**shape), rng, sources=sources).cache
+            # A tensor of torch's begins on a cache line, as an engine's do; numpy's do not.
+            views = [v if paged else torch.zeros_like(dense(v)) for v in cache.tensors()]
+            parts = len(cache.layer_blocks)
+            self._target_layers = [views[at : at + parts] for at in range(0, len(views), parts)]
+        return self._target_layers
+
+    def _connected(self) -> KVConsumer:
+        if self._link is None:
+            raise RuntimeError("not connected")
+        return self._link
+
+
+def main() -> None:
+    """Serve commands until standard input ends, then close the link."""
+    commands = ReaderCommands(own_thread=False)
+    try:
+        serve(commands, concurrent=False)
+    finally:
+        commands.close_all()
+
+
+if __name__ == "__main__":
+    main()

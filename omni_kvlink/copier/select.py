@@ -1,0 +1,68 @@
+"""Selects a copier: the fastest one of this machine, or one by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from omni_kvlink._native import cuda, host
+from omni_kvlink.copier.base import Copier
+from omni_kvlink.copier.native import NativeCopier
+from omni_kvlink.copier.pinned import PinnedCopier
+from omni_kvlink.copier.torch_copier import TorchCopier
+
+_COPIERS: dict[str, type[Copier]] = {
+    copier.name: copier for copier in (PinnedCopier, NativeCopier, TorchCopier)
+}
+_has_warned = False
+
+
+def fastest_copier() -> Copier:
+    """Return the fastest copier that works on this machine.
+
+    The pinned copier if torch has CUDA, there is a device and the CUDA library was built; else the
+    native copier. Without the native library it is torch's, and one `RuntimeWarning` per process
+    says why and what helps. It is torch's, too, on a processor without a CRC-32C instruction that
+    the library knows: there torch and the crc32c package are faster.
+    """
+    global _has_warned
+    reason = host.missing()
+    if reason is None and _has_cuda():
+        return PinnedCopier()
+    if reason is None:
+        return TorchCopier() if host.features() == "portable" else NativeCopier()
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"{reason}. Copies are made by torch: the same bytes, more slowly",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return TorchCopier()
+
+
+def named_copier(copier: str | Copier) -> Copier:
+    """Return the copier that `copier` names; a `Copier` is returned as it is.
+
+    Args:
+        copier: "auto" (see `fastest_copier`), "pinned", "native", "torch", or an instance.
+
+    Raises:
+        NativeError: the copier was named explicitly and cannot be used here.
+        ValueError: there is no copier of this name.
+    """
+    if isinstance(copier, Copier):
+        return copier
+    if copier == "auto":
+        return fastest_copier()
+    if copier not in _COPIERS:
+        names = ", ".join(map(repr, ("auto", *_COPIERS)))
+        raise ValueError(f"no copier {copier!r}; use one of {names}, or a Copier")
+    return _COPIERS[copier]()
+
+
+def _has_cuda() -> bool:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return cuda.missing() is None and cuda.no_device() is None

@@ -1,0 +1,247 @@
+"""The commands of a conformance peer: links, and what was put on or received from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from omni_kvlink.connectors.base import Receipt
+from omni_kvlink.link import (
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    PutStream,
+    Received,
+    ReceivedStream,
+)
+from omni_kvlink.payload.bundle import Payload
+from omni_kvlink.payload.views import TensorView
+from omni_kvlink.testing.caches import (
+    Layers,
+    Recipe,
+    fingerprint,
+    hash_tensors,
+    layers_of,
+    parts_of,
+)
+from omni_kvlink.testing.peer_harness import CommandSet
+
+
+class LinkCommands(CommandSet):
+    """Links by name; `key` is the request id of a payload that one of them has.
+
+    Payloads travel as recipes and fingerprints, see `omni_kvlink.testing.caches`. `options` are
+    those of the `KVLink` method that the command is named for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._links: dict[str, KVProducer | KVConsumer] = {}
+        self._receipts: dict[str, Receipt] = {}
+        self._held: dict[str, list[TensorView]] = {}
+        self._open: dict[str, Received] = {}
+        self._writing: dict[str, tuple[PutStream, Layers]] = {}
+        self._streams: dict[str, ReceivedStream] = {}
+
+    def close_all(self) -> None:
+        """Release every payload, fail every stream that is being written, close every link."""
+        for key in [*self._held, *self._open, *self._streams]:
+            self.release(key)
+        for key in list(self._writing):
+            self.fail_stream(key, "its peer was closed")
+        for link in list(self._links):
+            self.remove(link)
+        self._receipts.clear()
+
+    def serve(self, link: str, url: str, **options: Any) -> None:
+        """Make a producer's link."""
+        self._links[link] = KVLink.serve(url, **options)
+
+    def connect(self, link: str, url: str, **options: Any) -> None:
+        """Make a consumer's link; blocks until it is connected."""
+        self._links[link] = KVLink.connect(url, **options)
+
+    def put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
+        """Put the payload of a recipe, and keep its receipt."""
+        data = Recipe(**recipe).make()
+        self._receipts[data.request_id] = self._producer(link).put(data, **options)
+
+    def wait(self, key: str, timeout: float) -> None:
+        """Wait for the receipt of a payload that was put."""
+        self._receipts[key].wait(timeout=timeout)
+
+    def get(self, link: str, key: str, **options: Any) -> str:
+        """Receive a payload and release it; its fingerprint."""
+        with self._consumer(link).get(key, **options) as data:
+            return fingerprint(data)
+
+    def hold(self, link: str, key: str, **options: Any) -> str:
+        """Receive a payload, and keep its tensors beyond the `with` block; its fingerprint."""
+        with self._consumer(link).get(key, **options) as data:
+            self._held[key] = _tensors(data)
+            return fingerprint(data)
+
+    def open(self, link: str, key: str, **options: Any) -> str:
+        """Receive a payload, and stay inside the `with` block; its fingerprint."""
+        received = self._open[key] = self._consumer(link).get(key, **options)
+        return fingerprint(received.data)
+
+    def stream_put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
+        """Begin a stream for `write`, `commit` and `fail_stream`."""
+        data = Recipe(**recipe).make()
+        out = self._producer(link).stream_put(data, **options)
+        self._writing[data.request_id] = out, layers_of(data)
+
+    def write(self, key: str, layer: int, branch: str = "kv") -> None:
+        """Write one layer of a stream."""
+        out, layers = self._writing[key]
+        out.write_layer(layer, *layers[branch, layer], branch=branch)
+
+    def commit(self, key: str) -> None:
+        """Commit a stream, and keep its receipt."""
+        self._receipts[key] = self._writing.pop(key)[0].commit()
+
+    def fail_stream(self, key: str, reason: str) -> None:
+        """Leave the block of `stream_put` by an error."""
+        self._writing.pop(key)[0].__exit__(RuntimeError, RuntimeError(reason), None)
+
+    def stream_get(self, link: str, key: str, **options: Any) -> list[list[Any]]:
+        """Wait until a stream begins, and keep it; the names of its layers."""
+        stream = self._streams[key] = self._consumer(link).stream_get(key, **options)
+        return list(map(list, stream.names()))
+
+    def wait_layer(
+        self, key: str, layer: int, branch: str = "", timeout: float | None = None
+    ) -> str:
+        """Wait for one layer of a stream; the hash of its tensors."""
+        stream = self._streams[key]
+        return hash_tensors(stream.wait_for_layer(layer, branch=branch, timeout=timeout).tensors)
+
+    def scatter_layer(
+        self, key: str, layer: int, branch: str = "", timeout: float | None = None
+    ) -> str:
+        """Wait for one layer of a stream and copy it out; the hash of the copies."""
+        found = self._streams[key].wait_for_layer(layer, branch=branch, timeout=timeout)
+        targets = [torch.zeros_like(tensor) for tensor in found.tensors]
+        found.scatter(*targets)
+        return hash_tensors(targets)
+
+    def wait_stream(self, key: str, timeout: float | None = None) -> str:
+        """Wait for a stream's commit; the fingerprint of its payload."""
+        return fingerprint(self._streams[key].wait(timeout=timeout))
+
+    def hash_held(self, key: str) -> str:
+        """The hash of the tensors that `hold` kept, as they are now."""
+        return hash_tensors(self._held[key])
+
+    def release(self, key: str) -> None:
+        """Release what `hold`, `open` or `stream_get` kept."""
+        self._held.pop(key, None)
+        received = self._open.pop(key, None) or self._streams.pop(key, None)
+        if received is not None:
+            received.release()
+
+    def release_one(self, key: str) -> int:
+        """Drop one tensor that `hold` kept; the number of those left."""
+        self._held[key].pop()
+        return len(self._held[key])
+
+    def use_after_block(self, link: str, key: str, **options: Any) -> None:
+        """Use a payload after its `with` block."""
+        received = self._consumer(link).get(key, **options)
+        with received as data:
+            pass
+        _tensors(data)
+
+    def fail(self, link: str, key: str, reason: str) -> None:
+        """Call `fail` of a link."""
+        self._producer(link).fail(key, reason)
+
+    def abort(self, link: str, key: str, reason: str) -> None:
+        """Call `abort` of a link."""
+        self._links[link].abort(key, reason)
+
+    def stats(self, link: str) -> dict[str, Any]:
+        """The statistics of a link."""
+        return self._links[link].stats()
+
+    def close(self, link: str) -> None:
+        """Close a link; its name stays, so that use after it can be tested."""
+        self._links[link].close()
+
+    def remove(self, link: str) -> None:
+        """Close a link, if there is one of this name, and forget the name."""
+        found = self._links.pop(link, None)
+        if found is not None:
+            found.close()
+
+    def usage(self) -> dict[str, float]:
+        """What this process has used since its start, and what it has open."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "cpu": used.ru_utime + used.ru_stime,
+            "faults": used.ru_minflt + used.ru_majflt,
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+        }
+
+    def fork(self, link: str, linger: float) -> dict[str, str]:
+        """Fork; the error's name that each method of the link raises in the child, and "pid".
+
+        That of a method that the link does not have is `AttributeError`. The child keeps all that
+        it inherited for `linger` seconds, unless it is killed.
+        """
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.write(writing, json.dumps(self._errors_in_child(link)).encode())
+            os.close(writing)
+            time.sleep(linger)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            names: dict[str, str] = json.loads(pipe.read())
+        return {**names, "pid": str(child)}
+
+    def _producer(self, link: str) -> KVProducer:
+        found = self._links[link]
+        assert isinstance(found, KVProducer)
+        return found
+
+    def _consumer(self, link: str) -> KVConsumer:
+        found = self._links[link]
+        assert isinstance(found, KVConsumer)
+        return found
+
+    def _errors_in_child(self, link: str) -> dict[str, str]:
+        parent_link: Any = self._links[link]
+        data = Recipe("of-the-child").make()
+        methods: dict[str, Callable[[], Any]] = {
+            "put": lambda: parent_link.put(data),
+            "get": lambda: parent_link.get("k", timeout=0.1),
+            "fail": lambda: parent_link.fail("k", "x"),
+            "abort": lambda: parent_link.abort("k"),
+            "stats": parent_link.stats,
+            "close": parent_link.close,
+        }
+        return {name: _error_name(method) for name, method in methods.items()}
+
+
+def _tensors(data: Payload) -> list[TensorView]:
+    return [tensor for part in parts_of(data).values() for tensor in part.tensors()]
+
+
+def _error_name(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return ""

@@ -1,0 +1,323 @@
+"""Peers of a test or a benchmark: a set of commands that runs in this process or in another one.
+
+A peer's process reads one JSON command a line, such as
+`{"id": 1, "command": "get", "arguments": {"link": "a", "key": "k", "timeout": 5}}`, and writes one
+JSON reply a line: `{"id": 1, "result": …}` or `{"id": 1, "error": …}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import omni_kvlink
+from omni_kvlink import errors
+
+PATIENCE = 20.0
+"""Seconds after which a call of a peer is given up."""
+STARTUP_TIMEOUT = 60.0
+"""Seconds for a process to import what it needs, on a busy machine."""
+_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+
+
+class PeerExited(Exception):
+    """The peer's process ended before it replied; the text has its exit status."""
+
+
+class PeerError(Exception):
+    """A command raised an error that is no `KVLinkError`; the text is its `repr`."""
+
+
+class CommandSet:
+    """Commands of a peer: the public methods, by name. They take and return JSON values."""
+
+    def __init__(self) -> None:
+        names = (name for name in dir(self) if not name.startswith("_") and name != "close_all")
+        self.table: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+
+    def ping(self) -> int:
+        """The moment at which the peer runs this command, in monotonic nanoseconds."""
+        return time.monotonic_ns()
+
+    def close_all(self) -> None:
+        """Close everything that the commands opened; is no command itself."""
+
+
+def serve(commands: CommandSet, *, concurrent: bool) -> None:
+    """Run the commands that standard input has, until it ends.
+
+    Args:
+        commands: what can be called.
+        concurrent: run each in a thread of its own, so that others can abort, close or kill while
+            it waits; False runs them in turn in this thread.
+    """
+    lock = threading.Lock()
+
+    def run(line: str) -> None:
+        reply = json.dumps(_reply(commands, json.loads(line)))
+        with lock:
+            sys.stdout.write(reply + "\n")
+            sys.stdout.flush()
+
+    for line in sys.stdin:
+        if concurrent:
+            threading.Thread(target=run, args=(line,), daemon=True).start()
+        else:
+            run(line)
+
+
+def _reply(commands: CommandSet, request: dict[str, Any]) -> dict[str, Any]:
+    number = request["id"]
+    try:
+        return {"id": number, "result": commands.table[request["command"]](**request["arguments"])}
+    except errors.KVLinkError as error:
+        public = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+        kind = type(error).__name__
+        return {"id": number, "error": kind, "text": str(error), "attributes": public}
+    except Exception as error:
+        return {"id": number, "error": "", "text": repr(error), "attributes": {}}
+
+
+def _rebuilt(reply: dict[str, Any]) -> Exception:
+    error: Exception = _ERRORS.get(reply["error"], PeerError)(reply["text"])
+    vars(error).update(reply["attributes"])
+    return error
+
+
+class Peer(ABC):
+    """Runs the commands of a `CommandSet` somewhere."""
+
+    @abstractmethod
+    def submit(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command; the future has its result or its error.
+
+        Raises:
+            PeerExited: the peer's process has ended.
+        """
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        """Run a command, and wait for its result at most `PATIENCE` seconds."""
+        return self.submit(command, **arguments).result(PATIENCE)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close everything that the commands opened, and end the peer."""
+
+
+class ThreadPeer(Peer):
+    """A peer in this process.
+
+    Args:
+        commands: what it can do; `close` closes them.
+        concurrent: every command runs in a thread of its own; False: all in one, in turn.
+    """
+
+    def __init__(self, commands: CommandSet, *, concurrent: bool = True):
+        self._commands, self._concurrent = commands, concurrent
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        if not concurrent:
+            self._thread = self._start(self._run_queue)
+
+    def submit(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._commands.table[command](**arguments))
+            except Exception as error:
+                error.__traceback__ = None  # its frames would keep the payload alive
+                is_own = isinstance(error, errors.KVLinkError)
+                future.set_exception(error if is_own else PeerError(repr(error)))
+
+        if self._concurrent:
+            self._start(run)
+        else:
+            self._queue.put(run)
+        return future
+
+    def close(self) -> None:
+        """Close everything that the commands opened; blocks at most 5 seconds for one that runs."""
+        if self._concurrent:
+            self._commands.close_all()
+        else:
+            self._queue.put(None)
+            self._thread.join(5.0)
+
+    def _run_queue(self) -> None:
+        for run in iter(self._queue.get, None):
+            run()
+        self._commands.close_all()
+
+    def _start(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name="kvlink-peer", daemon=True)
+        thread.start()
+        return thread
+
+
+class ProcessPeer(Peer):
+    """A peer in a process of its own, whose imports are done when the constructor returns.
+
+    Attributes:
+        process: the process, which a test may stop or kill.
+
+    Args:
+        env: the process's environment; this process's by default.
+        prefix: of its command: `("ip", "netns", "exec", "other")` makes it another host's.
+        module: what the process runs; it calls `serve`.
+        concurrent: a thread of this process receives the replies, so that futures complete by
+            themselves; False: only `result` reads them, in its caller's thread, and nothing else
+            of this process runs while a command is timed.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        *,
+        module: str = "omni_kvlink.testing",
+        concurrent: bool = True,
+    ):
+        env = os.environ if env is None else env
+        root = str(Path(omni_kvlink.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**env, "PYTHONPATH": path},
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._exited = False
+        self._unread = b""
+        self._receiver: threading.Thread | None = None
+        if concurrent:
+            self._receiver = threading.Thread(target=self._receive_all, daemon=True)
+            self._receiver.start()
+        try:
+            self.submit("ping").result(STARTUP_TIMEOUT)
+        except BaseException:
+            self.process.kill()
+            self.close()
+            raise
+
+    def submit(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command; blocks only while the process reads no input."""
+        with self._lock:
+            if self._exited:
+                raise self._exit_error()
+            number = next(self._numbers)
+            request = {"id": number, "command": command, "arguments": arguments}
+            if self._receiver is None:  # only this thread reads replies: write first, it is timed
+                self._write(request)
+                future: Future[Any] = _PulledFuture(self._receive)
+                self._pending[number] = future
+            else:
+                future = self._pending[number] = Future()
+                self._write(request)
+        return future
+
+    def close(self) -> None:
+        """Close the process's input, and kill it if it has not ended after 5 seconds.
+
+        It may have been killed before.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._receiver is not None:
+            self._receiver.join()
+        self._stdout.close()
+
+    def _write(self, request: dict[str, Any]) -> None:
+        try:
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            self._pending.pop(request["id"], None)
+            raise self._exit_error() from None
+
+    def _receive_all(self) -> None:
+        while not self._exited:
+            self._receive(None)
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Read what the process wrote, and complete its futures; False if nothing came in time."""
+        if not select.select([self._stdout], [], [], timeout)[0]:
+            return False
+        data = os.read(self._stdout.fileno(), 1 << 16)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            reply = json.loads(line)
+            with self._lock:
+                future = self._pending.pop(reply["id"])
+            if "error" in reply:
+                future.set_exception(_rebuilt(reply))
+            else:
+                future.set_result(reply["result"])
+        if not data:
+            with self._lock:
+                self._exited = True
+                left, self._pending = list(self._pending.values()), {}
+            for future in left:
+                future.set_exception(self._exit_error())
+        return True
+
+    def _exit_error(self) -> PeerExited:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        return PeerExited(f"the peer's process ended with status {self.process.returncode}")
+
+
+class _PulledFuture(Future[Any]):
+    """A future whose `result` reads the replies itself, for a caller with a single thread."""
+
+    def __init__(self, receive: Callable[[float | None], bool]):
+        super().__init__()
+        self._receive = receive
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The command's result; raises its error, or `TimeoutError`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._receive(left):
+                break
+        return super().result(0)
+
+
+class RemoteLink:
+    """One named link of a peer that has the commands of `LinkCommands`."""
+
+    def __init__(self, peer: Peer, name: str):
+        self.peer, self._name = peer, name
+
+    def submit(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command of this link."""
+        return self.peer.submit(command, link=self._name, **arguments)
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        """Run a command of this link, and wait for its result at most `PATIENCE` seconds."""
+        return self.submit(command, **arguments).result(PATIENCE)

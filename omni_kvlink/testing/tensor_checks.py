@@ -1,0 +1,182 @@
+"""Checks of `TensorTransferData`, and of bundles that have one beside their caches."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, TransferFailed
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.allocation_checks import fill
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.direct_checks import can_put_direct
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.scatter_checks import FlippingCopier
+from omni_kvlink.testing.stream_checks import write
+
+NESTED = Recipe("t", tensors=True, tokens=11)
+MIXED = Recipe("t", tensors=True, bundle=True, tokens=9)
+RECIPES = (
+    NESTED,
+    MIXED,
+    Recipe("t", tensors=True, tokens=0),
+    Recipe("t", tensors=True, tokens=1025, dim=600),
+)
+"""Nested tensors of every dtype; beside caches; mostly empty ones; more than one digest chunk."""
+
+
+def check_tensors_arrive(rig: Rig) -> None:
+    """Names, structure, metadata and every byte, with digests and without."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in RECIPES:
+        for digests in (True, False):
+            data = recipe.make()
+            receipt = producer.put(data, digests=digests)
+            found = reader.call("get", key="t", timeout=5, verify="full")
+            assert found == fingerprint(data), recipe
+            receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_tensors_have_their_structure(rig: Rig) -> None:
+    """Dicts and lists come back as they were, and the kinds of payload are not mixed up."""
+    producer, here = rig.serve(), rig.connect_here()
+    for recipe in (NESTED, MIXED):
+        data = recipe.make()
+        receipt = producer.put(data)
+        received = here.get("t", timeout=5)
+        found = received.data
+        assert type(found) is type(data)
+        if isinstance(found, KVCacheBundle):
+            assert isinstance(data, KVCacheBundle)
+            assert list(found.branches) == list(data.branches)
+            found, data = found.tensor_data["extra"], data.tensor_data["extra"]
+        assert isinstance(found, TensorTransferData)
+        assert isinstance(data, TensorTransferData)
+        assert not found.difference(data), found.difference(data)
+        received.release()
+        expect(ClosedError, found.tensors)
+        del found
+        receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_tensors_by_asyncio(rig: Rig) -> None:
+    """Put and received by the links of `omni_kvlink.aio`."""
+
+    async def transfer(data: Any) -> str:
+        async with (
+            await AsyncKVLink.serve(rig.url, **rig.options) as producer,
+            await AsyncKVLink.connect(rig.url, timeout=5, **rig.options) as consumer,
+        ):
+            receipt = await producer.put(data)
+            received = await consumer.get("t", timeout=5, verify="full")
+            found = fingerprint(received.data)
+            received.release()
+            del received
+            await producer.wait(receipt, timeout=5)
+            return found
+
+    for recipe in (NESTED, MIXED):
+        assert asyncio.run(transfer(recipe.make())) == fingerprint(recipe.make())
+
+
+def check_direct_put_of_tensors(rig: Rig) -> None:
+    """Sent from the caller's tensors, where the connector can."""
+    producer, reader = rig.serve(), rig.connect()
+    if not can_put_direct(producer):
+        return
+    for recipe in RECIPES:
+        data = recipe.make(contiguous=True)
+        waiting = reader.submit("get", key="t", timeout=PATIENCE, verify="full")
+        with ThreadPoolExecutor(1) as pool:
+            receipt = pool.submit(producer.put, data, direct=True).result(PATIENCE)
+        assert waiting.result(PATIENCE) == fingerprint(recipe.make(contiguous=True))
+        assert receipt.ledger.copies == 0
+        receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_tensors_written_in_place(rig: Rig) -> None:
+    """Into memory that `allocate` gave, planned from sizes alone; nothing is copied."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in RECIPES:
+        data = recipe.make()
+        plan = data
+        if isinstance(data, TensorTransferData):
+            plan = TensorTransferData.blank("t", data.tree, data.metadata)
+            expect(SchemaError, partial(producer.put, plan), mentions=("t",))
+        allocation = producer.allocate(plan)
+        fill(allocation, data)
+        receipt = producer.put(allocation.data)
+        assert receipt.ledger.copies == 0
+        assert reader.call("get", key="t", timeout=5, verify="full") == fingerprint(data)
+        del allocation
+        receipt.wait(timeout=5)
+        until_freed(producer)
+
+
+def check_scatter_of_tensors(rig: Rig) -> None:
+    """Copied into tensors of the reader's own, in a list or in a payload of the same structure."""
+    producer, here = rig.serve(), rig.connect_here()
+    for recipe in RECIPES:
+        data = recipe.make()
+        receipt = producer.put(data)
+        received = here.get("t", timeout=5)
+        targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
+        received.scatter(targets)
+        assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
+        other = Recipe(**{**recipe.to_dict(), "seed": 7}).make(contiguous=True)
+        received.scatter(other)
+        assert hash_tensors(other.tensors()) == hash_tensors(data.tensors()), recipe
+        received.release()
+        receipt.wait(timeout=5)
+    until_freed(producer)
+
+
+def check_stream_of_tensors(rig: Rig) -> None:
+    """Every tensor is a layer of its own, which the reader has before the next one is written."""
+    producer, reader = rig.serve(), rig.connect()
+    for recipe in (NESTED, MIXED):
+        data = recipe.make()
+        layers = layers_of(data)
+        with producer.stream_put(data) as out:
+            assert reader.call("stream_get", key="t", timeout=5) == [list(name) for name in layers]
+            for branch, layer in layers:
+                write(out, layers, (branch, layer))
+                found = reader.peer.call(
+                    "wait_layer", key="t", layer=layer, branch=branch, timeout=5
+                )
+                assert found == hash_tensors(layers[branch, layer]), (branch, layer)
+        assert reader.peer.call("wait_stream", key="t", timeout=5) == fingerprint(data)
+        reader.peer.call("release", key="t")
+        out.commit().wait(timeout=5)
+    until_freed(producer)
+
+
+def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
+    """`get` and `scatter` name the tensor by its path, and the receipt fails."""
+    copier = FlippingCopier()
+    producer, reader, here = rig.serve(copier=copier), rig.connect(), rig.connect_here()
+    for name, recipe in (("tensors/nested/0", NESTED), ("extra/nested/1/mask", MIXED)):
+        path = name.partition("/")[2]
+        copier.flip = name
+        receipt = producer.put(recipe.make())
+        get = partial(reader.call, "get", key="t", timeout=5, verify="full")
+        expect(IntegrityError, get, mentions=(path,))
+        expect(TransferFailed, partial(receipt.wait, timeout=5), mentions=("rejected", path))
+        receipt = producer.put(recipe.make())
+        received = here.get("t", timeout=5)
+        targets = [torch.zeros_like(dense(tensor)) for tensor in recipe.make().tensors()]
+        expect(IntegrityError, partial(received.scatter, targets), mentions=(path,))
+        expect(TransferFailed, partial(receipt.wait, timeout=5), within=5 + SLACK)
+        del received
+    until_freed(producer)
