@@ -149,7 +149,7 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
     blocks = {"key_cache": layers[::2], "value_cache": layers[1::2]}
     data = {"request_id": "r", "block_ids": [3, 0, 2], "metadata": {**META, "ropes": [1]}}
     payload, _ = payload_of("k", {**data, "layer_blocks": blocks}, pack)
-    sent = [place.data_ptr() for place in payload.tensors()[:-1]]  # type: ignore[union-attr]
+    sent = [edge.data_ptr() for edge in payload.tensors()[:-1]]  # type: ignore[union-attr]
     assert sent == [layer.data_ptr() for layer in layers]
     got = through(ends, {**data, "layer_blocks": blocks})
     for name, tensors in got.pop("layer_blocks").items():
@@ -211,8 +211,8 @@ def test_a_living_senders_name_is_its_own(sockets: str) -> None:
     assert announced(path) == find(path, timeout=0.0) == "zmq+tcp://127.0.0.1:1"
     with pytest.raises(BusyError, match="another sender has this name"):
         Announcement(path, "zmq+tcp://127.0.0.1:2")
-    first.withdraw()
-    first.withdraw()
+    first.close()
+    first.close()
     assert announced(path) == ""
 
 
@@ -226,7 +226,7 @@ def test_a_dead_senders_name_is_not_believed(sockets: str) -> None:
     assert announced(path) == ""
     with pytest.raises(TransferTimeout):
         find(path, timeout=0.05)
-    Announcement(path, "zmq+tcp://127.0.0.1:2").withdraw()
+    Announcement(path, "zmq+tcp://127.0.0.1:2").close()
 
 
 def test_who_waits_for_a_name_is_woken(sockets: str) -> None:
@@ -240,19 +240,19 @@ def test_who_waits_for_a_name_is_woken(sockets: str) -> None:
     began = time.monotonic()
     announcement = Announcement(path, "zmq+tcp://127.0.0.1:1")
     waiting.join()
-    announcement.withdraw()
+    announcement.close()
     assert found[0][0] == "zmq+tcp://127.0.0.1:1"
     assert found[0][1] - began < 0.15
 
 
 def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
     settings = OmniSettings(transport="zmq+tcp", options={"directory": sockets})
-    place = StageEdge("0", "1", "kv0")
+    edge = StageEdge("0", "1", "kv0")
     receiving = Links(settings)
     for _ in range(2):
         serving = Links(settings)
-        url = serving.sender(place).url
-        assert receiving.receiver(place, timeout=5.0).url == url
+        url = serving.sender(edge).url
+        assert receiving.receiver(edge, timeout=5.0).url == url
         serving.close()
     receiving.close()
 
