@@ -41,7 +41,7 @@ PHASES = {
     "handover": "put called → get returned: put and get",
     "late": "put, then a get that need not wait: their sum",
 }
-Marks = dict[str, float]
+Timestamps = dict[str, float]
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -63,7 +63,7 @@ class Watched:
                 need_recv_cache=not is_sender,
             )
         )
-        self.marks: Marks = {}
+        self.timestamps: Timestamps = {}
         if is_sender:
             self._watch(self.manager, "_serialize_transfer_payload", "serialise")
             self._watch(self.manager.connector, "put", "put")
@@ -75,9 +75,9 @@ class Watched:
         act = getattr(owner, name)
 
         def watched(*args: Any, **options: Any) -> Any:
-            self.marks[f"{mark} from"] = time.monotonic()
+            self.timestamps[f"{mark} from"] = time.monotonic()
             result = act(*args, **options)
-            self.marks[f"{mark} to"] = time.monotonic()
+            self.timestamps[f"{mark} to"] = time.monotonic()
             return result
 
         setattr(owner, name, watched)
@@ -93,11 +93,11 @@ def receive(pipe: Connection, configs: dict[str, dict[str, Any]]) -> None:
         watched = managers[name]
         pipe.send("asking")
         data, nbytes = watched.manager.receive_kv_cache_for_request(request)
-        watched.marks["received"] = time.monotonic()
+        watched.timestamps["received"] = time.monotonic()
         if data is None:
             raise RuntimeError(f"{name}: nothing came")
         last = data["layer_blocks"]["value_cache"][-1]
-        pipe.send((watched.marks, nbytes, last[-1].float().sum().item()))
+        pipe.send((watched.timestamps, nbytes, last[-1].float().sum().item()))
         del data, last
     for watched in managers.values():
         watched.manager.close()
@@ -123,21 +123,23 @@ class Bench:
             assert self.pipe.recv() == "asking"
             time.sleep(random.uniform(0.2, 0.7))  # anywhere between two looks of who polls
             started = self._send(name, f"wait-{number}")
-            marks = {**self.managers[name].marks, **self._received()}
+            timestamps = {**self.managers[name].timestamps, **self._received()}
             found = {
-                "extract": marks["serialise from"] - started,
-                "serialise": marks["serialise to"] - marks["serialise from"],
-                "put": marks["put to"] - marks["put from"],
-                "get": marks["get to"] - marks["put to"],
-                "unpack": marks["received"] - marks["get to"],
-                "total": marks["received"] - started,
-                "handover": marks["get to"] - marks["put from"],
+                "extract": timestamps["serialise from"] - started,
+                "serialise": timestamps["serialise to"] - timestamps["serialise from"],
+                "put": timestamps["put to"] - timestamps["put from"],
+                "get": timestamps["get to"] - timestamps["put to"],
+                "unpack": timestamps["received"] - timestamps["get to"],
+                "total": timestamps["received"] - started,
+                "handover": timestamps["get to"] - timestamps["put from"],
             }
             self._send(name, f"late-{number}")
             self.pipe.send((name, f"late-{number}"))
             assert self.pipe.recv() == "asking"
-            marks = {**self.managers[name].marks, **self._received()}
-            found["late"] = sum(marks[f"{m} to"] - marks[f"{m} from"] for m in ("put", "get"))
+            timestamps = {**self.managers[name].timestamps, **self._received()}
+            found["late"] = sum(
+                timestamps[f"{m} to"] - timestamps[f"{m} from"] for m in ("put", "get")
+            )
             if keep:
                 for phase, seconds in found.items():
                     self.times[name][phase].append(1e3 * seconds)
@@ -148,12 +150,12 @@ class Bench:
         manager.handle_finished_requests_kv_transfer(finished, self.pools, BLOCK, "bfloat16")
         return started
 
-    def _received(self) -> Marks:
-        marks: Marks
-        marks, self.nbytes, check = self.pipe.recv()
+    def _received(self) -> Timestamps:
+        timestamps: Timestamps
+        timestamps, self.nbytes, check = self.pipe.recv()
         if not math.isclose(check, self.check):
             raise RuntimeError("these are not the numbers that were sent")
-        return marks
+        return timestamps
 
 
 def ratios(found: dict[str, dict[str, Summary]]) -> dict[str, dict[str, float]]:
@@ -170,8 +172,8 @@ def ratios(found: dict[str, dict[str, Summary]]) -> dict[str, dict[str, float]]:
 
 def text(found: dict[str, dict[str, Summary]], nbytes: int) -> str:
     rows = [
-        [phase, *(_figures(phases[phase]) for phases in found.values()), words]
-        for phase, words in PHASES.items()
+        [phase, *(_figures(phases[phase]) for phases in found.values()), arguments]
+        for phase, arguments in PHASES.items()
     ]
     lines = [f"{nbytes / 1e6:.0f} MB; ms, p50 [min..max]", report.table(["", *found, "what"], rows)]
     for name, times in ratios(found).items():

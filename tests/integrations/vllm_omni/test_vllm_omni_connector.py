@@ -161,7 +161,7 @@ def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     """A bit flips after the commit; the sender's receipt says what the reader said."""
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
         sender.put(*EDGE, CACHE, packed())
-        link = sender._links.sender(module.Place.of(*EDGE, CACHE))
+        link = sender._links.sender(module.StageEdge.of(*EDGE, CACHE))
         memory = link._finalizer.pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
         with pytest.raises(IntegrityError):

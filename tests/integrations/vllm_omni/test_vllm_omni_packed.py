@@ -102,10 +102,10 @@ META = {"seq_len": TOKENS, "block_size": 2}
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_an_incomplete_cache_is_refused(values: dict[str, Any], words: str) -> None:
+def test_an_incomplete_cache_is_refused(values: dict[str, Any], fields: str) -> None:
     with pytest.raises(SchemaError) as caught:
         payload_of("k", packed(values), pack)
-    assert words in str(caught.value)
+    assert fields in str(caught.value)
 
 
 def test_a_header_that_is_not_the_managers_is_refused() -> None:
@@ -168,8 +168,8 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
         ({"key_cache": [torch.zeros(4, 2, 4)] * 1, "value_cache": [torch.zeros(4, 2, 4)]}, "4 tok"),
     ],
 )
-def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], words: str) -> None:
-    with pytest.raises(SchemaError, match=words):
+def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], fields: str) -> None:
+    with pytest.raises(SchemaError, match=fields):
         payload_of("k", {"layer_blocks": blocks, "metadata": META}, pack)
 
 
@@ -276,8 +276,8 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
         ("shm", "wanted a mapping"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_name(section: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_setting_is_refused_with_its_name(section: Any, fields: str) -> None:
+    with pytest.raises(ValueError, match=fields):
         OmniSettings.of({"stage_id": 0, "kvlink": section})
 
 
@@ -314,7 +314,7 @@ def test_without_vllm_omni_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ABSENT], capture_output=True, text=True, timeout=60, check=True
     )
-    found, kind, words = json.loads(done.stdout)
+    found, kind, fields = json.loads(done.stdout)
     assert found == ["vllm_omni"]
     assert kind == UnavailableError.__name__
-    assert "pip install --no-deps vllm-omni" in words
+    assert "pip install --no-deps vllm-omni" in fields

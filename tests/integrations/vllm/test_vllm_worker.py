@@ -37,8 +37,8 @@ def engine_pools(*, filled: bool) -> dict[str, torch.Tensor]:
 def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
     layers = byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)
     nbytes = HEADS * BLOCK * ROW * 4
-    said = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
-    return Pools(BlockFormat(*said), list(layers.values()))
+    fields = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
+    return Pools(BlockFormat(*fields), list(layers.values()))
 
 
 class Halves:
