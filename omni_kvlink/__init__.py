@@ -43,3 +43,4 @@ from omni_kvlink.payload.pools import split_packed as split_packed
 from omni_kvlink.payload.pools import split_stacked as split_stacked
 from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData
 from omni_kvlink.payload.views import TensorView as TensorView
+from omni_kvlink.payload.tensor_data import TensorTransferData as TensorTransferData
