@@ -12,7 +12,7 @@ from omni_kvlink.errors import KVLinkError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
-DTYPES = {
+KV_DTYPES = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
@@ -21,13 +21,28 @@ DTYPES = {
     "int8": "I8",
     "uint8": "U8",
 }
-"""torch's names of the dtypes a KV cache may have, with safetensors' codes for them."""
+"""torch's names of the dtypes that a KV cache may have, with safetensors' codes for them."""
+
+DTYPES = {
+    **KV_DTYPES,
+    "float64": "F64",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+}
+"""The same for the tensors of a `TensorTransferData`. Complex dtypes and sub-byte floats are not
+among them: not every version of safetensors has a code for them."""
 
 RANKS = {"NHD": 3, "ND": 2}
 """Dimensions by layout: [tokens, kv_heads, head_dim], or [tokens, latent_dim]."""
 
 MAX_BRANCHES = 256
 MAX_LAYERS = 4096
+MAX_TENSORS = 4096
 MAX_DEPTH = 32
 _NAME = re.compile(r"(?!pad$)[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
@@ -48,7 +63,11 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Positions, sizes and provenance of one cache; every tensor of it has `shape` and `dtype`."""
+    """One KV cache, or (with `tree` set) the tensors of one `TensorTransferData`.
+
+    Every tensor of a cache has `shape` and `dtype`. A tree is a dict of nested dicts and lists with
+    a 0 where a tensor is; its other fields describe no cache, and `extra` is its metadata.
+    """
 
     name: str
     kv_lens: tuple[Count, ...]
@@ -64,9 +83,11 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     extra: dict[str, Any] = {}
     reuse: Reuse | None = None
     shard: Shard | None = None
+    tree: dict[str, Any] | None = None
 
     @property
     def carries_tensors(self) -> bool:
+        """Whether a cache has tensors of its own: it is not empty and reuses no other branch."""
         return self.reuse is None and self.seq_len > 0
 
     @property
@@ -93,11 +114,12 @@ def _complaints(branches: Sequence[Branch], bundle: bool) -> Iterator[str]:
         here = f"branch {branch.name[:80]!r}"
         if not _NAME.fullmatch(branch.name):
             yield f"{here}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'"
-        for complaint in (
-            *length_complaints(branch),
-            *_of_shape(branch),
-            *_of_reuse(branch, by_name),
-        ):
+        complaints = (
+            (*length_complaints(branch), *_of_shape(branch), *_of_reuse(branch, by_name))
+            if branch.tree is None
+            else _of_tree(branch, branch.tree)
+        )
+        for complaint in complaints:
             yield f"{here}: {complaint}"
 
 
@@ -116,13 +138,27 @@ def length_complaints(branch: Branch) -> Iterator[str]:
         yield f"extra is nested deeper than {MAX_DEPTH}"
 
 
+def _of_tree(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
+    if branch != tensor_branch(branch.name, tree, branch.extra):
+        yield "it has a tree of tensors, and fields of a KV cache"
+    if max(_depth(tree), _depth(branch.extra)) > MAX_DEPTH:
+        yield f"tensors or metadata are nested deeper than {MAX_DEPTH}"
+        return
+    for count, leaf in enumerate(_leaves(tree), 1):
+        if type(leaf) is not int or leaf != 0:  # False and 0.0 are equal to 0
+            yield f"its tree holds a {type(leaf).__name__}; wanted dicts, lists, and 0 for a tensor"
+        if count > MAX_TENSORS:
+            yield f"it has more than {MAX_TENSORS} tensors"
+            return
+
+
 def _of_shape(branch: Branch) -> Iterator[str]:
     rank = RANKS.get(branch.layout)
     if rank is None:
         yield f"layout {branch.layout[:40]!r}; wanted one of {', '.join(RANKS)}"
         return
-    if branch.dtype not in DTYPES and (branch.dtype or branch.carries_tensors):
-        yield f"dtype {branch.dtype[:40]!r}; wanted one of {', '.join(DTYPES)}"
+    if branch.dtype not in KV_DTYPES and (branch.dtype or branch.carries_tensors):
+        yield f"dtype {branch.dtype[:40]!r}; wanted one of {', '.join(KV_DTYPES)}"
     if not branch.carries_tensors:
         if branch.shape:
             yield "it has a shape but no tensors"
@@ -143,8 +179,8 @@ def _of_reuse(branch: Branch, by_name: dict[str, Branch]) -> Iterator[str]:
     if branch.reuse is None:
         return
     source = by_name.get(branch.reuse.of)
-    if source is None or source.reuse is not None:
-        yield f"it reuses {branch.reuse.of[:80]!r}, which has no tensors of its own"
+    if source is None or source.reuse is not None or source.tree is not None:
+        yield f"it reuses {branch.reuse.of[:80]!r}, which has no tensors of its own, or is no cache"
         return
     tokens = source.seq_len if branch.reuse.tokens is None else branch.reuse.tokens
     if not 0 < tokens <= source.seq_len or tokens != branch.seq_len:
@@ -156,6 +192,42 @@ def _of_reuse(branch: Branch, by_name: dict[str, Branch]) -> Iterator[str]:
         mine, theirs = getattr(branch, field), getattr(source, field)
         if mine != theirs:
             yield f"its {field} is {mine!r}, that of {source.name!r} is {theirs!r}"
+
+
+def tensor_branch(name: str, tree: dict[str, Any], metadata: dict[str, Any]) -> Branch:
+    """The branch of a `TensorTransferData`: no field of a KV cache is set."""
+    return Branch(
+        name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=metadata, tree=tree
+    )
+
+
+def leaf_paths(tree: dict[str, Any]) -> Iterator[str]:
+    """The path of each tensor, in order, as a JSON pointer (RFC 6901) such as "/hidden/0"."""
+    return (path for path, _ in flatten(tree))
+
+
+def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Path and value of everything in nested dicts and lists that is neither, depth first."""
+    if isinstance(node, dict):
+        for key, child in node.items():
+            yield from flatten(child, f"{path}/{key.replace('~', '~0').replace('/', '~1')}")
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from flatten(child, f"{path}/{index}")
+    else:
+        yield path, node
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[object]:
+    """The values of `flatten` in any order: without paths it is cheap for any hostile tree."""
+    stack: list[Any] = [tree]
+    while stack:
+        node = stack.pop()
+        for child in node.values() if isinstance(node, dict) else node:
+            if isinstance(child, (dict, list)):
+                stack.append(child)
+            else:
+                yield child
 
 
 def _depth(value: dict[str, Any]) -> int:

@@ -10,9 +10,10 @@ from typing import TypeAlias
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.branch import Branch, Reuse, check_branches
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Manifest, kind_of
 from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData, branch_tensors, cache_at
+from omni_kvlink.payload.schema import KVCacheTransferData, Reserve, branch_tensors, cache_at
+from omni_kvlink.payload.tensor_data import TensorTransferData, tensors_at
 from omni_kvlink.payload.views import TensorView
 
 
@@ -36,15 +37,20 @@ class SameAs:
     metadata: KVMetadata | None = None
 
 
-BundleBranch: TypeAlias = KVCacheTransferData | PrefixOf | SameAs
+BundleBranch: TypeAlias = KVCacheTransferData | TensorTransferData | PrefixOf | SameAs
+
+
+OWNERS = (KVCacheTransferData, TensorTransferData)
+"""The kinds of branches that have tensors of their own."""
 
 
 class KVCacheBundle:
     """The caches of one request, by name; BAGEL's are `gen`, `cfg_text` and `cfg_img`.
 
     `bundle[name]` is a cache with tensors, also where the branch is declared as `PrefixOf` or
-    `SameAs` another (then its tensors are views of that one's); `bundle.branches[name]` is what
-    was declared.
+    `SameAs` another cache (then its tensors are views of that one's). A branch may be a
+    `TensorTransferData` instead: those are in `bundle.tensor_data`, and iteration leaves them out.
+    `bundle.branches[name]` is what was declared.
 
     Raises:
         SchemaError: a branch refers to none, lengths disagree, or request ids differ.
@@ -55,7 +61,7 @@ class KVCacheBundle:
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
             _check_kind(name, branch)
-            if isinstance(branch, KVCacheTransferData) and branch.request_id != request_id:
+            if isinstance(branch, OWNERS) and branch.request_id != request_id:
                 raise SchemaError(
                     f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
                 )
@@ -67,25 +73,32 @@ class KVCacheBundle:
         branch = self.branches[name]
         if isinstance(branch, KVCacheTransferData):
             return branch
+        if isinstance(branch, TensorTransferData):
+            raise KeyError(f"{name!r} is a TensorTransferData: take it from `tensor_data`")
         source, metadata = self._source(name, branch), self._metadata(name)
         return source.first_tokens(metadata.seq_len, metadata)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.branches)
+        return (n for n, b in self.branches.items() if not isinstance(b, TensorTransferData))
 
     def __len__(self) -> int:
-        return len(self.branches)
+        return sum(1 for _ in self)
+
+    @property
+    def tensor_data(self) -> dict[str, TensorTransferData]:
+        """The branches that are no caches, by name."""
+        return {n: b for n, b in self.branches.items() if isinstance(b, TensorTransferData)}
 
     def tensors(self) -> list[TensorView]:
-        """The tensors or pages that are sent, in the order of the wire."""
-        return [tensor for cache in self._owners() for tensor in cache.tensors()]
+        """The tensors that are sent, in the order of the wire."""
+        return [view for owner in self._owners() for view in owner.tensors()]
 
     @property
     def reused_nbytes(self) -> int:
         """Bytes that need not be sent, because a branch is a prefix of another or the same."""
         total = 0
         for name, branch in self.branches.items():
-            if not isinstance(branch, KVCacheTransferData):
+            if isinstance(branch, (PrefixOf, SameAs)):
                 sent = [place.nbytes for place in self._source(name, branch).tensors()]
                 source = self._source(name, branch).metadata.seq_len
                 total += sum(sent) * self._metadata(name).seq_len // source
@@ -94,7 +107,7 @@ class KVCacheBundle:
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Sizes and places of everything, before a byte is copied; `capacity` as in `lay_out`."""
         branches = self._wire_branches()
-        tensors = (tensor for branch in branches for tensor in branch_tensors(branch))
+        tensors = (spec for branch in branches for spec in self._reserve(branch))
         return Manifest.lay_out(
             self.request_id, branches, tensors, bundle=True, digests=digests, capacity=capacity
         )
@@ -103,10 +116,12 @@ class KVCacheBundle:
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:
         """The caches as they lie in a payload, without copying."""
         if not manifest.bundle:
-            raise SchemaError(f"payload {manifest.request_id!r} is one KVCacheTransferData")
+            raise SchemaError(f"payload {manifest.request_id!r} is a {kind_of(manifest)}")
         branches: dict[str, BundleBranch] = {}
         for branch in manifest.branches:
-            if branch.reuse is None:
+            if branch.tree is not None:
+                branches[branch.name] = tensors_at(manifest, branch, region)
+            elif branch.reuse is None:
                 branches[branch.name] = cache_at(manifest, branch, region)
             elif branch.reuse.tokens is None:
                 branches[branch.name] = SameAs(branch.reuse.of, KVMetadata.from_branch(branch))
@@ -127,25 +142,31 @@ class KVCacheBundle:
 
         Raises:
             WireError: not such a file, or changed since; names branch, layer, K or V.
-            SchemaError: the file holds a single KVCacheTransferData.
+            SchemaError: the file holds another kind of payload.
         """
         from omni_kvlink.payload.files import load
 
         data = load(path)
         if not isinstance(data, cls):
-            raise SchemaError(
-                f"{os.fspath(path)} holds one cache: KVCacheTransferData.load reads it"
-            )
+            kind = type(data).__name__
+            raise SchemaError(f"{os.fspath(path)} holds a {kind}: {kind}.load reads it")
         return data
 
     def difference(self, other: KVCacheBundle) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
-        if self.request_id != other.request_id or list(self) != list(other):
+        if self.request_id != other.request_id or list(self.branches) != list(other.branches):
             return f"{self!r} here, {other!r} there"
-        for name in self:
+        for name in self.branches:
             if self._reuse(name) != other._reuse(name):
                 return f"branch {name!r}: {self._reuse(name)} here, {other._reuse(name)} there"
-            found = self[name].difference(other[name])
+            if (name in self.tensor_data) != (name in other.tensor_data):
+                return (
+                    f"branch {name!r}: {self.branches[name]!r} here, {other.branches[name]!r} there"
+                )
+            if name in self.tensor_data:
+                found = self.tensor_data[name].difference(other.tensor_data[name])
+            else:
+                found = self[name].difference(other[name])
             if found:
                 return f"branch {name!r}, {found}"
         return ""
@@ -158,8 +179,14 @@ class KVCacheBundle:
     def __repr__(self) -> str:
         return f"<KVCacheBundle {self.request_id!r}: {', '.join(self.branches)}>"
 
-    def _owners(self) -> list[KVCacheTransferData]:
-        return [b for b in self.branches.values() if isinstance(b, KVCacheTransferData)]
+    def _owners(self) -> list[KVCacheTransferData | TensorTransferData]:
+        return [b for b in self.branches.values() if isinstance(b, OWNERS)]
+
+    def _reserve(self, branch: Branch) -> Iterator[Reserve]:
+        owner = self.branches[branch.name]
+        if isinstance(owner, TensorTransferData):
+            return owner.reserve(branch.name)
+        return branch_tensors(branch)
 
     def _source(self, name: str, reference: PrefixOf | SameAs) -> KVCacheTransferData:
         source = self.branches.get(reference.branch)
@@ -173,6 +200,7 @@ class KVCacheBundle:
         branch = self.branches[name]
         if isinstance(branch, KVCacheTransferData):
             return branch.metadata
+        assert isinstance(branch, (PrefixOf, SameAs))
         source = self._source(name, branch).metadata
         if branch.metadata is None:
             return source
@@ -187,19 +215,34 @@ class KVCacheBundle:
     def _wire_branches(self) -> list[Branch]:
         return [
             branch.as_branch(name)
-            if isinstance(branch, KVCacheTransferData)
+            if isinstance(branch, OWNERS)
             else self._metadata(name).as_branch(name, reuse=self._reuse(name))
             for name, branch in self.branches.items()
         ]
 
 
 def _check_kind(name: str, branch: BundleBranch) -> None:
+    if isinstance(branch, TensorTransferData):
+        return
     if not isinstance(branch, (KVCacheTransferData, PrefixOf, SameAs)):
         raise SchemaError(
             f"branch {name!r} is a {type(branch).__name__}; "
-            "wanted a KVCacheTransferData, PrefixOf or SameAs"
+            "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
         )
     if not isinstance(branch.metadata, KVMetadata) and not (
         isinstance(branch, SameAs) and branch.metadata is None
     ):
         raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
+
+
+Payload: TypeAlias = KVCacheTransferData | TensorTransferData | KVCacheBundle
+"""What one transfer carries."""
+
+_KINDS: dict[str, type[Payload]] = {
+    kind.__name__: kind for kind in (KVCacheTransferData, TensorTransferData, KVCacheBundle)
+}
+
+
+def open_payload(manifest: Manifest, region: Region) -> Payload:
+    """What was put, as views of the payload; nothing is copied."""
+    return _KINDS[kind_of(manifest)].from_region(manifest, region)

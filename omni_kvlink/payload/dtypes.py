@@ -25,11 +25,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     """torch's own name without the prefix, such as "bfloat16".
 
     Raises:
-        SchemaError: a dtype that no KV cache has.
+        SchemaError: the format has no code for the dtype.
     """
     if dtype not in _NAMES:
         raise SchemaError(f"dtype {dtype} cannot be sent; wanted one of {', '.join(DTYPES)}")
     return _NAMES[dtype]
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """safetensors' code of a dtype, such as "BF16".
+
+    Raises:
+        SchemaError: the format has no code for the dtype.
+    """
+    return DTYPES[dtype_name(dtype)]
 
 
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:

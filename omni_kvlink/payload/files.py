@@ -9,19 +9,13 @@ import threading
 
 from omni_kvlink.copier import fastest_copier
 from omni_kvlink.errors import WireError
-from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.bundle import Payload
+from omni_kvlink.payload.bundle import open_payload as open_payload
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.schema import KVCacheTransferData
 
 
-def open_payload(manifest: Manifest, region: Region) -> KVCacheTransferData | KVCacheBundle:
-    """What was put, as views of the payload."""
-    kind = KVCacheBundle if manifest.bundle else KVCacheTransferData
-    return kind.from_region(manifest, region)
-
-
-def save(data: KVCacheTransferData | KVCacheBundle, path: str | os.PathLike[str]) -> None:
+def save(data: Payload, path: str | os.PathLike[str]) -> None:
     """Write the payload; the file appears whole under its name or not at all."""
     manifest = data.plan()
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
@@ -42,7 +36,7 @@ def save(data: KVCacheTransferData | KVCacheBundle, path: str | os.PathLike[str]
         raise
 
 
-def load(path: str | os.PathLike[str]) -> KVCacheTransferData | KVCacheBundle:
+def load(path: str | os.PathLike[str]) -> Payload:
     """Map a file, validate its header, check every digest."""
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size

@@ -10,13 +10,16 @@ import msgspec
 from crc32c import crc32c
 
 from omni_kvlink.errors import IntegrityError, VersionError, WireError
+from omni_kvlink.payload.branch import MAX_TENSORS as MAX_TENSORS
 from omni_kvlink.payload.branch import Branch, Count
 
 ALIGN = 256
 """Every tensor, and the data section itself, starts on a multiple of this many bytes."""
-VERSION = (1, 0)
+VERSION = (1, 1)
+"""The newest version that this library writes."""
+KV_VERSION = (1, 0)
+"""The version of a payload without a `TensorTransferData`, which every 1.x reads."""
 MAX_HEADER = 1 << 20
-MAX_TENSORS = 4096
 _MOST = {mark: n * MAX_TENSORS for mark, n in ((b'"', 28), (b"{", 3), (b"[", 5), (b",", 40))}
 """How often a mark may stand in a header: bounds what decoding allocates."""
 CRC_ZERO = "0" * 8

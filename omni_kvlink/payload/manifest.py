@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.payload.branch import Branch, check_branches
+from omni_kvlink.payload.branch import Branch, check_branches, leaf_paths
 from omni_kvlink.payload.header import (
     ALIGN,
     CRC_ZERO,
+    KV_VERSION,
     MAX_HEADER,
     MAX_TENSORS,
     VERSION,
@@ -38,8 +39,13 @@ MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
 SLACK = 4096
 """Bytes of a header kept for metadata that is not known yet."""
-ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
-"""safetensors' dtype codes that a KV cache may have, with the bytes of one element."""
+ITEMSIZE = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+}
+"""safetensors' dtype codes, with the bytes of one element."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -61,7 +67,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return [int(self.digest[i : i + 8], 16) for i in range(0, len(self.digest), 8)]
 
     def where(self) -> str:
-        """The tensor's place in words: branch, layer, K or V."""
+        """How errors name the tensor: by branch, layer, K or V, or by branch and path."""
+        branch, is_path, path = self.name.partition("/")
+        if is_path:
+            return f"branch {branch!r}, tensor {path[:80]!r}"
         branch, layer, part = self.name.split(".")
         return f"branch {branch!r}, layer {layer}, {PART_WORDS[part]}"
 
@@ -166,10 +175,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensors[numbers.start : numbers.stop]
 
     def layers(self) -> list[tuple[Branch, int, range]]:
-        """Every layer that carries tensors, in the order of the wire: branch, index, numbers."""
+        """Every layer that carries tensors, in the order of the wire: branch, index, numbers.
+
+        Each tensor of a `TensorTransferData` counts as a layer of its own.
+        """
         found = []
         for branch in self.branches:
-            parts, numbers = len(PARTS[branch.layout]), self._numbers(branch)
+            parts = len(PARTS[branch.layout]) if branch.tree is None else 1
+            numbers = self._numbers(branch)
             for layer, first in enumerate(numbers[::parts]):
                 found.append((branch, layer, range(first, first + parts)))
         return found
@@ -185,7 +198,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def _numbers(self, branch: Branch) -> range:
         start = 0
         for other in self.branches:
-            count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
+            if other.tree is not None:
+                count = sum(1 for _ in leaf_paths(other.tree))
+            else:
+                count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
             if other is branch:
                 return range(start, start + count)
             start += count
@@ -194,7 +210,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces."""
         note = Note(
-            version=VERSION,
+            version=KV_VERSION if all(b.tree is None for b in self.branches) else VERSION,
             header_crc32c=CRC_ZERO,
             request_id=self.request_id,
             bundle=self.bundle,
@@ -237,6 +253,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return manifest
 
 
+def kind_of(manifest: Manifest) -> str:
+    """The class that was put: KVCacheTransferData, TensorTransferData or KVCacheBundle."""
+    if manifest.bundle:
+        return "KVCacheBundle"
+    return "KVCacheTransferData" if manifest.branches[0].tree is None else "TensorTransferData"
+
+
 def _place(places: dict[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
     """Where a tensor lies in memory that was allocated for it."""
     spec = places.get(name)
@@ -250,7 +273,18 @@ def _place(places: dict[str, TensorSpec], name: str, nbytes: int, at: int) -> in
 
 
 def tensor_name(branch: str, layer: int, part: str) -> str:
+    """The name of a cache's tensor in the header."""
     return f"{branch}.{layer}.{part}"
+
+
+def tensor_names(branch: Branch) -> Iterator[str]:
+    """The name of each tensor that a branch carries, in the order of the wire."""
+    if branch.tree is not None:
+        yield from (branch.name + path for path in leaf_paths(branch.tree))
+    elif branch.carries_tensors:
+        for layer in range(branch.num_layers):
+            for part in PARTS[branch.layout]:
+                yield tensor_name(branch.name, layer, part)
 
 
 def _entries(tensors: Sequence[TensorSpec]) -> dict[str, Entry]:
@@ -318,19 +352,17 @@ def _check_completeness(manifest: Manifest) -> None:
     specs = iter(manifest.tensors)
     has_digests = manifest.has_digests
     for branch in manifest.branches:
-        for layer in range(branch.num_layers if branch.carries_tensors else 0):
-            for part in PARTS[branch.layout]:
-                spec = next(specs, None)
-                want = tensor_name(branch.name, layer, part)
-                if spec is None or spec.name != want:
-                    got = "nothing" if spec is None else repr(spec.name[:80])
-                    raise WireError(f"expected tensor {want!r}, found {got}")
-                if (spec.dtype, spec.shape) != (branch.code, branch.shape):
-                    raise WireError(
-                        f"tensor {want!r} is {spec.dtype} {list(spec.shape)}; "
-                        f"its branch says {branch.code} {list(branch.shape)}"
-                    )
-                _check_digest_width(spec, expected=has_digests)
+        for want in tensor_names(branch):
+            spec = next(specs, None)
+            if spec is None or spec.name != want:
+                got = "nothing" if spec is None else repr(spec.name[:80])
+                raise WireError(f"expected tensor {want[:80]!r}, found {got}")
+            if branch.tree is None and (spec.dtype, spec.shape) != (branch.code, branch.shape):
+                raise WireError(
+                    f"tensor {want!r} is {spec.dtype} {list(spec.shape)}; "
+                    f"its branch says {branch.code} {list(branch.shape)}"
+                )
+            _check_digest_width(spec, expected=has_digests)
     extra = next(specs, None)
     if extra is not None:
         raise WireError(f"tensor {extra.name[:80]!r} belongs to no branch")
@@ -339,4 +371,4 @@ def _check_completeness(manifest: Manifest) -> None:
 def _check_digest_width(spec: TensorSpec, *, expected: bool) -> None:
     width = 8 * -(-spec.nbytes // DIGEST_CHUNK) if expected else 0
     if len(spec.digest) != width or spec.digest.strip("0123456789abcdef"):
-        raise WireError(f"tensor {spec.name!r}: its digest is not {width} hexadecimal digits")
+        raise WireError(f"tensor {spec.name[:80]!r}: its digest is not {width} hexadecimal digits")

@@ -53,7 +53,7 @@ class KVMetadata:
         try:
             put(self, "kv_lens", tuple(self.kv_lens))
             put(self, "ropes", tuple(self.ropes))
-            put(self, "extra", _json_copy(self.extra))
+            put(self, "extra", json_copy(self.extra, "extra"))
             if self.image_shape is not None:
                 put(self, "image_shape", tuple(self.image_shape))
             if self.seq_len == -1:
@@ -72,7 +72,7 @@ class KVMetadata:
         if missing:
             raise SchemaError(f"metadata lacks {', '.join(missing)}")
         known = {name: value for name, value in values.items() if name in names}
-        known["extra"] = _json_copy(known.get("extra", {})) | {
+        known["extra"] = json_copy(known.get("extra", {}), "extra") | {
             name: value for name, value in values.items() if name not in names
         }
         if isinstance(known.get("shard"), Mapping):
@@ -111,15 +111,19 @@ def _converted(values: object, kind: type[T]) -> T:
         raise SchemaError(f"metadata: {error}") from None
 
 
-def _json_copy(extra: dict[str, Any]) -> dict[str, Any]:
-    """What the other side will see; private, so that it stays what was checked."""
+def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """A private copy of a JSON object, as the other side will read it.
+
+    Raises:
+        SchemaError: it is no JSON object, or does not come back from JSON as it was.
+    """
     try:
-        copy = msgspec.json.decode(msgspec.json.encode(extra))
+        copy = msgspec.json.decode(msgspec.json.encode(values))
     except (TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"metadata: extra is not JSON: {error}") from None
-    if not isinstance(copy, dict) or copy != extra:
+        raise SchemaError(f"metadata: {where} is not JSON: {error}") from None
+    if not isinstance(copy, dict) or copy != values:
         raise SchemaError(
-            "metadata: extra changes when written as JSON; "
+            f"metadata: {where} changes when written as JSON; "
             "use string keys, lists and finite numbers"
         )
     return copy

@@ -15,7 +15,7 @@ Index: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 STEP = 512 << 10
 """Bytes copied at a time: what torch makes of them on the way stays in the second-level cache."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BlockTable:

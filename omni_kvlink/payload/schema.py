@@ -13,9 +13,9 @@ import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import RANKS, Branch, check_branches
+from omni_kvlink.payload.branch import KV_DTYPES, RANKS, Branch, check_branches
 from omni_kvlink.payload.dtypes import dtype_name, tensor_views
-from omni_kvlink.payload.manifest import PART_WORDS, PARTS, Manifest, tensor_name
+from omni_kvlink.payload.manifest import PART_WORDS, PARTS, Manifest, kind_of, tensor_name
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import PagedTensor, check_strided
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, paged_layers, pages_of
@@ -23,6 +23,13 @@ from omni_kvlink.payload.views import TensorView, first_tokens
 from omni_kvlink.payload.views import same_bytes as same_bytes
 
 _REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
+
+
+def check_request_id(request_id: object) -> None:
+    """Raise SchemaError unless the wire can carry the request id."""
+    if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+        raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+
 
 LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
@@ -57,8 +64,7 @@ class KVCacheTransferData:
         block_ids: Sequence[int] = (),
         metadata: KVMetadata | Mapping[str, Any] | None = None,
     ):
-        if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
-            raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+        check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
             raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
@@ -185,8 +191,8 @@ class KVCacheTransferData:
     @classmethod
     def from_region(cls, manifest: Manifest, region: Region) -> KVCacheTransferData:
         """The cache as it lies in a payload, without copying."""
-        if manifest.bundle:
-            raise SchemaError(f"payload {manifest.request_id!r} is a KVCacheBundle")
+        if kind_of(manifest) != "KVCacheTransferData":
+            raise SchemaError(f"payload {manifest.request_id!r} is a {kind_of(manifest)}")
         return cache_at(manifest, manifest.branches[0], region)
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,15 +230,14 @@ class KVCacheTransferData:
 
         Raises:
             WireError: not such a file, or changed since; names branch, layer, K or V.
-            SchemaError: the file holds a KVCacheBundle.
+            SchemaError: the file holds another kind of payload.
         """
         from omni_kvlink.payload.files import load
 
         data = load(path)
         if not isinstance(data, cls):
-            raise SchemaError(
-                f"{os.fspath(path)} holds a KVCacheBundle: KVCacheBundle.load reads it"
-            )
+            kind = type(data).__name__
+            raise SchemaError(f"{os.fspath(path)} holds a {kind}: {kind}.load reads it")
         return data
 
     def difference(self, other: KVCacheTransferData) -> str:
@@ -360,6 +365,11 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
         dtype = dtype_name(first.dtype)
     except SchemaError as error:
         raise SchemaError(f"{where}: {error}") from None
+    if dtype not in KV_DTYPES:
+        raise SchemaError(
+            f"{where}: dtype {first.dtype} is not one of a KV cache ({', '.join(KV_DTYPES)}); "
+            "TensorTransferData sends tensors of others"
+        )
     if metadata.dtype not in ("", dtype):
         raise SchemaError(f"{where} is {dtype}, but metadata says {metadata.dtype}")
     return dataclasses.replace(metadata, dtype=dtype)

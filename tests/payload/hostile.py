@@ -147,7 +147,9 @@ case("shape an object", "not a kvlink", lambda: tensors(shape=None))
 case("shape not the branch's", "branch says", lambda: tensors(shape=[3, 4, 2]))
 case("rank not the branch's", "branch says", lambda: tensors(shape=[24]))
 case("dtype not the branch's", "branch says", lambda: tensors(dtype="U8", shape=[3, 2, 16]))
-for _dtype in ("F64", "I64", "BOOL", "f32", "", "torch.float32", "__class__", "os.system", "F32\0"):
+for _dtype, _shape in (("F64", [3, 2, 2]), ("I64", [3, 4]), ("BOOL", [96])):
+    case(f"dtype {_dtype!r}", "branch says", lambda d=_dtype, s=_shape: tensors(dtype=d, shape=s))
+for _dtype in ("C64", "F4", "f32", "", "torch.float32", "__class__", "os.system", "F32\0"):
     case(f"dtype {_dtype!r}", "has dtype", lambda d=_dtype: tensors(dtype=d))
 case("dtype of 500 kB", "has dtype", lambda: tensors(dtype="F" * 500_000))
 case("dtype a number", "not a kvlink", lambda: tensors(dtype=7))

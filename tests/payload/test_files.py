@@ -80,7 +80,9 @@ def test_the_other_kind_is_named(tmp_path: Path) -> None:
     cache().save(tmp_path / "a")
     with pytest.raises(SchemaError, match=r"b holds a KVCacheBundle: KVCacheBundle\.load"):
         KVCacheTransferData.load(tmp_path / "b")
-    with pytest.raises(SchemaError, match=r"a holds one cache: KVCacheTransferData\.load"):
+    with pytest.raises(
+        SchemaError, match=r"a holds a KVCacheTransferData: KVCacheTransferData\.load"
+    ):
         KVCacheBundle.load(tmp_path / "a")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,23 @@ import pytest
 import safetensors.torch
 from payloads import bits
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData
-from omni_kvlink.payload.header import VERSION
+from omni_kvlink.payload.bundle import Payload
+from omni_kvlink.payload.header import KV_VERSION, VERSION
 from omni_kvlink.payload.manifest import Manifest
 
 HERE = Path(__file__).parent / "golden"
 MAKE: dict[str, Any] = runpy.run_path(str(HERE / "make.py"))
 ALL = sorted(HERE.glob("v*.safetensors"))
-NOW = [path for path in ALL if path.name.startswith(f"v{VERSION[0]}.{VERSION[1]}_")]
+FILES: dict[str, Callable[[], Payload]] = MAKE["FILES"]
 
 
-def expected(path: Path) -> KVCacheTransferData | KVCacheBundle:
-    data: KVCacheTransferData | KVCacheBundle = MAKE["CONTENTS"][path.stem.split("_", 1)[1]]()
-    return data
+def expected(path: Path) -> Any:
+    return FILES[path.stem]()
 
 
 def test_every_version_has_its_files() -> None:
-    assert {path.stem.split("_", 1)[1] for path in NOW} == set(MAKE["CONTENTS"])
+    assert {path.stem for path in ALL} == set(FILES)
+    assert MAKE["CONTENTS"].keys() == {KV_VERSION, VERSION}
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
@@ -47,7 +48,7 @@ def test_the_bytes_are_those_of_the_names(path: Path) -> None:
         assert bits(tensor) == MAKE["raw"](name, tensor.numel() * tensor.element_size())
 
 
-@pytest.mark.parametrize("path", NOW, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_today_the_same_bytes_are_written(path: Path) -> None:
     wrote = path.read_bytes()
     producer = Manifest.decode(wrote).producer

@@ -1,4 +1,4 @@
-"""Makes the golden files of the format's present version: `python tests/golden/make.py`.
+"""Makes the golden files of the format's present version: `python tests/payload/golden/make.py`.
 
 A file that exists is never written again: what a released version wrote stays readable, byte for
 byte. The tensors come from SHAKE-128 of their names, so they depend on no library's generator.
@@ -18,11 +18,17 @@ import torch
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf, SameAs, Shard
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.header import VERSION
+from omni_kvlink.payload.bundle import Payload
+from omni_kvlink.payload.tensor_data import TensorTransferData
 
 HERE = Path(__file__).parent
 PRODUCER = {"library": "golden", "host": "golden"}
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1} | {
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "uint16": 2,
+}
 
 
 def raw(name: str, nbytes: int) -> bytes:
@@ -32,7 +38,9 @@ def raw(name: str, nbytes: int) -> bytes:
 
 def tensor(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     data = bytearray(raw(name, math.prod(shape) * ITEMSIZE[dtype]))
-    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(*shape)
+    if not data:
+        return torch.empty(*shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(tuple(shape))
 
 
 def cache(
@@ -93,10 +101,41 @@ def fp8() -> KVCacheTransferData:
     return cache("kv", "golden-4", (5, 1, 13), "float8_e4m3fn", ropes=(5,))
 
 
-CONTENTS = {"single_bf16": single, "bundle": bundle, "mla_float32": mla, "fp8": fp8}
+def tensors() -> TensorTransferData:
+    def named(path: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return tensor(f"tensors/{path}", shape, dtype)
+
+    return TensorTransferData(
+        "golden-5",
+        {
+            "hidden": [named("hidden/0", (3, 5), "bfloat16"), named("hidden/1", (), "float64")],
+            "a/b~c": {
+                "0": named("a~1b~0c/0", (2, 0), "float32"),
+                "": named("a~1b~0c/", (7,), "int8"),
+            },
+            "ids": named("ids", (2, 3), "int64"),
+            "sizes": named("sizes", (9,), "uint16"),
+            "nothing": [{}, []],
+        },
+        {"step": 7, "scale": [0.5, None], "é": {"deep": True}},
+    )
 
 
-def payload(data: KVCacheTransferData | KVCacheBundle, producer: dict[str, str]) -> bytes:
+def mixed() -> KVCacheBundle:
+    request_id = "golden-6"
+    ids = TensorTransferData(request_id, {"ids": tensor("prompt/ids", (4,), "int32")}, {"n": 4})
+    kv = cache("gen", request_id, (3, 2, 4), "float16", ropes=(3,))
+    return KVCacheBundle(request_id, {"prompt": ids, "gen": kv, "twin": SameAs("gen")})
+
+
+CONTENTS = {
+    (1, 0): {"single_bf16": single, "bundle": bundle, "mla_float32": mla, "fp8": fp8},
+    (1, 1): {"tensors": tensors, "mixed": mixed},
+}
+"""By the version of the format that a payload needs."""
+
+
+def payload(data: Payload, producer: dict[str, str]) -> bytes:
     """What the library writes today, as if this producer had written it."""
     plan = data.plan()
     mapping = Mapping.anonymous(plan.nbytes)
@@ -105,12 +144,16 @@ def payload(data: KVCacheTransferData | KVCacheBundle, producer: dict[str, str])
     return manifest.encode() + bytes(mapping.region.view(plan.header_nbytes))
 
 
-def file_of(name: str) -> Path:
-    return HERE / f"v{VERSION[0]}.{VERSION[1]}_{name}.safetensors"
+FILES = {
+    f"v{major}.{minor}_{name}": make
+    for (major, minor), contents in CONTENTS.items()
+    for name, make in contents.items()
+}
 
 
 if __name__ == "__main__":
-    for name, make in CONTENTS.items():
-        if not file_of(name).exists():
-            file_of(name).write_bytes(payload(make(), PRODUCER))
-            print(file_of(name).name)
+    for stem, make in FILES.items():
+        path = HERE / f"{stem}.safetensors"
+        if not path.exists():
+            path.write_bytes(payload(make(), PRODUCER))
+            print(path.name)

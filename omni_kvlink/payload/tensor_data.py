@@ -1,0 +1,252 @@
+"""`TensorTransferData`: any tensors by name, sent as one payload."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias, Union
+
+import torch
+
+from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.branch import MAX_DEPTH, Branch, check_branches, flatten, tensor_branch
+from omni_kvlink.payload.dtypes import dtype_code, tensor_views
+from omni_kvlink.payload.manifest import MAX_RANK, Manifest, kind_of
+from omni_kvlink.payload.metadata import json_copy
+from omni_kvlink.payload.paged import PagedTensor, check_strided
+from omni_kvlink.payload.schema import Reserve, check_request_id, same_bytes
+from omni_kvlink.payload.views import TensorView
+
+TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
+"""A tensor, or dicts and lists of tensors, nested at will."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+TENSORS = "tensors"
+"""The branch name of a payload that is one `TensorTransferData` and no bundle."""
+
+
+class TensorTransferData:
+    """Tensors by name, for hidden states, embeddings, token ids, masks or opaque blocks.
+
+    It borrows its tensors and never writes to them. `data["hidden"]` is a tensor, or the dict or
+    list of tensors that was given; the consumer reads the same structure, its tensors as views of
+    the payload.
+
+    Args:
+        request_id: names the payload; the consumer asks for it.
+        tensors: a dict of tensors, or of dicts and lists of them, nested up to 31 deep. A tuple
+            becomes a list. Any shape of at most 8 dimensions, zero-sized and 0-d ones too; any
+            strides, device, and dtype of `DTYPES`; a `PagedTensor` may stand for a tensor.
+        metadata: a JSON object: string keys, lists, no tuples, no NaN. It is copied.
+
+    Raises:
+        SchemaError: anything cannot be sent; names the path of the tensor, such as "hidden/0".
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        check_request_id(request_id)
+        if not isinstance(tensors, Mapping):
+            raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
+        if not isinstance(metadata, (Mapping, type(None))):
+            raise SchemaError(f"metadata: a {type(metadata).__name__}, wanted a dict")
+        self.request_id = request_id
+        self.metadata: dict[str, Any] = json_copy(dict(metadata or {}), "an object")
+        self._tree: dict[str, TensorTree] | None = _checked_dict(tensors, "", 1)
+        check_branches([self.as_branch(TENSORS)], bundle=False, error=SchemaError)
+
+    @property
+    def tree(self) -> dict[str, TensorTree]:
+        """The tensors in the dicts and lists they were given in.
+
+        Raises:
+            ClosedError: the payload was released.
+        """
+        if self._tree is None:
+            raise ClosedError(
+                f"payload {self.request_id!r} was released at the end of its `with` block; "
+                "keep the tensors you need, or clone them, inside it"
+            )
+        return self._tree
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.tree:
+            raise KeyError(f"{name!r}; this payload has {', '.join(self.tree)}")
+        return self.tree[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def tensors(self) -> list[TensorView]:
+        """All tensors in the order of the wire: depth first, in the order of dicts and lists."""
+        return [leaf for _, leaf in self._flat()]
+
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Lay out the payload before a byte is copied; `capacity` as in `Manifest.lay_out`."""
+        return Manifest.lay_out(
+            self.request_id,
+            [self.as_branch(TENSORS)],
+            self.reserve(TENSORS),
+            bundle=False,
+            digests=digests,
+            capacity=capacity,
+        )
+
+    @classmethod
+    def blank(
+        cls,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> TensorTransferData:
+        """Sizes without bytes, for `KVProducer.allocate` and `KVProducer.stream_put`.
+
+        Args:
+            request_id: names the payload.
+            tensors: as for the class, but only shapes and dtypes count: tensors on torch's `meta`
+                device will do.
+            metadata: as for the class.
+        """
+        data = cls(request_id, tensors, metadata)
+        metas = [
+            torch.empty(view.shape, dtype=view.dtype, device="meta") for view in data.tensors()
+        ]
+        data._tree = _restored(_skeleton(data.tree), iter(metas))
+        return data
+
+    @classmethod
+    def from_region(cls, manifest: Manifest, region: Region) -> TensorTransferData:
+        """The tensors as views of a payload; nothing is copied."""
+        if kind_of(manifest) != "TensorTransferData":
+            raise SchemaError(f"payload {manifest.request_id!r} is a {kind_of(manifest)}")
+        return tensors_at(manifest, manifest.branches[0], region)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the payload as a .safetensors file that any stock tool opens."""
+        from omni_kvlink.payload.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TensorTransferData:
+        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+
+        Raises:
+            WireError: the file is no payload, or was changed; names the tensor.
+            SchemaError: the file holds another kind of payload.
+        """
+        from omni_kvlink.payload.files import load
+
+        data = load(path)
+        if not isinstance(data, cls):
+            kind = type(data).__name__
+            raise SchemaError(f"{os.fspath(path)} holds a {kind}: {kind}.load reads it")
+        return data
+
+    def difference(self, other: TensorTransferData) -> str:
+        """The first thing that is not bit for bit the same, in words; "" when all is."""
+        for name in ("request_id", "metadata"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine!r:.100} here, {theirs!r:.100} there"
+        mine, theirs = _skeleton(self.tree), _skeleton(other.tree)
+        if mine != theirs or list(self) != list(other):
+            return f"tensors: {mine!r:.100} here, {theirs!r:.100} there"
+        pairs = zip(self._flat(), other._flat(), strict=True)
+        for (path, view), (other_path, other_view) in pairs:
+            if path != other_path or not same_bytes(view, other_view):
+                return f"tensor {path[1:]!r}"
+        return ""
+
+    def as_branch(self, name: str) -> Branch:
+        """The structure and the metadata, as the wire carries them."""
+        return tensor_branch(name, _skeleton(self.tree), json_copy(self.metadata, "an object"))
+
+    def reserve(self, branch: str) -> Iterator[Reserve]:
+        """Name, dtype code and shape of each tensor, in the order of the wire."""
+        for path, view in self._flat():
+            yield branch + path, dtype_code(view.dtype), tuple(view.shape)
+
+    def close(self) -> None:
+        """Release the tensors; those that the caller kept stay valid."""
+        self._tree = None
+
+    def __repr__(self) -> str:
+        state = ", ".join(self._tree) if self._tree is not None else "(released)"
+        return f"<TensorTransferData {self.request_id!r}: {state:.200}>"
+
+    def _flat(self) -> Iterator[tuple[str, TensorView]]:
+        return flatten(self.tree)  # type: ignore[return-value]  # every leaf was checked
+
+
+def tensors_at(manifest: Manifest, branch: Branch, region: Region) -> TensorTransferData:
+    """One branch of a validated payload as views."""
+    assert branch.tree is not None
+    specs = manifest.tensors_of(branch)
+    data = object.__new__(TensorTransferData)  # the manifest was validated
+    data.request_id, data.metadata = manifest.request_id, branch.extra
+    data._tree = _restored(branch.tree, iter(tensor_views(region, specs, manifest.header_nbytes)))
+    return data
+
+
+def _checked_dict(values: Mapping[str, Any], path: str, depth: int) -> dict[str, TensorTree]:
+    tree: dict[str, TensorTree] = {}
+    for key, child in values.items():
+        here = f"{path}/{key}" if path else str(key)
+        if not isinstance(key, str) or _SURROGATE.search(key):
+            raise SchemaError(f"tensors: key {here!r:.200} is no string of Unicode characters")
+        tree[key] = _checked(child, here, depth)
+    return tree
+
+
+def _checked(value: object, path: str, depth: int) -> TensorTree:
+    """A private copy of nested dicts and lists, every leaf a tensor that can be sent."""
+    where = f"tensor {path!r:.200}"
+    if isinstance(value, (Mapping, list, tuple)):
+        if depth >= MAX_DEPTH:
+            raise SchemaError(f"{where}: nested deeper than {MAX_DEPTH}")
+        if isinstance(value, Mapping):
+            return _checked_dict(value, path, depth + 1)
+        return [_checked(child, f"{path}/{i}", depth + 1) for i, child in enumerate(value)]
+    if isinstance(value, PagedTensor):
+        view: TensorView = value
+    else:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:  # meta: a plan, as of blank()
+            check_strided(value, where)
+        assert isinstance(value, torch.Tensor)
+        view = value
+    if len(view.shape) > MAX_RANK:
+        raise SchemaError(f"{where} has {len(view.shape)} dimensions; the limit is {MAX_RANK}")
+    try:
+        dtype_code(view.dtype)
+    except SchemaError as error:
+        raise SchemaError(f"{where}: {error}") from None
+    return view
+
+
+def _skeleton(node: Any) -> Any:
+    """The structure with a 0 in the place of each tensor."""
+    if isinstance(node, dict):
+        return {key: _skeleton(child) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_skeleton(child) for child in node]
+    return 0
+
+
+def _restored(node: Any, views: Iterator[torch.Tensor]) -> Any:
+    """The structure with the next tensor in the place of each 0."""
+    if isinstance(node, dict):
+        return {key: _restored(child, views) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_restored(child, views) for child in node]
+    return next(views)
