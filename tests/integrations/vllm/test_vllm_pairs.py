@@ -11,6 +11,7 @@ import pytest
 from vllm_fixtures import BLOCK, prompt
 
 from omni_kvlink import KVLink, TransferFailed
+from omni_kvlink.lowlevel import begin_get
 
 pytestmark = [
     pytest.mark.skipif(

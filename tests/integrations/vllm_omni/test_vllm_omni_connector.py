@@ -106,11 +106,11 @@ def test_what_nobody_polls_any_more_goes_back(
     sender, reader = ends
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
-    for forget in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
+    for cancel in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
         assert reader.get(*EDGE, "r_0_0") is None
-        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.KEPT", 0.0)
+        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.STALE_SECONDS", 0.0)
         time.sleep(0.01)
-        forget()
+        cancel()
         assert len(reader._pending) == 0
         monkeypatch.undo()
     sender.put(*EDGE, "r_0_0", "for another reader")
@@ -162,7 +162,7 @@ def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
         sender.put(*EDGE, CACHE, packed())
         link = sender._links.sender(module.StageEdge.of(*EDGE, CACHE))
-        memory = link._finalizer.pool.mapping(0).region.view()
+        memory = link._end.pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
         with pytest.raises(IntegrityError):
             reader.get(*EDGE, CACHE)
@@ -197,9 +197,9 @@ def test_no_object_is_sent(ends: tuple[Any, Any]) -> None:
     sender, reader = ends
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
-    with pytest.raises(SchemaError, match="cannot be sent"):
+    with pytest.raises(SchemaError, match="cannot be serialized"):
         sender.put(*EDGE, "r_0_0", {"f": threading.Lock()})
-    with pytest.raises(TransferFailed, match="cannot be sent"):
+    with pytest.raises(TransferFailed, match="cannot be serialized"):
         polled(reader, "r_0_0")
 
 

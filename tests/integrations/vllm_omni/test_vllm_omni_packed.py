@@ -79,7 +79,7 @@ META = {"seq_len": TOKENS, "block_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "fields"),
     [
         (header(td1={"x": True}), "layer 1, K is missing"),
         (header(td2={"x": True}), "layer 0, V is missing"),
@@ -87,16 +87,16 @@ META = {"seq_len": TOKENS, "block_size": 2}
         (header(td0={"s": [4, 2, 5]}, td2={"s": [4, 2, 5]}), "layer 0 has 4 tokens"),
         (header(meta={"seq_len": 6}), "5 tokens, but seq_len is 6"),
         (header(meta={"seq_len": 0}), "5 tokens, but seq_len is 0"),
-        (header(bids=[3, 0]), "2 blocks of 2 tokens for 5 tokens; wanted 3"),
+        (header(bids=[3, 0]), "2 blocks of 2 tokens for 5 tokens; 3 are needed"),
         (header(bids=[3, 0, -1]), "block id -1"),
         (header(bids=[3, 0, 2, -1]), "block id -1"),
         (header(bids=[3, 0, "2"]), "block id '2'"),
-        (header(bids=[3, 0, 3]), "block id 3 stands twice"),
+        (header(bids=[3, 0, 3]), "block id 3 appears twice"),
         (header(nl=3), "4 tensors for 3 layers"),
         (header(nl=0, td=[]), "without layers"),
-        (header(td1={"n": "key_cache_0"}), "layer 0, K stands twice"),
-        (header(td1={"n": "rope_1"}), "'rope_1' is no layer's K or V"),
-        (header(td1={"d": "Tensor"}), "'Tensor' is no dtype"),
+        (header(td1={"n": "key_cache_0"}), "layer 0, K appears twice"),
+        (header(td1={"n": "rope_1"}), "'rope_1' is not the K or V of a layer"),
+        (header(td1={"d": "Tensor"}), "'Tensor' is not a dtype"),
         (header(td1={"b": NBYTES - 1}), "layer 1, K: bytes"),
         (header(td3={"o": 3 * NBYTES + 1}), "layer 1, V: bytes"),
     ],
@@ -149,8 +149,9 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
     blocks = {"key_cache": layers[::2], "value_cache": layers[1::2]}
     data = {"request_id": "r", "block_ids": [3, 0, 2], "metadata": {**META, "ropes": [1]}}
     payload, _ = payload_of("k", {**data, "layer_blocks": blocks}, pack)
-    sent = [edge.data_ptr() for edge in payload.tensors()[:-1]]  # type: ignore[union-attr]
-    assert sent == [layer.data_ptr() for layer in layers]
+    sent = [tensor.data_ptr() for tensor in payload.tensors()[:-1]]  # type: ignore[union-attr]
+    given = [*blocks["key_cache"], *blocks["value_cache"]]
+    assert sent == [layer.data_ptr() for layer in given]  # by reference, not copied
     got = through(ends, {**data, "layer_blocks": blocks})
     for name, tensors in got.pop("layer_blocks").items():
         assert all(map(torch.equal, tensors, blocks[name]))
@@ -159,12 +160,12 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("blocks", "words"),
+    ("blocks", "fields"),
     [
         ({"key_cache": [None], "value_cache": [None]}, "layer 0, K is missing"),
         ({"key_cache": [torch.zeros(5, 2, 4)], "value_cache": [None]}, "layer 0, V is missing"),
-        ({"key_cache": [torch.zeros(5, 2, 4)]}, "as many in key_cache"),
-        ({"key_cache": [b"x"], "value_cache": [b"x"]}, "a bytes, wanted tensors"),
+        ({"key_cache": [torch.zeros(5, 2, 4)]}, "same number of layers"),
+        ({"key_cache": [b"x"], "value_cache": [b"x"]}, "a bytes, expected tensors"),
         ({"key_cache": [torch.zeros(4, 2, 4)] * 1, "value_cache": [torch.zeros(4, 2, 4)]}, "4 tok"),
     ],
 )
@@ -174,7 +175,7 @@ def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], fields: str) -> N
 
 
 def test_objects_that_are_no_data_are_refused() -> None:
-    with pytest.raises(SchemaError, match="dict cannot be sent"):
+    with pytest.raises(SchemaError, match="dict cannot be serialized"):
         payload_of("k", {"f": threading.Lock()}, pack)
 
 
@@ -261,9 +262,9 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "fields"),
     [
-        ({"transport": "tcp"}, "wanted one of shm"),
+        ({"transport": "tcp"}, "expected one of shm"),
         ({"trasnport": "shm"}, "no trasnport; there are transport"),
         ({"addresses": {"kv0": "h:1"}}, "not for shm"),
         ({"readers": 0}, "readers 0"),
@@ -273,7 +274,7 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
         ({"verify": "some"}, "verify 'some'"),
         ({"options": {"quotum": 1}}, "quotum"),
         ({"sender": {"kees": "x"}}, "kees"),
-        ("shm", "wanted a mapping"),
+        ("shm", "expected a mapping"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name(section: Any, fields: str) -> None:
