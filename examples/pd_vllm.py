@@ -28,9 +28,9 @@ def make_model(path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    words = models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0")
+    vocabulary = models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), unk_token="w0", eos_token="w1"
+        tokenizer_object=Tokenizer(vocabulary), unk_token="w0", eos_token="w1"
     )
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
@@ -90,27 +90,27 @@ def generate(engine: Any, prompt: list[int], tokens: int, transfer: Any = None) 
     return output
 
 
-def prefill(told: Connection, model: str, url: str) -> None:
+def prefill(answer: Connection, model: str, url: str) -> None:
     """The producer: computes prompts, and answers with what the consumer's requests need."""
     engine = open_engine(model, "kv_producer", url=url)
-    told.send("ready")
-    while (prompt := told.recv()) is not None:
+    answer.send("ready")
+    while (prompt := answer.recv()) is not None:
         output = generate(engine, prompt, 1, {"do_remote_decode": True})
-        told.send(output.kv_transfer_params)
+        answer.send(output.kv_transfer_params)
 
 
-def decode(told: Connection, model: str, url: str, load: str) -> None:
+def decode(answer: Connection, model: str, url: str, load: str) -> None:
     """The consumer: answers with what a fetched cache gives, and a local prefix-cache hit."""
     engine = open_engine(model, "kv_consumer", peers=[url], load=load)
-    told.send("ready")
-    while (asked := told.recv()) is not None:
-        prompt, params = asked
+    answer.send("ready")
+    while (requested := answer.recv()) is not None:
+        prompt, params = requested
         fetched = ending(generate(engine, prompt, TOKENS, params))
         engine.reset_prefix_cache()
         generate(engine, prompt, TOKENS)  # fills the prefix cache with its own
         hit = ending(generate(engine, prompt, TOKENS))
         engine.reset_prefix_cache()
-        told.send((fetched, hit))
+        answer.send((fetched, hit))
 
 
 def ending(output: Any) -> Ending:
@@ -131,8 +131,8 @@ def verdict(length: int, load: str, fetched: Ending, hit: Ending) -> bool:
     limit = 0.0 if load == "sync" else 1e-4
     good = fetched[0] == hit[0] and apart <= limit and fetched[2] == here
     word = "bit-identical" if fetched[:2] == hit[:2] else f"log-probabilities {apart:.1e} apart"
-    said = word if good else "NOT THE SAME"
-    print(f"{length:4d} tokens, {fetched[2]:3d} of them fetched; {TOKENS} decoded: {said}")
+    verdict = word if good else "NOT THE SAME"
+    print(f"{length:4d} tokens, {fetched[2]:3d} of them fetched; {TOKENS} decoded: {verdict}")
     return good
 
 
@@ -157,7 +157,7 @@ def main() -> int:
         producer, consumer = links
         good = []
         for length in LENGTHS:
-            prompt = [(31 * place + place * place) % 500 for place in range(length)]
+            prompt = [(31 * position + position * position) % 500 for position in range(length)]
             producer.send(prompt)
             consumer.send((prompt, producer.recv()))
             good.append(verdict(length, options.load, *consumer.recv()))

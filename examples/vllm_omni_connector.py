@@ -42,14 +42,14 @@ def manager(role: str, kvlink: dict[str, Any]) -> Any:
     )
 
 
-def receive(kvlink: dict[str, Any], told: Connection) -> None:
+def receive(kvlink: dict[str, Any], message: Connection) -> None:
     """The stage that uses the cache."""
     logging.disable(logging.INFO)
     receiver = manager("receiver", kvlink)
     data, nbytes = receiver.receive_kv_cache_for_request("req-1")
     layers = None if data is None else data["layer_blocks"]
     prints = layers and {name: [*map(fingerprint, layers[name])] for name in NAMES}
-    told.send((prints, data and data["metadata"], nbytes))
+    message.send((prints, data and data["metadata"], nbytes))
     receiver.close()
 
 

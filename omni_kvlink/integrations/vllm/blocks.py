@@ -1,4 +1,4 @@
-"""Blocks of an engine's pools as bytes, and what must be alike for them to mean the same."""
+"""The blocks of an engine's KV pools as bytes, and the format that both sides must share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from omni_kvlink.errors import SchemaError, UnavailableError
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """What decides how the bytes of a block are read; travels with each cache.
+    """The properties that decide how a block's bytes are read; sent with each cache.
 
     Attributes:
-        vllm: the engine's version: it decides how a block is laid out inside.
-        model: names the weights.
-        kind: the kind of cache, vLLM's word.
-        dtype: torch's name.
-        block_size: tokens of a block.
-        kv_heads, head_size: of a layer.
+        vllm: vLLM's version; it decides the layout inside a block.
+        model: the name of the weights.
+        kind: the class of vLLM's KV cache spec.
+        dtype: torch's dtype name.
+        block_size: tokens per block.
+        kv_heads: KV heads per layer.
+        head_size: elements per head.
         block_nbytes: bytes of one block of one layer.
-        layout: of the whole pool, vLLM's word.
-        isa: instruction set that the attention kernel packs a block for.
-        layers: names, in order.
+        layout: vLLM's name of the pool's layout.
+        isa: the instruction set for which the CPU attention kernel packs a block.
+        layers: the layers' names, in order.
     """
 
     vllm: str
@@ -41,12 +42,17 @@ class BlockFormat:
     layers: list[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         return dataclasses.asdict(self)
 
     def check(self, theirs: object, *, peer: str) -> None:
-        """Raises SchemaError if a producer's blocks are others; names both sides of each field."""
+        """Compare with the format that a producer sent.
+
+        Raises:
+            SchemaError: a field differs; the error gives both values.
+        """
         if not isinstance(theirs, Mapping):
-            raise SchemaError(f"{peer} sent a cache that is no vLLM connector's")
+            raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
         wrong = [
             f"{name} is {theirs.get(name)!r:.200} there and {mine!r:.200} here"
             for name, mine in self.to_dict().items()
@@ -59,29 +65,32 @@ class BlockFormat:
 def byte_pools(
     kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_size: int
 ) -> dict[str, torch.Tensor]:
-    """Each layer's pool as bytes, `[num_blocks, block_size, row]` of uint8; the engine's memory.
+    """View each layer's pool as uint8 `[num_blocks, block_size, row]`, without a copy.
 
-    Nothing is said about the order of the bytes in a block: a row is one of `block_size` equal
-    shares of it, and only whole blocks mean something. Of layers that share a pool, the first.
+    The order of the bytes inside a block is opaque: a row is one of `block_size` equal slices of
+    the block, and only whole blocks have a meaning. Of layers that share a pool, the first is
+    returned.
 
     Args:
-        kv_caches: by the layer's name, `[num_blocks, …]` with any strides.
+        kv_caches: the pools by layer name, `[num_blocks, …]` with any strides.
+        num_blocks: blocks per pool.
+        block_size: tokens per block.
 
     Raises:
-        UnavailableError: the pools are not in the CPU's memory.
-        SchemaError: a block is not one piece of memory.
+        UnavailableError: a pool is not in host memory.
+        SchemaError: a block is not one contiguous piece of memory.
     """
     pools: dict[str, torch.Tensor] = {}
-    taken: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
     for name, cache in kv_caches.items():
         if not cache.is_cpu:
             raise UnavailableError(
-                f"layer {name} lies on {cache.device}: this connector has only run with vLLM's "
-                "CPU backend, and takes no other"
+                f"layer {name} is on {cache.device}: this connector supports vLLM's CPU backend "
+                "only"
             )
-        place = (cache.data_ptr(), cache.stride(0))
-        if place not in taken:
-            taken.add(place)
+        memory = (cache.data_ptr(), cache.stride(0))
+        if memory not in seen:
+            seen.add(memory)
             pools[name] = _bytes_of(cache, name, num_blocks, block_size)
     return pools
 
@@ -92,12 +101,14 @@ def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) 
     nbytes = size
     for stride, length in inner:
         if length > 1 and stride * size != nbytes:
-            raise SchemaError(f"layer {name}: a block of strides {cache.stride()} is not one piece")
+            raise SchemaError(
+                f"layer {name}: a block with strides {cache.stride()} is not contiguous"
+            )
         nbytes *= length
     if cache.shape[0] != num_blocks or nbytes % block_size or cache.stride(0) * size < nbytes:
         raise SchemaError(
             f"layer {name}: a pool {list(cache.shape)} of {num_blocks} blocks "
-            f"of {block_size} tokens is not known"
+            f"of {block_size} tokens has an unknown layout"
         )
     flat = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
     row = nbytes // block_size

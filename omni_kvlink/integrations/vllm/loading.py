@@ -1,4 +1,4 @@
-"""The consumer's worker: caches into the engine's blocks, in step with a forward pass or not."""
+"""The consumer's worker: loads caches into the engine's blocks, during or between passes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from omni_kvlink.connectors.base import PendingGet
+from omni_kvlink import BlockTable, KVConsumer, ReceivedStream
 from omni_kvlink.errors import IntegrityError, TransferFailed
 from omni_kvlink.integrations.vllm.payload import HEAD, LAST, Pools
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.stats import Meter
-from omni_kvlink.integrations.vllm.step import Drop, Load
-from omni_kvlink.link import KVLink, ReceivedStream
-from omni_kvlink.payload.paged import BlockTable
-from omni_kvlink.payload.views import write
+from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
+from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
 
 log = logging.getLogger(f"vllm.{__name__}")
 
 THREADS = 4
-"""Caches that are copied at the same time. One that is only waited for holds no thread."""
+"""Threads that copy caches; a cache that has not arrived yet occupies none."""
 
 
-class Loading:
-    """One cache on its way in.
+class CacheLoad:
+    """The load of one cache.
 
-    Asked for in a thread of the pool, then waited for without one, then copied in one again.
+    A pool thread requests it; no thread waits for it; a pool thread copies it.
 
     Args:
-        submit: runs something in the pool.
-        timeout: seconds until all of it must be there.
+        load: what to load.
+        pools: the engine's pools.
+        peers: the producers' links.
+        submit: runs a function in the thread pool.
+        timeout: seconds within which the whole cache must be loaded.
     """
 
     def __init__(
@@ -47,224 +48,228 @@ class Loading:
     ):
         self.load = load
         self.error: Exception | None = None
-        self.over = threading.Event()
-        self.nbytes, self.waited, self.copied = 0, 0.0, 0.0
+        self.done = threading.Event()
+        self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
         self._pools, self._peers, self._submit = pools, peers, submit
         self._started = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
-        self._link: KVLink | None = None
-        self._want: PendingGet | None = None
-        self._is_taken = False
-        self.stopped = ""
+        self._link: KVConsumer | None = None
+        self._pending: PendingGet | None = None
+        self._is_claimed = False
+        self.cancel_reason = ""
         self._layers = 0
 
-    def ask(self) -> None:
-        """In the pool."""
+    def request(self) -> None:
+        """Request the cache from its producer; runs in the pool."""
         try:
             self._link = self._peers.link(self.load.url, timeout=self._left())
-            self._check_wanted()
-            want = self._link.begin_get(self.load.key, timeout=self._left(), streamed=True)
+            self._check_cancelled()
+            pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
         except Exception as error:
-            self._end(error)
+            self._complete(error)
             return
         with self._changed:
-            self._want = want
-        if self.stopped:
-            self.stop(self.stopped)
+            self._pending = pending
+        if self.cancel_reason:
+            self.cancel(self.cancel_reason)
         else:
-            want.future.add_done_callback(lambda future: self._take())
+            pending.future.add_done_callback(lambda future: self._begin_copy())
 
     def expire(self) -> None:
-        """If its time is over, let it end."""
-        if self._want is not None and self._left() <= 0:
-            self._take()
+        """End the load if its deadline has passed."""
+        if self._pending is not None and self._left() <= 0:
+            self._begin_copy()
 
-    def stop(self, reason: str) -> None:
-        """It is not needed any more; it ends soon."""
-        self.stopped = reason
-        if self._want is not None and self._claim():
-            self._want.cancel()
-            self._end(TransferFailed(reason, key=self.load.key))
+    def cancel(self, reason: str) -> None:
+        """Cancel the load; a copy that has begun ends at the next layer."""
+        self.cancel_reason = reason
+        if self._pending is not None and self._claim():
+            self._pending.cancel()
+            self._complete(TransferFailed(reason, key=self.load.key))
 
     def wait_for_layer(self, layer: int) -> None:
-        """Until a layer is in its blocks, or never will be; no longer than the deadline."""
+        """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layers > layer or self.over.is_set(), self._left())
+            self._changed.wait_for(lambda: self._layers > layer or self.done.is_set(), self._left())
         if self._layers <= layer:
             self.wait()
 
     def wait(self) -> None:
-        """Until it ended; no longer than the deadline."""
-        self.over.wait(self._left())
+        """Block until the load has ended, at most until the deadline."""
+        self.done.wait(self._left())
         self.expire()
-        self.over.wait()  # a copy that has begun comes to an end
+        self.done.wait()  # a copy that has begun is not interrupted
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def _claim(self) -> bool:
-        """Whoever is first deals with what comes of the want."""
+        """Whether the caller is the first, and so the one, to handle the pending get."""
         with self._changed:
-            first, self._is_taken = not self._is_taken, True
+            first, self._is_claimed = not self._is_claimed, True
         return first
 
-    def _take(self) -> None:
+    def _begin_copy(self) -> None:
         if self._claim():
             self._submit(self._run)
 
-    def _check_wanted(self) -> None:
-        if self.stopped:
-            raise TransferFailed(self.stopped, key=self.load.key)
+    def _check_cancelled(self) -> None:
+        if self.cancel_reason:
+            raise TransferFailed(self.cancel_reason, key=self.load.key)
 
     def _run(self) -> None:
-        """In the pool: the want was answered, or its time is over."""
-        link, want = self._link, self._want
+        """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
+        link, pending = self._link, self._pending
         assert link is not None
-        assert want is not None
+        assert pending is not None
         began = time.monotonic()
-        self.waited = began - self._started
+        self.wait_seconds = began - self._started
         try:
-            delivery = want.wait(timeout=0.0)
+            delivery = pending.wait(timeout=0.0)
             timeout = self._left()
-            with link.open_stream(delivery, started=time.perf_counter(), timeout=timeout) as stream:
+            with open_stream(
+                link, delivery, started=time.perf_counter(), timeout=timeout
+            ) as stream:
                 self._copy(stream, link.url)
         except Exception as error:
-            self._end(error)
+            self._complete(error)
             return
-        self.copied = time.monotonic() - began
-        self._end(None)
+        self.copy_seconds = time.monotonic() - began
+        self._complete(None)
 
     def _copy(self, stream: ReceivedStream, peer: str) -> None:
-        """Layer by layer; every byte is compared with its digest in the pass that copies it."""
+        """Copy layer by layer; the same pass checks each byte against its digest."""
         try:
             self._pools.check(stream.manifest, self.load, peer=peer)
         except Exception as error:
-            stream.delivery.reject(str(error))  # the producer's receipt names it, too
+            stream.delivery.reject(str(error))  # the producer's receipt reports the reason
             raise
         self.nbytes = stream.manifest.nbytes
         targets = self._targets()
         for layer in range(len(self._pools.layers)):
             for branch, (blocks, skip) in targets.items():
-                self._check_wanted()
-                got = stream.wait_for_layer(layer, branch=branch, timeout=self._left())
-                place = self._pools.place(layer, blocks)
+                self._check_cancelled()
+                received = stream.wait_for_layer(layer, branch=branch, timeout=self._left())
+                target = self._pools.layer_view(layer, blocks)
                 if not skip:
-                    got.scatter(place)
+                    received.scatter(target)
                     continue
-                scratch = torch.empty_like(got.key)  # a digest is of all blocks
-                got.scatter(scratch)
-                write(place, scratch[skip * self._pools.format.block_size :])
+                scratch = torch.empty_like(received.key)  # digests cover all blocks
+                received.scatter(scratch)
+                write(target, scratch[skip * self._pools.format.block_size :])
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
-        stream.wait(timeout=self._left())  # committed: the producer finished it
+        stream.wait(timeout=self._left())  # until the commit
 
     def _targets(self) -> dict[str, tuple[BlockTable, int]]:
-        """By branch, the blocks to fill and how many leading ones are here already."""
+        """By branch, the blocks to fill and the number of leading blocks that are present."""
         split, skip = self._pools.split(self.load), self.load.skip
         found = {}
         if len(split.get(HEAD, ())) > skip:
-            found[HEAD] = (self._pools.pages(split[HEAD][skip:]), skip)
-        if self.load.is_async:  # else the engine computes it, as after a local hit
-            found[LAST] = (self._pools.pages(split[LAST]), 0)
+            found[HEAD] = (self._pools.block_table(split[HEAD][skip:]), skip)
+        if self.load.is_async:  # "sync": the engine computes it, as after a local hit
+            found[LAST] = (self._pools.block_table(split[LAST]), 0)
         return found
 
-    def _end(self, error: Exception | None) -> None:
+    def _complete(self, error: Exception | None) -> None:
         with self._changed:
             self.error = error
-            self.over.set()
+            self.done.set()
             self._changed.notify_all()
 
 
 class Loader:
-    """What a consumer's worker has under way; called by the engine's thread alone."""
+    """The loads of a consumer's worker; called by the engine's thread only."""
 
     def __init__(self, pools: Pools, peers: Peers, meter: Meter, *, timeout: float):
         self._pools, self._peers, self._meter = pools, peers, meter
         self._timeout = timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
-        self._loading: dict[str, Loading] = {}
+        self._loading: dict[str, CacheLoad] = {}
         self._invalid: set[int] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
-        """Ask for caches; returns at once."""
+        """Begin loads; does not block."""
         for load in loads:
-            loading = Loading(
+            loading = CacheLoad(
                 load, self._pools, self._peers, self._pool.submit, timeout=self._timeout
             )
             self._loading[load.request_id] = loading
-            self._pool.submit(loading.ask)
+            self._pool.submit(loading.request)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Of what is loaded in step with this forward pass."""
+        """Block until a layer of every synchronous load is in its blocks."""
         for loading in self._loading.values():
             if not loading.load.is_async:
                 loading.wait_for_layer(layer)
 
-    def end(self) -> set[int]:
-        """The forward pass is over: blocks of its own loads that are not what they should be."""
+    def wait_for_pass(self) -> set[int]:
+        """Wait for the synchronous loads of the forward pass; return the invalid blocks so far."""
         for request_id, loading in list(self._loading.items()):
             if not loading.load.is_async:
                 loading.wait()
                 del self._loading[request_id]
-                self._settle(loading)
+                self._report(loading)
         return self._invalid
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous load has ended, however; failed blocks go to `invalid`."""
-        self.end()
+        """Requests whose asynchronous load has ended, with or without success."""
+        self.wait_for_pass()
         ended = set()
         for request_id, loading in list(self._loading.items()):
             loading.expire()
-            if loading.over.is_set():
+            if loading.done.is_set():
                 del self._loading[request_id]
-                self._settle(loading)
+                self._report(loading)
                 ended.add(request_id)
         return ended
 
-    def invalid(self) -> set[int]:
-        """Blocks of loads that failed, since the last call."""
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of loads that failed since the last call."""
+        blocks, self._invalid = self._invalid, set()
+        return blocks
 
-    def drop(self, drop: Drop) -> None:
-        """A cache is not wanted: stop loading it, and let its producer go on."""
+    def cancel(self, cancelled: CancelledLoad) -> None:
+        """Cancel a load, and abort the payload if this engine is its only reader."""
         self._meter.count("dropped")
-        loading = self._loading.get(drop.request_id)
+        loading = self._loading.get(cancelled.request_id)
         if loading is not None:
-            loading.stop(drop.reason)
-        if drop.readers == 1:  # other readers may want it still
-            self._pool.submit(self._abort, drop)
+            loading.cancel(cancelled.reason)
+        if cancelled.readers == 1:  # other readers may still need it
+            self._pool.submit(self._abort, cancelled)
 
     def close(self) -> None:
+        """Cancel all loads and close the links."""
         for loading in self._loading.values():
-            loading.stop("the connector was shut down")
+            loading.cancel("the connector was shut down")
         self._peers.close()
         self._pool.shutdown()
 
-    def _abort(self, drop: Drop) -> None:
+    def _abort(self, cancelled: CancelledLoad) -> None:
         try:
-            self._peers.link(drop.url, timeout=self._timeout).abort(drop.key, drop.reason)
+            link = self._peers.link(cancelled.url, timeout=self._timeout)
+            link.abort(cancelled.key, cancelled.reason)
         except Exception as error:
-            log.warning("cache %r was not given back: %s", drop.key, str(error))
+            log.warning("cache %r could not be aborted: %s", cancelled.key, str(error))
 
-    def _settle(self, loading: Loading) -> None:
+    def _report(self, loading: CacheLoad) -> None:
         load, error = loading.load, loading.error
         if error is None:
             self._meter.count("received")
             self._meter.observe(
-                wait_seconds=loading.waited,
-                load_seconds=loading.copied,
+                wait_seconds=loading.wait_seconds,
+                load_seconds=loading.copy_seconds,
                 load_bytes=loading.nbytes,
             )
             return
-        if loading.stopped:  # its request has ended, and nobody asks for these blocks
+        if loading.cancel_reason:  # the request has ended: the scheduler does not need its blocks
             return
-        wanted = len(load.blocks) if load.is_async else self._pools.head(load)
-        self._invalid.update(load.blocks[load.skip : wanted])
+        needed = len(load.blocks) if load.is_async else self._pools.head(load)
+        self._invalid.update(load.blocks[load.skip : needed])
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")
-        said = f"{type(error).__name__}: {error}"
-        log.error("cache %r of request %s was not loaded: %s", load.key, load.request_id, said)
+        text = f"{type(error).__name__}: {error}"
+        log.error("cache %r of request %s was not loaded: %s", load.key, load.request_id, text)

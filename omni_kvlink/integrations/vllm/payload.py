@@ -1,4 +1,4 @@
-"""A prompt's cache on the link: whole blocks as they lie in the engine's pools."""
+"""A prompt's cache as a payload: whole blocks, read from and written to the engine's pools."""
 
 from __future__ import annotations
 
@@ -8,98 +8,100 @@ from typing import Any
 
 import torch
 
+from omni_kvlink import (
+    BlockTable,
+    BundleBranch,
+    KVCacheBundle,
+    PagedTensor,
+    TensorTransferData,
+)
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.blocks import BlockFormat
-from omni_kvlink.integrations.vllm.step import Cache
-from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import BlockTable, PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.integrations.vllm.step import PromptCache
+from omni_kvlink.lowlevel import Manifest
 
 HEAD, LAST = "head", "last"
-"""The branches: the block of the prompt's last token, and all before it, where there are any."""
+"""The branches: the block of the prompt's last token, and the blocks before it, if any."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """An engine's blocks as bytes.
+    """An engine's KV pools as bytes.
 
     Attributes:
-        format: what they mean.
-        layers: one pool `[num_blocks, block_size, row]` of uint8 a layer.
+        format: how the bytes of a block are read.
+        layers: one pool per layer, uint8 `[num_blocks, block_size, row]`.
     """
 
     format: BlockFormat
     layers: Sequence[torch.Tensor]
 
-    def head(self, cache: Cache) -> int:
-        """Blocks before the one of the last token."""
+    def head(self, cache: PromptCache) -> int:
+        """The number of blocks before the last token's block."""
         return (cache.tokens - 1) // self.format.block_size
 
-    def split(self, cache: Cache) -> dict[str, list[int]]:
-        """A cache's blocks by branch; a branch without any is left out."""
+    def split(self, cache: PromptCache) -> dict[str, list[int]]:
+        """The cache's block ids by branch; a branch without blocks is left out.
+
+        Raises:
+            SchemaError: the cache has fewer blocks than its tokens need.
+        """
         head = self.head(cache)
         if len(cache.blocks) <= head:
             raise SchemaError(
-                f"{len(cache.blocks)} blocks for {cache.tokens} tokens; wanted {head + 1}"
+                f"{len(cache.blocks)} blocks for {cache.tokens} tokens; {head + 1} are needed"
             )
         parts = {HEAD: cache.blocks[:head], LAST: cache.blocks[head : head + 1]}
         return {name: blocks for name, blocks in parts.items() if blocks}
 
-    def pages(self, blocks: Sequence[int]) -> BlockTable:
-        """All rows of these blocks."""
+    def block_table(self, blocks: Sequence[int]) -> BlockTable:
+        """The block table of all rows of these blocks."""
         size = self.format.block_size
         return BlockTable.of_blocks(blocks, block_size=size, tokens=len(blocks) * size)
 
-    def place(self, layer: int, pages: BlockTable) -> PagedTensor:
-        return PagedTensor(self.layers[layer], pages, f"layer {self.format.layers[layer]}")
+    def layer_view(self, layer: int, block_table: BlockTable) -> PagedTensor:
+        """The rows of a block table in one layer's pool."""
+        return PagedTensor(self.layers[layer], block_table, f"layer {self.format.layers[layer]}")
 
-    def bundle(self, cache: Cache) -> KVCacheBundle:
-        """A cache to be sent, where it lies. `kv_lens` counts the rows of whole blocks."""
-        size = self.format.block_size
-        branches = {}
-        start = 0
+    def bundle(self, cache: PromptCache) -> KVCacheBundle:
+        """Describe a cache in the pools as a payload: per branch, the rows of whole blocks."""
+        branches: dict[str, BundleBranch] = {}
         for name, blocks in self.split(cache).items():
-            rows = len(blocks) * size
-            start += rows
-            branches[name] = KVCacheTransferData.from_paged(
-                cache.key,
-                self.layers,
-                None,
-                block_size=size,
-                block_ids=blocks,
-                metadata={
-                    "kv_lens": [rows],
-                    "ropes": [min(start, cache.tokens)],
-                    "layout": "ND",
-                    "extra": self._said(cache),
-                },
-            )
+            table = self.block_table(blocks)
+            views = {
+                layer: self.layer_view(index, table)
+                for index, layer in enumerate(self.format.layers)
+            }
+            branches[name] = TensorTransferData(cache.key, views, self._metadata(cache))
         return KVCacheBundle(cache.key, branches)
 
-    def check(self, manifest: Manifest, cache: Cache, *, peer: str) -> None:
-        """Refuse a cache of another prompt, or of blocks that this engine reads differently.
+    def check(self, manifest: Manifest, cache: PromptCache, *, peer: str) -> None:
+        """Check that a received cache belongs to the prompt and has this engine's block format.
 
         Raises:
-            SchemaError: both sides named.
+            SchemaError: it does not; the error gives both values.
         """
-        wanted = self._said(cache)
+        expected = self._metadata(cache)
         for branch in manifest.branches:
             self.format.check(branch.extra.get("format"), peer=peer)
             for name in ("tokens", "prompt"):
-                mine, theirs = wanted[name], branch.extra.get(name)
+                mine, theirs = expected[name], branch.extra.get(name)
                 if mine != theirs:
                     raise SchemaError(
                         f"{peer} computed {manifest.request_id!r} from another prompt: "
                         f"{name} is {theirs!r:.80} there and {mine!r} here"
                     )
-        sent = {branch.name: branch.seq_len for branch in manifest.branches}
+        rows = {
+            branch.name: {spec.shape[0] for spec in manifest.tensors_of(branch)}
+            for branch in manifest.branches
+        }
         size = self.format.block_size
-        here = {name: len(blocks) * size for name, blocks in self.split(cache).items()}
-        if sent != here or any(b.layout != "ND" for b in manifest.branches):
-            raise SchemaError(f"{peer} sent rows {sent}; wanted {here}")
+        here = {name: {len(blocks) * size} for name, blocks in self.split(cache).items()}
+        trees = [list(branch.tree or ()) for branch in manifest.branches]
+        if rows != here or any(tree != self.format.layers for tree in trees):
+            raise SchemaError(f"{peer} sent rows {rows}; expected {here} of each layer")
 
-    def _said(self, cache: Cache) -> dict[str, Any]:
+    def _metadata(self, cache: PromptCache) -> dict[str, Any]:
         return {
             "format": self.format.to_dict(),
             "tokens": cache.tokens,

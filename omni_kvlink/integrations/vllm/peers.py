@@ -1,4 +1,4 @@
-"""The producers that a consumer reads from; each is connected when it is first needed."""
+"""The links to the producers that a consumer reads from; each is opened at its first use."""
 
 from __future__ import annotations
 
@@ -7,37 +7,46 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omni_kvlink import KVConsumer, KVLink
 from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
-from omni_kvlink.link import KVLink
 
 
 class Peers:
-    """Links by URL; thread-safe.
+    """Consumer links by URL; thread-safe.
 
     Args:
-        urls: all that may be connected: what a request names is not believed.
-        options: of `KVLink.connect`.
+        urls: the URLs that a request may name; any other is refused.
+        options: options of `KVLink.connect`.
     """
 
     def __init__(self, urls: Sequence[str], options: Mapping[str, Any]):
         self._urls, self._options = list(urls), dict(options)
         self._locks = {url: threading.Lock() for url in urls}
-        self._links: dict[str, KVLink] = {}
+        self._links: dict[str, KVConsumer] = {}
         self._closed = False
 
-    def link(self, url: str, *, timeout: float) -> KVLink:
-        """The link to a producer, the first if `url` is empty; waits for it to be there.
+    def link(self, url: str, *, timeout: float) -> KVConsumer:
+        """Return the link to a producer; connect if needed, and block until it serves.
+
+        Args:
+            url: one of `urls`; the first of them if empty.
+            timeout: seconds.
 
         Raises:
-            SchemaError: it is none of the peers.
-            TransferTimeout: no producer within `timeout` seconds.
+            SchemaError: `url` is not one of `urls`.
+            TransferTimeout: no producer serves it within `timeout` seconds.
+            ClosedError: `close` was called.
         """
         url = url or self._urls[0]
         if url not in self._locks:
             raise SchemaError(
-                f"remote_url {url!r:.200} is none of this engine's peers: {', '.join(self._urls)}"
+                f"remote_url {url!r:.200} is not one of this engine's peers: "
+                f"{', '.join(self._urls)}"
             )
-        started, lock = time.monotonic(), self._locks[url]  # a slow peer holds up no other
+        started, lock = (
+            time.monotonic(),
+            self._locks[url],
+        )  # per URL: a slow peer does not block the others
         if not lock.acquire(timeout=max(0.0, timeout)):
             raise TransferTimeout(f"{url}: no connection after {timeout:g} s", waited=timeout)
         try:
@@ -51,7 +60,7 @@ class Peers:
             lock.release()
 
     def close(self) -> None:
-        """Close all; what waits on them ends with ClosedError."""
+        """Close all links; calls that wait on them raise ClosedError."""
         self._closed = True
         for url, lock in self._locks.items():
             with lock:

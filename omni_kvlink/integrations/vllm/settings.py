@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The connector's settings, read from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from omni_kvlink.errors import SchemaError
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """How one engine takes part.
+    """The settings of one engine.
 
     Args:
-        url: what a producer serves, such as `shm://prefill-0`.
-        peers: the producers that a consumer may read from. A request names one of them by
-            `remote_url`; the first is meant where it names none.
-        load: "async" takes the whole prompt between forward passes, while other requests go on;
-            "sync" takes the blocks that a local prefix-cache hit would have, all but the last
-            token's, during the request's own pass, which waits for each layer.
-        model: names the weights; both sides must say the same. The engine's `model` if empty.
-        timeout: seconds from asking for a cache to having it.
-        ttl: seconds that a finished prefill waits for its readers.
-        delay_free: a producer keeps a request's blocks until every reader has let go.
+        url: the URL that a producer serves, such as `shm://prefill-0`.
+        peers: the URLs of the producers that a consumer may read from. A request names one of
+            them by `remote_url`; without it the first one is used.
+        load: "async" loads the whole prompt between forward passes, while other requests run;
+            "sync" loads the blocks that a local prefix-cache hit would give (all but the last
+            token's) during the request's own forward pass, which waits for each layer.
+        model: a name of the weights, equal on both sides; the engine's `model` if empty.
+        timeout: seconds within which a cache must be loaded.
+        ttl: seconds for which a finished prefill stays available to its readers.
+        delay_free: whether a producer keeps a request's blocks until every reader has released
+            the cache.
         serve: options of `KVLink.serve`, such as quota, directory, keys, peers.
         connect: options of `KVLink.connect`.
 
     Raises:
-        SchemaError: a value is of another kind, or missing for the engine's role.
+        SchemaError: a value has the wrong type, or one that the engine's role needs is missing.
     """
 
     url: str = ""
@@ -43,7 +44,13 @@ class VllmSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> VllmSettings:
-        """Check what the engine was given."""
+        """Validate `kv_connector_extra_config`.
+
+        Args:
+            extra: the mapping as vLLM passes it.
+            produces: whether the engine is a producer.
+            consumes: whether the engine is a consumer.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(extra) - set(names))
         if unknown:

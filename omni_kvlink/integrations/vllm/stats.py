@@ -1,4 +1,4 @@
-"""What the connector counts, for vLLM's log and for Prometheus."""
+"""The connector's statistics, for vLLM's log and for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ BYTES = [float(1 << power) for power in range(14, 36, 2)]
 SERIES = {
     "save_seconds": ("seconds to copy a prompt's cache into the link", SECONDS),
     "save_bytes": ("bytes of a cache that was sent", BYTES),
-    "wait_seconds": ("seconds from asking for a cache to its beginning", SECONDS),
-    "load_seconds": ("seconds from its beginning to its last byte in the engine's blocks", SECONDS),
+    "wait_seconds": ("seconds from requesting a cache to its first bytes", SECONDS),
+    "load_seconds": (
+        "seconds from a cache's first bytes to its last byte in the engine's blocks",
+        SECONDS,
+    ),
     "load_bytes": ("bytes of a cache that was received", BYTES),
 }
-"""Histograms: a value for each transfer."""
+"""Histograms, with one value per transfer."""
 
 COUNTS = {
-    "sent": "caches that every reader has let go of",
-    "send_failed": "caches that could not be saved, were rejected, given up or lost",
-    "send_expired": "caches that nobody came for in time",
+    "sent": "caches that every reader has released",
+    "send_failed": "caches that could not be saved, or were rejected, aborted or lost",
+    "send_expired": "caches that were not read before their time to live ended",
     "received": "caches that were loaded",
-    "load_failed": "caches that were not loaded: blocks reported to the scheduler",
-    "load_corrupt": "of those, caches whose bytes were not the committed ones",
-    "dropped": "caches that were not needed any more",
+    "load_failed": "caches that were not loaded; their blocks are reported to the scheduler",
+    "load_corrupt": "those of load_failed whose bytes differ from the committed ones",
+    "dropped": "loads that were cancelled because their request ended",
 }
 """Counters."""
 
 
 class KVLinkStats(KVConnectorStats):
-    """Transfers of one interval; `data` holds JSON values."""
+    """The statistics of one interval; `data` holds JSON values."""
 
     data: dict[str, Any]
 
@@ -47,18 +50,21 @@ class KVLinkStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
+        """Clear all values."""
         self.data = {name: [] for name in SERIES} | dict.fromkeys(COUNTS, 0)
 
     def is_empty(self) -> bool:
+        """Whether nothing was counted."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVLinkStats:
+        """Add the values of another interval or worker; return self."""
         for name, value in other.data.items():
             self.data[name] += value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Numbers for a line of vLLM's log: counts, means in ms and MB."""
+        """Summarise for vLLM's log: counts, and means in ms and MB."""
         found: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
         for name in SERIES:
             values = self.data[name]
@@ -70,30 +76,32 @@ class KVLinkStats(KVConnectorStats):
 
 
 class Meter:
-    """Counts for the next interval; thread-safe."""
+    """Collects the statistics of the current interval; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = KVLinkStats()
 
     def count(self, name: str) -> None:
+        """Increment one of `COUNTS`."""
         with self._lock:
             self._stats.data[name] += 1
 
     def observe(self, **values: float) -> None:
+        """Append values to histograms of `SERIES`, by name."""
         with self._lock:
             for name, value in values.items():
                 self._stats.data[name].append(value)
 
     def take(self) -> KVLinkStats | None:
-        """What was counted since the last time; None if nothing was."""
+        """Return the statistics since the last call and start anew; None if there are none."""
         with self._lock:
             taken, self._stats = self._stats, KVLinkStats()
         return None if taken.is_empty() else taken
 
 
 class KVLinkPrometheus(KVConnectorPromMetrics):
-    """The same as metrics `vllm:omni_kvlink_…`."""
+    """The statistics as Prometheus metrics `vllm:omni_kvlink_…`."""
 
     def __init__(
         self,
@@ -124,6 +132,7 @@ class KVLinkPrometheus(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Feed one interval's `KVLinkStats.data` to the metrics of an engine."""
         for name, metric in self._series.items():
             for value in transfer_stats_data[name]:
                 metric[engine_idx].observe(value)

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the worker's half with each step."""
+"""The connector metadata that the scheduler's process sends to the worker's with each step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 @dataclasses.dataclass(frozen=True)
-class Cache:
-    """The cache of one prompt.
+class PromptCache:
+    """The KV cache of one prompt.
 
     Attributes:
-        request_id: the engine's name of the request.
-        key: the payload's name on the link, the same on both sides.
-        prompt: digest of what the cache was computed from.
-        tokens: of the prompt.
-        blocks: the request's blocks here, in its order.
-        readers: how many consumers read it.
+        request_id: the engine's request id.
+        key: the payload's request id on the link, equal on both sides.
+        prompt: the digest of the inputs that the cache depends on; see `prompt_digest`.
+        tokens: the number of prompt tokens.
+        blocks: the request's block ids in this engine, in token order.
+        readers: the number of consumers that read the cache.
     """
 
     request_id: str
@@ -29,13 +29,13 @@ class Cache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Load(Cache):
-    """A cache to fetch.
+class Load(PromptCache):
+    """A cache to load from a producer.
 
     Attributes:
-        url: the producer's; the first of the peers if empty.
-        skip: leading blocks that are here already.
-        is_async: whether the block of the last token is wanted too, and no forward pass waits.
+        url: the producer's URL; the first of `peers` if empty.
+        skip: the number of leading blocks that the local prefix cache already holds.
+        is_async: whether the last token's block is loaded, too, and no forward pass waits.
     """
 
     url: str = ""
@@ -44,8 +44,8 @@ class Load(Cache):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop:
-    """A cache that is not wanted any more, or not at all."""
+class CancelledLoad:
+    """A cache that is no longer needed, whether or not its load has begun."""
 
     request_id: str
     key: str
@@ -55,18 +55,19 @@ class Drop:
 
 
 @dataclasses.dataclass
-class Step(KVConnectorMetadata):
-    """One step.
+class StepMetadata(KVConnectorMetadata):
+    """The transfers of one scheduler step.
 
     Attributes:
         saves: prompts whose last tokens are computed in this step.
-        loads, drops: a consumer's.
-        held: finished requests whose blocks stay until the receipt.
-        failed: why a promised cache will not come, by key.
+        loads: caches to load, on a consumer.
+        cancelled: loads that are no longer needed, on a consumer.
+        held: finished requests whose blocks are kept until the receipt is settled.
+        failed: caches that will not be sent, with the reason, by key.
     """
 
-    saves: list[Cache] = dataclasses.field(default_factory=list)
+    saves: list[PromptCache] = dataclasses.field(default_factory=list)
     loads: list[Load] = dataclasses.field(default_factory=list)
-    drops: list[Drop] = dataclasses.field(default_factory=list)
+    cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
     held: set[str] = dataclasses.field(default_factory=set)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)

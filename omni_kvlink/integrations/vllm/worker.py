@@ -1,4 +1,4 @@
-"""The worker's half: the links, the engine's pools, and what is under way between them."""
+"""The worker's part: owns the links and moves bytes between them and the engine's pools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
+from omni_kvlink import KVLink
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.blocks import BlockFormat, byte_pools
 from omni_kvlink.integrations.vllm.loading import Loader
@@ -16,8 +17,7 @@ from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import Meter
-from omni_kvlink.integrations.vllm.step import Step
-from omni_kvlink.link import KVLink
+from omni_kvlink.integrations.vllm.step import StepMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ QUOTA = 4 << 30
 
 
 class KVWorker:
-    """One engine's end of its links; opened when the engine has its pools."""
+    """Opens an engine's links when its pools are registered, and runs its saves and loads."""
 
     def __init__(
         self,
@@ -51,47 +51,49 @@ class KVWorker:
             peers = Peers(settings.peers, settings.connect)
             self._loader = Loader(pools, peers, self.meter, timeout=settings.timeout)
 
-    def begin(self, step: Step) -> None:
-        """Before the forward pass."""
+    def begin(self, step: StepMetadata) -> None:
+        """Begin the saves of a step, before its forward pass."""
         if self._saver is not None:
             for key, reason in step.failed.items():
                 self._saver.fail(key, reason)
             self._saver.hold(step.held)
             self._saver.begin(step.saves)
 
-    def load(self, step: Step) -> None:
-        """Begin to fetch: before the pass what it needs, else after it was launched."""
+    def load(self, step: StepMetadata) -> None:
+        """Begin the loads of a step and cancel those that are no longer needed."""
         if self._loader is not None:
-            for drop in step.drops:
-                self._loader.drop(drop)
+            for cancelled in step.cancelled:
+                self._loader.cancel(cancelled)
             self._loader.start(step.loads)
 
-    def before(self, layer: str) -> None:
-        """The pass reads a layer's blocks next."""
+    def wait_for_layer(self, layer: str) -> None:
+        """Block until a layer's synchronous loads are done; the pass reads its blocks next."""
         if self._loader is not None and layer in self._numbers:
             self._loader.wait_for_layer(self._numbers[layer])
 
-    def after(self, layer: str) -> None:
-        """The pass has written a layer's blocks."""
+    def save_layer(self, layer: str) -> None:
+        """Queue a layer whose blocks the forward pass has written."""
         if self._saver is not None and layer in self._numbers:
             self._saver.layer(self._numbers[layer])
 
-    def end(self) -> None:
-        """The pass is over; blocks may change when this returns."""
+    def wait_for_save(self) -> None:
+        """Block until all saves are committed; the blocks may change afterwards."""
         if self._saver is not None:
-            if self._loader is not None:  # a pass may send on what it loaded
-                self._saver.spoil(self._loader.end())
-            self._saver.finish()
+            if self._loader is not None:  # a pass may save blocks that it loaded
+                self._saver.fail_blocks(self._loader.wait_for_pass())
+            self._saver.commit()
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose caches were sent, and those whose caches came, or did not."""
+        """Requests whose sends are over, and requests whose loads are over."""
         sent = self._saver.released() if self._saver is not None else set[str]()
         return sent, self._loader.finished() if self._loader is not None else set()
 
-    def invalid(self) -> set[int]:
-        return self._loader.invalid() if self._loader is not None else set()
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of failed loads since the last call."""
+        return self._loader.take_invalid_blocks() if self._loader is not None else set()
 
     def close(self) -> None:
+        """Close the links; unread caches and unfinished loads fail."""
         if self._saver is not None:
             self._saver.close()
         if self._loader is not None:
@@ -129,10 +131,10 @@ def _pools(
 
 
 def _spec(kv_cache_config: KVCacheConfig) -> Any:
-    """Of the one group of full-attention layers.
+    """The spec of the single group of full-attention layers.
 
     Raises:
-        SchemaError: there are others: windows and states are not whole blocks of the prompt.
+        SchemaError: there are other groups; windows and states are not whole blocks of the prompt.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if [type(spec).__name__ for spec in specs] != ["FullAttentionSpec"]:

@@ -1,4 +1,4 @@
-"""`OmniKVLinkConnector`: vLLM-Omni's connector interface over links of this library."""
+"""`VllmOmniConnector`: vLLM-Omni's connector interface over links of this library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omni_kvlink.connectors.base import Receipt
-from omni_kvlink.connectors.registry import backend
+from omni_kvlink import Receipt, Received
 from omni_kvlink.errors import (
     ClosedError,
     DuplicateKeyError,
@@ -24,7 +23,7 @@ from omni_kvlink.integrations.vllm_omni.payloads import object_of, payload_of
 from omni_kvlink.integrations.vllm_omni.pending_gets import PendingGets
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
-from omni_kvlink.link import Received
+from omni_kvlink.lowlevel import backend
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
@@ -36,63 +35,69 @@ except ImportError as error:
     ) from error
 
 NAME = "OmniKVLinkConnector"
-FIND = 0.25
-"""Seconds to find a sender, at least: a poll's millisecond would never suffice."""
+MIN_CONNECT_SECONDS = 0.25
+"""The least time to connect to a sender; the wait of a poll, 1 ms, is too short for it."""
 
 _registered: set[str] = set()
 
 
-class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
-    """Stage payloads over shm, ZMQ or UCX; thread-safe, for both ends of any number of edges.
+class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
+    """Sends stage payloads over shm, ZMQ or UCX; thread-safe; serves any number of stage edges.
 
-    A payload that does not come in time is None, as vLLM-Omni wants it. Every other failure is
-    raised: its manager and its loops log it and give the request up, instead of waiting.
+    `get` returns None if the payload has not arrived in time, as vLLM-Omni's interface requires.
+    Every other failure raises: vLLM-Omni's manager logs it and fails the request.
 
     Args:
-        config: what stands in `extra`; ours is `config["kvlink"]`, see `OmniSettings`.
+        config: the connector's `extra`; `config["kvlink"]` holds the fields of `OmniSettings`.
 
     Raises:
-        ValueError: a setting is unknown, or cannot be.
-        UnavailableError: the transport cannot run here; names the cure.
+        ValueError: a setting is unknown or has an invalid value.
+        UnavailableError: the transport cannot run here; the error names the cure.
     """
 
     supports_raw_data = True
-    _end: weakref.finalize[..., OmniKVLinkConnector] | None = None
-    """None until `__init__` is through: `__del__` closes half-built objects, too."""
+    _finalizer: weakref.finalize[..., VllmOmniConnector] | None = None
+    """None until `__init__` returns: the base class's `__del__` closes incomplete objects, too."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.settings = OmniSettings.of(config)
         backend(self.settings.transport)
-        self._links, self._asking = Links(self.settings), PendingGets()
+        self._links, self._pending = Links(self.settings), PendingGets()
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(
             ("puts", "gets", "bytes_transferred", "timeouts", "failures"), 0
         )
         self._pid = os.getpid()
-        self._end = weakref.finalize(self, _close, self._pid, self._asking, self._links)
+        self._finalizer = weakref.finalize(self, _close, self._pid, self._pending, self._links)
 
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
     ) -> tuple[bool, int, dict[str, Any] | None]:
-        """Publish a payload; it is committed, and `data` the caller's again, on return.
+        """Commit a payload; `data` may be modified when the call returns.
 
         Args:
-            data: a KV cache as the manager makes it (packed bytes, a packed uint8 tensor, a dict),
-                or what vLLM-Omni's serializer takes.
+            from_stage: the sending stage.
+            to_stage: the receiving stage.
+            put_key: the payload's key.
+            data: a KV cache as the manager makes it (packed bytes, a packed uint8 tensor or a
+                dict), or anything that vLLM-Omni's serializer takes.
 
         Returns:
-            True, the bytes sent, and where.
+            True, the payload's size in bytes, and the link's URL with the size.
 
         Raises:
-            SchemaError: the cache is not complete, or `data` cannot be sent.
-            DuplicateKeyError, CapacityError, BusyError, ClosedError
+            SchemaError: the cache is incomplete, or `data` cannot be serialized.
+            DuplicateKeyError: a live payload has this key.
+            CapacityError: the link has no memory for it within `put_timeout` seconds.
+            BusyError: another process serves this edge.
+            ClosedError: the connector is closed.
         """
         self._check_open()
         self.reap_consumed()
-        place = StageEdge.of(from_stage, to_stage, put_key)
+        edge = StageEdge.of(from_stage, to_stage, put_key)
         with self._counting():
-            link = self._links.sender(place)
+            link = self._links.sender(edge)
             try:
                 payload, nbytes = payload_of(put_key, data, self.serialize_obj)
                 receipt = link.put(
@@ -104,7 +109,9 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
             except (DuplicateKeyError, ClosedError):
                 raise
             except Exception as error:
-                link.fail(put_key, str(error) or repr(error))  # nobody shall wait in vain
+                link.fail(
+                    put_key, str(error) or repr(error)
+                )  # a receiver that waits raises at once
                 raise
         with self._lock:
             self._receipts[from_stage, to_stage, put_key] = receipt
@@ -118,23 +125,30 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         get_key: str,
         metadata: dict[str, Any] | None = None,
     ) -> tuple[Any, int] | None:
-        """Wait for a payload, `settings.wait` seconds for a KV cache, `settings.poll` for others.
+        """Wait for a payload: `settings.wait` seconds for a KV cache, `settings.poll` for others.
 
         Args:
-            metadata: not needed; the sender is found by its name.
+            from_stage: the sending stage.
+            to_stage: the receiving stage.
+            get_key: the payload's key.
+            metadata: ignored; the sender is found by its edge's name.
 
         Returns:
-            What was put and its bytes; a packed cache is a `Buffer`, to be released. None if it has
-            not come yet.
+            The data and its size in bytes, or None if it has not arrived yet. A packed cache is a
+            `Buffer`, which the caller releases.
 
         Raises:
-            TransferFailed: the sender could not send it, or took it back.
+            TransferFailed: the sender failed or aborted it.
             PeerLostError: the sender is gone.
-            IntegrityError, WireError, ClosedError
+            IntegrityError: the bytes differ from the committed ones.
+            WireError: no vLLM-Omni connector sent it.
+            ClosedError: the connector is closed.
         """
-        place = StageEdge.of(from_stage, to_stage, get_key)
-        wait = self.settings.wait if place.is_cache else self.settings.poll
-        return self._get(place, get_key, time.monotonic() + wait, find=max(wait, FIND))
+        edge = StageEdge.of(from_stage, to_stage, get_key)
+        wait = self.settings.wait if edge.is_cache else self.settings.poll
+        return self._get(
+            edge, get_key, time.monotonic() + wait, find=max(wait, MIN_CONNECT_SECONDS)
+        )
 
     def get_with_deadline(
         self,
@@ -145,40 +159,40 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         *,
         deadline: float,
     ) -> tuple[Any, int] | None:
-        """As `get`, until `deadline` on `time.monotonic`'s clock."""
-        place = StageEdge.of(from_stage, to_stage, get_key)
-        return self._get(place, get_key, deadline, find=max(0.0, deadline - time.monotonic()))
+        """Do the same as `get`, until `deadline` on the clock of `time.monotonic`."""
+        edge = StageEdge.of(from_stage, to_stage, get_key)
+        return self._get(edge, get_key, deadline, find=max(0.0, deadline - time.monotonic()))
 
     def abandon_get(self, get_key: str) -> None:
-        """Nobody waits for this key any more; what comes goes to another reader, or expires."""
+        """Cancel a pending get; the payload goes to another receiver or expires."""
         if not self._closed:
-            self._asking.drop(get_key)
+            self._pending.cancel(get_key)
 
     def cleanup(self, request_id: str) -> None:
-        """Take back what was put under exactly this key and not read, and ask for it no more."""
+        """Abort an unread payload with exactly this key, and cancel a pending get of it."""
         if self._closed:
             return
-        self._asking.drop(request_id)
+        self._pending.cancel(request_id)
         with self._lock:
-            spots = [spot for spot in self._receipts if spot[2] == request_id]
-            found = [(spot, self._receipts.pop(spot)) for spot in spots]
-        for spot, receipt in found:
+            entries = [entry for entry in self._receipts if entry[2] == request_id]
+            found = [(entry, self._receipts.pop(entry)) for entry in entries]
+        for entry, receipt in found:
             if not receipt.done:
-                self._links.sender(StageEdge.of(*spot)).abort(
+                self._links.sender(StageEdge.of(*entry)).abort(
                     request_id, "cleaned up by the engine"
                 )
 
     def reap_consumed(self) -> None:
-        """Forget what every reader has let go of; its memory is free already."""
+        """Drop the receipts of payloads that every receiver has released."""
         if self._closed:
             return
-        self._asking.sweep()
+        self._pending.cancel_stale()
         with self._lock:
-            for spot in [spot for spot, receipt in self._receipts.items() if receipt.done]:
-                del self._receipts[spot]
+            for entry in [entry for entry, receipt in self._receipts.items() if receipt.done]:
+                del self._receipts[entry]
 
     def health(self) -> dict[str, Any]:
-        """State, counters and links, as JSON values."""
+        """The connector's state, counters and links, as JSON values."""
         if self._closed:
             return {"status": "closed"}
         self.reap_consumed()
@@ -188,22 +202,22 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         return {**state, "unread": unread, "links": self._links.stats()}
 
     def close(self) -> None:
-        """Free what can be freed; payloads not read yet are lost. A second call does nothing."""
-        if self._end is not None:
-            self._end()
+        """Close all links; unread payloads are lost. A second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
 
     @property
     def _closed(self) -> bool:
-        return self._end is None or not self._end.alive
+        return self._finalizer is None or not self._finalizer.alive
 
     def _get(
-        self, place: StageEdge, key: str, deadline: float, *, find: float
+        self, edge: StageEdge, key: str, deadline: float, *, find: float
     ) -> tuple[Any, int] | None:
-        """Find the sender within `find` seconds, and have the payload until the deadline."""
+        """Connect within `find` seconds, and wait for the payload until the deadline."""
         self._check_open()
         with self._counting():
             try:
-                received = self._receive(place, key, deadline, find)
+                received = self._receive(edge, key, deadline, find)
             except TransferTimeout:
                 self._count(timeouts=1)
                 return None
@@ -215,15 +229,15 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         self._count(gets=1, bytes_transferred=result[1])
         return result
 
-    def _receive(self, place: StageEdge, key: str, deadline: float, find: float) -> Received:
-        link = self._links.receiver(place, timeout=find)
+    def _receive(self, edge: StageEdge, key: str, deadline: float, find: float) -> Received:
+        link = self._links.receiver(edge, timeout=find)
         left = max(0.0, deadline - time.monotonic())
         try:
-            if place.is_cache:
+            if edge.is_cache:
                 return link.get(key, timeout=left)
-            return self._asking.get(link, place, key, timeout=left)
+            return self._pending.get(link, edge, key, timeout=left)
         except PeerLostError:
-            self._links.forget(place, link)
+            self._links.close_receiver(edge, link)
             raise
 
     @contextlib.contextmanager
@@ -243,18 +257,20 @@ class OmniKVLinkConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignor
         if self._closed:
             raise ClosedError("the connector is closed")
         if self._pid != os.getpid():
-            raise ClosedError("the connector belongs to the process that made it")
+            raise ClosedError(
+                "the connector belongs to the process that created it; create one in this process"
+            )
 
 
-def _close(pid: int, asking: PendingGets, links: Links) -> None:
-    """Also when the process ends; in a forked child nothing: the links are its parent's."""
+def _close(pid: int, pending: PendingGets, links: Links) -> None:
+    """Close the links, also at exit; in a forked child do nothing: the parent owns the links."""
     if pid == os.getpid():
-        asking.close()
+        pending.close()
         links.close()
 
 
 def register_connector() -> None:
-    """What `register` does, once vLLM-Omni can be imported."""
+    """Register the connector with vLLM-Omni's factory."""
     if NAME not in _registered:
-        OmniConnectorFactory.register_connector(NAME, OmniKVLinkConnector)
+        OmniConnectorFactory.register_connector(NAME, VllmOmniConnector)
         _registered.add(NAME)

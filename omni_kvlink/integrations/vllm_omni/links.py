@@ -1,4 +1,4 @@
-"""The links of one connector: opened when a payload first needs them, closed together."""
+"""The links of one connector: each is opened at its first use; all are closed together."""
 
 from __future__ import annotations
 
@@ -7,120 +7,121 @@ import threading
 import time
 from typing import Any
 
+from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.errors import ClosedError, TransferTimeout
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
-from omni_kvlink.link import KVLink
 
 
 class Links:
-    """One end for each place that this process sends to or receives from; thread-safe."""
+    """One producer or consumer for each stage edge of this process; thread-safe."""
 
     def __init__(self, settings: OmniSettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self._served: dict[StageEdge, tuple[KVLink, Announcement | None]] = {}
-        self._seats: dict[StageEdge, _Seat] = {}
+        self._served: dict[StageEdge, tuple[KVProducer, Announcement | None]] = {}
+        self._receivers: dict[StageEdge, _ReceiverSlot] = {}
         self._closed = False
 
-    def sender(self, place: StageEdge) -> KVLink:
-        """The end that puts.
+    def sender(self, edge: StageEdge) -> KVProducer:
+        """The producer of an edge; opens it at the first call.
 
         Raises:
-            BusyError: another process serves this place.
+            BusyError: another process serves this edge.
         """
         with self._lock:
             self._check_open()
-            if place not in self._served:
-                self._served[place] = self._serve(place)
-            return self._served[place][0]
+            if edge not in self._served:
+                self._served[edge] = self._serve(edge)
+            return self._served[edge][0]
 
-    def receiver(self, place: StageEdge, *, timeout: float) -> KVLink:
-        """The end that gets.
+    def receiver(self, edge: StageEdge, *, timeout: float) -> KVConsumer:
+        """The consumer of an edge; connects at the first call, and blocks until the edge is served.
 
         Raises:
-            TransferTimeout: nobody serves this place yet.
+            TransferTimeout: no process serves this edge within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
             self._check_open()
-            seat = self._seats.setdefault(place, _Seat())
-        if not seat.lock.acquire(timeout=max(0.0, timeout)):
+            slot = self._receivers.setdefault(edge, _ReceiverSlot())
+        if not slot.lock.acquire(timeout=max(0.0, timeout)):
             raise TransferTimeout(
-                f"{place.name(self._settings)}: no connection after {timeout:g} s",
+                f"{edge.name(self._settings)}: no connection after {timeout:g} s",
                 waited=timeout,
                 phase="connecting",
             )
         try:
-            if seat.link is not None and self._has_moved(place, seat.link):
-                self.forget(place, seat.link)
-            if seat.link is None:
-                link = self._connect(place, deadline)
+            if slot.link is not None and self._has_moved(edge, slot.link):
+                self.close_receiver(edge, slot.link)
+            if slot.link is None:
+                link = self._connect(edge, deadline)
                 with self._lock:
                     if not self._closed:
-                        seat.link = link
-                if seat.link is None:  # closed meanwhile
+                        slot.link = link
+                if slot.link is None:  # `close` was called meanwhile
                     link.close()
                     self._check_open()
-            assert seat.link is not None
-            return seat.link
+            assert slot.link is not None
+            return slot.link
         finally:
-            seat.lock.release()
+            slot.lock.release()
 
-    def forget(self, place: StageEdge, link: KVLink) -> None:
-        """Its sender is gone, and the next one may be found elsewhere."""
+    def close_receiver(self, edge: StageEdge, link: KVConsumer) -> None:
+        """Close a consumer whose sender is gone; the next call of `receiver` connects anew."""
         with self._lock:
-            seat = self._seats.get(place)
-            if seat is None or seat.link is not link:
+            slot = self._receivers.get(edge)
+            if slot is None or slot.link is not link:
                 return
-            seat.link = None
+            slot.link = None
         link.close()
 
     def stats(self) -> list[dict[str, Any]]:
+        """The `stats` of every open link."""
         return [link.stats() for link in self._all()]
 
     def close(self) -> None:
-        """A second call does nothing; tensors that were handed out live on."""
+        """Close all links; received tensors stay valid. A second call does nothing."""
         with self._lock:
             self._closed = True
             served, self._served = list(self._served.values()), {}
-            links = [seat.link for seat in self._seats.values() if seat.link is not None]
-            self._seats.clear()
+            links = [slot.link for slot in self._receivers.values() if slot.link is not None]
+            self._receivers.clear()
         for link in [*links, *(link for link, _ in served)]:
             link.close()
         for _, announcement in served:
             if announcement is not None:
-                announcement.withdraw()
+                announcement.close()
 
-    def _all(self) -> list[KVLink]:
+    def _all(self) -> list[KVProducer | KVConsumer]:
         with self._lock:
-            reading = [seat.link for seat in self._seats.values()]
+            reading = [slot.link for slot in self._receivers.values()]
             return [*(link for link, _ in self._served.values()), *filter(None, reading)]
 
-    def _serve(self, place: StageEdge) -> tuple[KVLink, Announcement | None]:
+    def _serve(self, edge: StageEdge) -> tuple[KVProducer, Announcement | None]:
         options = dataclasses.asdict(self._settings.of_sender)
-        link = KVLink.serve(place.url(self._settings), **options)
-        if not place.is_announced(self._settings):
+        link = KVLink.serve(edge.url(self._settings), **options)
+        if not edge.is_announced(self._settings):
             return link, None
         try:
-            return link, Announcement(place.file(self._settings, "url"), link.url)
+            return link, Announcement(edge.file(self._settings, "url"), link.url)
         except BaseException:
             link.close()
             raise
 
-    def _connect(self, place: StageEdge, deadline: float) -> KVLink:
-        url = place.url(self._settings)
-        if place.is_announced(self._settings):
+    def _connect(self, edge: StageEdge, deadline: float) -> KVConsumer:
+        url = edge.url(self._settings)
+        if edge.is_announced(self._settings):
             left = max(0.0, deadline - time.monotonic())
-            url = find(place.file(self._settings, "url"), timeout=left)
+            url = find(edge.file(self._settings, "url"), timeout=left)
         left = max(0.0, deadline - time.monotonic())
         options = dataclasses.asdict(self._settings.of_receiver)
         return KVLink.connect(url, timeout=left, **options)
 
-    def _has_moved(self, place: StageEdge, link: KVLink) -> bool:
-        """Whether its sender has gone from the address that the system chose for it."""
-        return place.is_announced(self._settings) and link.url != announced(
-            place.file(self._settings, "url")
+    def _has_moved(self, edge: StageEdge, link: KVConsumer) -> bool:
+        """Whether the edge's announced URL differs from the one that the link is connected to."""
+        return edge.is_announced(self._settings) and link.url != announced(
+            edge.file(self._settings, "url")
         )
 
     def _check_open(self) -> None:
@@ -128,9 +129,9 @@ class Links:
             raise ClosedError("the connector is closed")
 
 
-class _Seat:
-    """A receiver's link, and who connects it."""
+class _ReceiverSlot:
+    """The consumer of an edge, and the lock that is held while it connects."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.link: KVLink | None = None
+        self.link: KVConsumer | None = None

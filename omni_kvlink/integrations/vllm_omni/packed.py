@@ -1,27 +1,29 @@
-"""A KV cache as vLLM-Omni's manager packs it: 4 bytes of length, a JSON header, the tensors.
+"""The header of a KV cache that vLLM-Omni's manager has packed into bytes.
 
-It travels as the bytes it is. Its header is read here only to refuse what is incomplete: the
-manager leaves out block ids that its pool does not have, and sends what is left.
+The format is 4 bytes of length, a JSON header, and the tensors. The connector sends these bytes
+unchanged; it reads the header only to refuse an incomplete cache: the manager silently leaves out
+block ids that its pool does not have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import Count
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _FIELDS = {"rid", "bids", "meta", "td", "nl"}
 _PARTS = {"key_cache": "K", "value_cache": "V"}
 
 
 class PackedEntry(msgspec.Struct):
-    """One tensor: name, dtype, shape, first byte, bytes; or, with `x`, that there is none."""
+    """One tensor of the header: name, dtype, shape, offset, bytes; `x` marks an absent tensor."""
 
     n: str
     d: str = ""
@@ -31,8 +33,8 @@ class PackedEntry(msgspec.Struct):
     x: bool = False
 
 
-class Packed(msgspec.Struct):
-    """The header: request, block ids, metadata, tensors, layers."""
+class PackedHeader(msgspec.Struct):
+    """The header: request id, block ids, metadata, tensors, number of layers."""
 
     rid: str
     bids: list[Any]
@@ -41,14 +43,17 @@ class Packed(msgspec.Struct):
     nl: Count
 
 
-def header_of(flat: torch.Tensor) -> tuple[Packed, int] | None:
-    """The header of a packed cache and where its tensors start; None if this is something else.
+def header_of(flat: torch.Tensor) -> tuple[PackedHeader, int] | None:
+    """Decode the header of a packed cache; None if the bytes are not a packed cache.
 
     Args:
         flat: uint8 `[nbytes]`, on any device.
 
+    Returns:
+        The header, and the offset of the first tensor.
+
     Raises:
-        SchemaError: it is packed, but the header is not the manager's.
+        SchemaError: the bytes are packed, but the header has wrong fields.
     """
     if flat.numel() < 6:
         return None
@@ -62,16 +67,17 @@ def header_of(flat: torch.Tensor) -> tuple[Packed, int] | None:
     if not header.keys() >= _FIELDS:
         return None
     try:
-        return msgspec.convert(header, Packed), start
+        return msgspec.convert(header, PackedHeader), start
     except msgspec.ValidationError as error:
         raise SchemaError(f"packed KV cache: {error}") from None
 
 
-def check_packed(flat: torch.Tensor, header: Packed, start: int) -> None:
-    """Refuse a packed cache that is not complete.
+def check_packed(flat: torch.Tensor, header: PackedHeader, start: int) -> None:
+    """Check that a packed cache is complete.
 
     Raises:
-        SchemaError: a layer is missing, K and V differ, tokens are missing; names layer, K or V.
+        SchemaError: a layer or tokens are missing, or K and V differ; the error names layer and K
+            or V.
     """
     if len(header.td) != 2 * header.nl:
         raise SchemaError(f"packed KV cache: {len(header.td)} tensors for {header.nl} layers")
@@ -79,10 +85,10 @@ def check_packed(flat: torch.Tensor, header: Packed, start: int) -> None:
     for entry in header.td:
         part, _, index = entry.n.rpartition("_")
         if part not in _PARTS or not index.isascii() or not index.isdigit():
-            raise SchemaError(f"packed KV cache: {entry.n!r} is no layer's K or V")
+            raise SchemaError(f"packed KV cache: {entry.n!r} is not the K or V of a layer")
         where = f"layer {index}, {_PARTS[part]}"
         if (part, int(index)) in found:
-            raise SchemaError(f"{where} stands twice")
+            raise SchemaError(f"{where} appears twice")
         if not entry.x:
             found[part, int(index)] = _shape_of(entry, flat.numel() - start, where)
     parts = [[found.get((part, i)) for i in range(header.nl)] for part in _PARTS]
@@ -94,14 +100,16 @@ def check_complete(
     block_ids: Sequence[Any],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Refuse a cache of which something was left out on the way to the connector.
+    """Check that no part of a cache was left out before it reached the connector.
 
     Args:
-        layers: the shapes of each layer's K and V, tokens first; None where there is none.
-        block_ids, metadata: as the manager gives them.
+        layers: the shapes of each layer's K and V, tokens first; None for an absent
+            tensor.
+        block_ids: the manager's block ids.
+        metadata: the manager's metadata.
 
     Raises:
-        SchemaError: names layer, K or V, what was found and wanted.
+        SchemaError: a part is missing; the error names layer, K or V, and both sizes.
     """
     if not layers:
         raise SchemaError("a KV cache without layers")
@@ -112,38 +120,40 @@ def check_complete(
         if pair[0] != pair[1]:
             raise SchemaError(f"layer {index}: K is {_text(pair[0])}, V is {_text(pair[1])}")
     lengths = {pair[0][0] for pair in layers if pair[0]}
-    wanted = metadata.get("seq_len", min(lengths, default=0))
+    tokens = metadata.get("seq_len", min(lengths, default=0))
     for index, (key, _) in enumerate(layers):
-        if not key or key[0] != wanted or not wanted:
+        if not key or key[0] != tokens or not tokens:
             raise SchemaError(
-                f"layer {index} has {key[0] if key else 0} tokens, but seq_len is {wanted}: blocks "
-                "that the pool does not have were left out, or there were too few"
+                f"layer {index} has {key[0] if key else 0} tokens, but seq_len is {tokens}: the "
+                "manager left out blocks that its pool does not have, or had too few"
             )
-    _check_blocks(block_ids, wanted, metadata.get("block_size", 0))
+    _check_blocks(block_ids, tokens, metadata.get("block_size", 0))
 
 
 def _check_blocks(block_ids: Sequence[Any], tokens: int, block_size: Any) -> None:
     if not block_ids or not isinstance(block_size, int) or block_size < 1:
-        return  # not from a pool of blocks
+        return  # the cache does not come from a block pool
     used = -(-tokens // block_size)
     if len(block_ids) < used:
         raise SchemaError(
-            f"{len(block_ids)} blocks of {block_size} tokens for {tokens} tokens; wanted {used}"
+            f"{len(block_ids)} blocks of {block_size} tokens for {tokens} tokens; {used} are needed"
         )
     seen: set[int] = set()
     for block in block_ids:
         if not isinstance(block, int) or block < 0:
-            raise SchemaError(f"block id {block!r} is none: the manager left that block out")
+            raise SchemaError(f"block id {block!r} is invalid: the manager left that block out")
         if block in seen and len(seen) < used:
-            raise SchemaError(f"block id {block} stands twice among those that hold the tokens")
+            raise SchemaError(
+                f"block id {block} appears twice among the blocks that hold the tokens"
+            )
         seen.add(block)
 
 
 def _shape_of(entry: PackedEntry, nbytes: int, where: str) -> torch.Size:
-    """Raises SchemaError if the entry's bytes are not all there."""
+    """The entry's shape; SchemaError if its bytes are not all present."""
     dtype = getattr(torch, entry.d, None)
     if not isinstance(dtype, torch.dtype):
-        raise SchemaError(f"{where}: {entry.d!r} is no dtype")
+        raise SchemaError(f"{where}: {entry.d!r} is not a dtype")
     stop = entry.o + entry.b
     if entry.b != math.prod(entry.s) * dtype.itemsize or stop > nbytes:
         raise SchemaError(f"{where}: bytes {entry.o}…{stop} are not its {list(entry.s)} {dtype}")

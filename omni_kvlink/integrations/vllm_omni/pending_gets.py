@@ -1,4 +1,4 @@
-"""Payloads that an engine asks for again and again: asked of the sender once."""
+"""Gets that outlive one call: an engine that polls a key sends one request to the sender."""
 
 from __future__ import annotations
 
@@ -6,68 +6,69 @@ import concurrent.futures
 import threading
 import time
 
-from omni_kvlink.connectors.base import PendingGet
+from omni_kvlink import KVConsumer, Received
 from omni_kvlink.errors import TransferTimeout
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
-from omni_kvlink.link import KVLink, Received
+from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
 
-KEPT = 5.0
-"""Seconds after which what nobody asked for again is asked of the sender no more."""
+STALE_SECONDS = 5.0
+"""Seconds after its last poll until a pending get is cancelled."""
 
 
 class PendingGets:
-    """Wants that outlive one call, so that a short `get` misses nothing; thread-safe."""
+    """Pending gets by edge and key, so that a `get` of 1 ms loses no payload; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wants: dict[tuple[StageEdge, str], tuple[PendingGet, KVLink, float]] = {}
+        self._gets: dict[tuple[StageEdge, str], tuple[PendingGet, KVConsumer, float]] = {}
 
-    def get(self, link: KVLink, place: StageEdge, key: str, *, timeout: float) -> Received:
-        """As `KVLink.get`, but a call that runs out of time leaves the question standing.
+    def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
+        """Do the same as `KVConsumer.get`, but keep the request pending after a timeout.
 
         Raises:
-            TransferTimeout: not here yet.
-            The errors of `KVLink.get`.
+            TransferTimeout: the payload has not arrived yet.
+            KVConsumerError: as `KVConsumer.get`.
         """
         started = time.perf_counter()
-        self.sweep()
+        self.cancel_stale()
         with self._lock:
-            want, _, _ = self._wants.pop((place, key), (None, link, 0.0))
-        if want is None:
-            want = link.begin_get(key, timeout=timeout)
+            pending, _, _ = self._gets.pop((edge, key), (None, link, 0.0))
+        if pending is None:
+            pending = begin_get(link, key, timeout=timeout)
         try:
-            done, _ = concurrent.futures.wait([want.future], timeout)
+            done, _ = concurrent.futures.wait([pending.future], timeout)
         except BaseException:
-            want.cancel()
+            pending.cancel()
             raise
         if not done:
             with self._lock:
-                other = self._wants.setdefault((place, key), (want, link, time.monotonic()))
-            if other[0] is not want:  # two asked at once
-                want.cancel()
+                other = self._gets.setdefault((edge, key), (pending, link, time.monotonic()))
+            if other[0] is not pending:  # another thread began one, too
+                pending.cancel()
             raise TransferTimeout(
-                f"no payload {key!r} yet", key=key, waited=timeout, phase="asked for"
+                f"no payload {key!r} yet", key=key, waited=timeout, phase="requested"
             )
-        return link.open_delivery(want.wait(timeout=0.0), started=started, verify="auto")
+        return open_delivery(link, pending.wait(timeout=0.0), started=started, verify="auto")
 
-    def drop(self, key: str) -> None:
-        """Ask for it no more; what came meanwhile goes to another reader."""
-        self._cancel([spot for spot in list(self._wants) if spot[1] == key])
+    def cancel(self, key: str) -> None:
+        """Cancel the gets of a key; a payload that arrived meanwhile goes to another receiver."""
+        self._cancel([name for name in list(self._gets) if name[1] == key])
 
-    def sweep(self) -> None:
-        """Drop what nobody asked for lately."""
-        before = time.monotonic() - KEPT
-        self._cancel([spot for spot, (*_, at) in list(self._wants.items()) if at < before])
+    def cancel_stale(self) -> None:
+        """Cancel gets that were not polled for `STALE_SECONDS`."""
+        before = time.monotonic() - STALE_SECONDS
+        self._cancel([name for name, (*_, at) in list(self._gets.items()) if at < before])
 
     def close(self) -> None:
-        self._cancel(list(self._wants))
+        """Cancel all gets."""
+        self._cancel(list(self._gets))
 
     def __len__(self) -> int:
-        return len(self._wants)
+        return len(self._gets)
 
-    def _cancel(self, spots: list[tuple[StageEdge, str]]) -> None:
-        for spot in spots:
+    def _cancel(self, keys: list[tuple[StageEdge, str]]) -> None:
+        for name in keys:
             with self._lock:
-                found = self._wants.pop(spot, None)
+                found = self._gets.pop(name, None)
             if found is not None:
                 found[0].cancel()

@@ -1,4 +1,4 @@
-"""What a stage's YAML says about its links: read once, completely."""
+"""The connector's settings, read from a stage's YAML."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.link.received import Verify, check_verify
+from omni_kvlink import Verify
+from omni_kvlink.lowlevel import Options, check_verify
 
 TRANSPORTS = ("shm", "zmq+ipc", "zmq+tcp", "ucx")
 SECTION = "kvlink"
-"""The key of a connector's `extra` that is ours; vLLM-Omni puts what it likes beside it."""
+"""The key of the settings in a connector's `extra`; vLLM-Omni adds other keys beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OmniSettings:
-    """How stages are linked; the same on both sides.
+    """How two stages are linked; equal on both sides.
 
     Args:
         transport: "shm", "zmq+ipc", "zmq+tcp" or "ucx".
-        name: where sender and receiver find each other; one deployment on a machine, one name.
-        addresses: for TCP and UCX between machines, `host:port` of each channel's sender: "kv0",
-            "kv1" … for the KV caches of each rank, "data" for all else. Left out, the sender takes
-            a loopback port that the system chooses, and the receiver finds it by the name.
-        readers: how many receivers shall have each payload.
-        ttl: seconds in which they must come.
-        put_timeout: seconds that `put` waits for room.
-        wait: seconds that `get` waits for a KV cache; then the manager may ask again.
-        poll: the same for other payloads, whose readers ask for many in turn.
-        verify: "full" checks every byte of what is handed out as a buffer, "auto" does not.
-        options: of the link on both sides, as in `KVLink.serve`: quota, directory, insecure …
-        sender, receiver: options of one side alone, such as keys and peers.
+        name: the deployment's name, by which sender and receiver find each other; different for
+            each deployment on a machine.
+        addresses: for TCP and UCX between machines, the `host:port` of each channel's sender:
+            "kv0", "kv1" … for the KV caches of each rank, "data" for all other payloads. If empty,
+            the sender listens on a loopback port that the system chooses and announces it.
+        readers: the number of receivers of each payload.
+        ttl: seconds within which every receiver must get a payload.
+        put_timeout: seconds that `put` waits for memory.
+        wait: seconds that `get` waits for a KV cache.
+        poll: seconds that `get` waits for any other payload; vLLM-Omni polls many keys in turn.
+        verify: "full" checks every byte of a payload before it is returned as a buffer; "auto"
+            does not.
+        options: link options of both sides, as for `KVLink.serve`: quota, directory, insecure …
+        sender: link options of the sender only, such as keys and peers.
+        receiver: link options of the receiver only.
 
     Raises:
-        ValueError: an unknown name, or a value that cannot be.
+        ValueError: a setting is unknown or has an invalid value.
     """
 
     transport: str = "shm"
@@ -52,24 +55,26 @@ class OmniSettings:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport {self.transport!r}; wanted one of {', '.join(TRANSPORTS)}")
+            raise ValueError(
+                f"transport {self.transport!r}; expected one of {', '.join(TRANSPORTS)}"
+            )
         if self.addresses and self.transport not in ("zmq+tcp", "ucx"):
             raise ValueError(f"addresses are for zmq+tcp and ucx, not for {self.transport}")
         for field in ("readers", "ttl", "put_timeout", "wait", "poll"):
             value = getattr(self, field)
             if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{field} {value!r}; wanted a number above 0")
+                raise ValueError(f"{field} {value!r}; expected a number above 0")
         if self.readers != int(self.readers):
-            raise ValueError(f"readers {self.readers!r}; wanted a whole number")
+            raise ValueError(f"readers {self.readers!r}; expected a whole number")
         check_verify(self.verify)
-        self.of_sender, self.of_receiver  # noqa: B018  refused now, not at the first request
+        self.of_sender, self.of_receiver  # noqa: B018  validate now, not at the first request
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> OmniSettings:
-        """From the one dict that vLLM-Omni gives a connector."""
+        """Read the settings from the dict that vLLM-Omni passes to a connector."""
         section = config.get(SECTION, {})
         if not isinstance(section, Mapping):
-            raise ValueError(f"{SECTION}: {section!r}; wanted a mapping")
+            raise ValueError(f"{SECTION}: {section!r}; expected a mapping")
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(map(str, set(section) - set(names)))
         if unknown:
@@ -78,10 +83,12 @@ class OmniSettings:
 
     @property
     def of_sender(self) -> Options:
+        """The link options of the sending side."""
         return _options({**self.options, **self.sender})
 
     @property
     def of_receiver(self) -> Options:
+        """The link options of the receiving side."""
         return _options({**self.options, **self.receiver})
 
 

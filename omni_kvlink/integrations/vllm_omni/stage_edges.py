@@ -1,4 +1,4 @@
-"""Where a payload's sender and receiver meet: by names that both read from the key alone."""
+"""Stage edges: the link that a key belongs to, and how its URL is announced and found."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import time
 import weakref
 from typing import NamedTuple
 
-from omni_kvlink.connectors.runtime.user_dirs import check_private, locked
-from omni_kvlink.connectors.shm.rendezvous import default_directory, watching
 from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+from omni_kvlink.lowlevel import check_private, default_directory, locked, watching
 
 _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 
 
 class StageEdge(NamedTuple):
-    """One link of an edge between two stages.
+    """One link between two stages.
 
     Attributes:
-        channel: "kv0", "kv1" … for the KV caches that a rank of the sending stage sends; "data".
+        from_stage: the sending stage.
+        to_stage: the receiving stage.
+        channel: "kv0", "kv1" … for the KV caches of the sending stage's ranks, "data" for all
+            other payloads.
     """
 
     from_stage: str
@@ -32,29 +34,32 @@ class StageEdge(NamedTuple):
 
     @classmethod
     def of(cls, from_stage: str, to_stage: str, key: str) -> StageEdge:
-        """Where a key is put and got; its form is the manager's own."""
+        """The edge of a key; vLLM-Omni's manager defines the key's form."""
         if key.startswith(f"omni_{from_stage}_to_{to_stage}_kv_cache_"):
             return cls(from_stage, to_stage, "kv0")
-        # Under tensor parallelism: request, stage, chunk, the sender's rank, the receiver's rank.
+        # With tensor parallelism: request, stage, chunk, the sender's rank, the receiver's rank.
         ranked = re.search(rf"_{re.escape(from_stage)}_\d+_(\d+)_\d+$", key)
         return cls(from_stage, to_stage, f"kv{int(ranked[1])}" if ranked else "data")
 
     @property
     def is_cache(self) -> bool:
+        """Whether the edge carries KV caches."""
         return self.channel != "data"
 
     def name(self, settings: OmniSettings) -> str:
+        """The edge's name, unique in a deployment."""
         return f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
 
     def file(self, settings: OmniSettings, suffix: str) -> str:
+        """The path of the edge's file in the deployment's directory."""
         directory = settings.of_sender.directory or default_directory()
         return os.path.join(directory, f"{self.name(settings)}.{suffix}")
 
     def url(self, settings: OmniSettings) -> str:
-        """What the sender serves.
+        """The URL that the sender serves.
 
         Raises:
-            SchemaError: there are addresses, but none for this channel.
+            SchemaError: `addresses` has no entry for this channel.
         """
         if settings.transport == "shm":
             return f"shm://{self.name(settings)}"
@@ -70,15 +75,19 @@ class StageEdge(NamedTuple):
         return f"{settings.transport}://{settings.addresses[self.channel]}"
 
     def is_announced(self, settings: OmniSettings) -> bool:
-        """Whether its address is the system's choice, to be found by the name."""
+        """Whether the system chooses the sender's port, so that the sender announces its URL."""
         return settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
 
 
 class Announcement:
-    """A link's URL in a file of this user's, believed for as long as its writer holds a lock on it.
+    """A link's URL in a private file; it is valid while its writer holds a lock on the file.
+
+    Args:
+        path: the file.
+        url: the link's URL.
 
     Raises:
-        BusyError: a living sender has this name.
+        BusyError: another live sender has announced this name.
     """
 
     def __init__(self, path: str, url: str):
@@ -92,7 +101,7 @@ class Announcement:
             os.write(self._fd, url.encode())
             with locked(directory):
                 if announced(path):
-                    raise BusyError(f"{path}: another sender has this name; give one a `name`")
+                    raise BusyError(f"{path}: another sender has this name; set a different `name`")
                 os.rename(draft, path)
         except BaseException:
             os.close(self._fd)
@@ -101,8 +110,8 @@ class Announcement:
             raise
         _open.add(self)
 
-    def withdraw(self) -> None:
-        """Remove it, unless a successor has put its own there; a second call does nothing."""
+    def close(self) -> None:
+        """Remove the file unless another sender has replaced it; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
@@ -113,14 +122,14 @@ class Announcement:
         finally:
             os.close(fd)
 
-    def forget(self) -> None:
-        """In a forked child: the name is its parent's."""
+    def close_in_child(self) -> None:
+        """Close the descriptor in a forked child; the file belongs to the parent."""
         os.close(self._fd)
         self._fd = -1
 
 
 def announced(path: str) -> str:
-    """The URL that a living sender wrote there, or ""."""
+    """The URL that a live sender has announced in a file, or ""."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -135,10 +144,10 @@ def announced(path: str) -> str:
 
 
 def find(path: str, *, timeout: float) -> str:
-    """The URL under a name, as soon as it is there; woken by the directory, never polling.
+    """Block until a URL is announced in a file; inotify wakes the call.
 
     Raises:
-        TransferTimeout: nobody announced one.
+        TransferTimeout: no sender announced one within `timeout` seconds.
     """
     directory = os.path.dirname(path)
     check_private(directory)
@@ -158,9 +167,9 @@ def find(path: str, *, timeout: float) -> str:
             os.read(events, 65536)
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     for announcement in list(_open):
-        announcement.forget()
+        announcement.close_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def said(code: str) -> subprocess.CompletedProcess[str]:
+def output(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -14,14 +14,14 @@ def said(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_importing_the_integrations_imports_no_engine() -> None:
     code = "import sys, omni_kvlink.integrations; print('vllm' in sys.modules)"
-    done = said(code)
+    done = output(code)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
 
 
 def test_the_connector_without_vllm() -> None:
     """None in sys.modules is how Python says that there is no such module."""
     code = "import sys; sys.modules['vllm'] = None; import omni_kvlink.integrations.vllm"
-    done = said(code)
+    done = output(code)
     assert done.returncode != 0
     assert "UnavailableError: the vLLM connector cannot be loaded" in done.stderr
     assert "pip install 'vllm==0.30.*'" in done.stderr

@@ -58,16 +58,16 @@ def test_as_a_local_prefix_cache_hit(
 ) -> None:
     """Synchronous: bit for bit. Asynchronous, where only the last token is computed: as near."""
     tokens = prompt(length, seed=length)
-    wanted = oracle(consumer, tokens)
+    expected = oracle(consumer, tokens)
     before = consumer.count("received")
     got = consumer.generate(tokens, producer.prefill(tokens))
     here = (length - 1) // BLOCK * BLOCK if consumer.load == "sync" else length
     assert (got["reason"], got["cached"]) == ("length", here)
     assert consumer.count("received") - before == (here > 0)
-    assert got["tokens"] == wanted["tokens"]
-    apart = [abs(a - b) for a, b in zip(got["logprobs"], wanted["logprobs"], strict=True)]
+    assert got["tokens"] == expected["tokens"]
+    apart = [abs(a - b) for a, b in zip(got["logprobs"], expected["logprobs"], strict=True)]
     if consumer.load == "sync":
-        assert got["logprobs"] == wanted["logprobs"]
+        assert got["logprobs"] == expected["logprobs"]
     elif dtype == "float32":
         assert max(apart) < 1e-4
     else:  # one rounding of bfloat16, at log-probabilities of about 4
@@ -81,15 +81,15 @@ def test_with_a_part_of_the_prompt_in_the_prefix_cache(
 ) -> None:
     """Only the blocks that are missing are fetched into; those that are shared stay."""
     tokens = prompt(4 * BLOCK + 3, seed=77)
-    wanted = oracle(consumer, tokens)
+    expected = oracle(consumer, tokens)
     consumer.generate(tokens[: 2 * BLOCK + 1])
     got = consumer.generate(tokens, producer.prefill(tokens))
     assert got["cached"] >= 4 * BLOCK
-    assert got["tokens"] == wanted["tokens"]
+    assert got["tokens"] == expected["tokens"]
     if consumer.load == "sync":
-        assert got["logprobs"] == wanted["logprobs"]
+        assert got["logprobs"] == expected["logprobs"]
     again = consumer.generate(tokens)
-    assert again["tokens"] == wanted["tokens"]
+    assert again["tokens"] == expected["tokens"]
     assert again["cached"] == 4 * BLOCK
     assert consumer.do("forget")
 
@@ -97,19 +97,19 @@ def test_with_a_part_of_the_prompt_in_the_prefix_cache(
 def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any) -> None:
     """Both sides are given one name; a forward pass waits for the layers that it needs."""
     tokens = prompt(5 * BLOCK + 3, seed=21)
-    wanted = oracle(consumer, tokens)
+    expected = oracle(consumer, tokens)
     key = f"early-{time.monotonic_ns()}"
     with ThreadPoolExecutor(1) as thread:
-        asked = {"do_remote_prefill": True, "transfer_id": key}
-        decoding = thread.submit(consumer.generate, tokens, asked)
+        requested = {"do_remote_prefill": True, "transfer_id": key}
+        decoding = thread.submit(consumer.generate, tokens, requested)
         deadline = time.monotonic() + 20
         while not producer.do("waiting"):
             assert time.monotonic() < deadline, "nobody asked for the cache"
         producer.prefill(tokens, transfer_id=key)
         got = decoding.result(60)
-    assert got["tokens"] == wanted["tokens"]
+    assert got["tokens"] == expected["tokens"]
     if consumer.load == "sync":
-        assert got["logprobs"] == wanted["logprobs"]
+        assert got["logprobs"] == expected["logprobs"]
     assert got["cached"] >= 5 * BLOCK
     assert consumer.do("forget")
 
@@ -117,13 +117,13 @@ def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any
 def test_many_at_once(producer: EngineProcess, consumer: Any) -> None:
     """A batch of prompts, some of whose caches come, some of which are computed here."""
     prompts = [prompt(20 + 17 * number, seed=number) for number in range(8)]
-    wanted = [oracle(consumer, tokens)["tokens"] for tokens in prompts]
+    expected = [oracle(consumer, tokens)["tokens"] for tokens in prompts]
     names = [f"batch-{number}" for number in range(8)]
     for number, (name, tokens) in enumerate(zip(names, prompts, strict=True)):
         params = producer.prefill(tokens) if number % 3 else None
         consumer.do("add", name=name, prompt=tokens, params=params)
     over = consumer.do("run", names=names)
-    assert [over[name]["tokens"] for name in names] == wanted
+    assert [over[name]["tokens"] for name in names] == expected
     assert consumer.do("forget")
 
 
@@ -137,11 +137,11 @@ def test_over_another_link(start: Any, model: Path, directory: Path) -> None:
     consumer = start("zd", "consumer", extra=fetches, env=apart)
     try:
         tokens = prompt(7 * BLOCK + 5, seed=5)
-        wanted = consumer.generate(tokens)
+        expected = consumer.generate(tokens)
         assert consumer.do("forget")
         got = consumer.generate(tokens, producer.prefill(tokens))
         assert got["cached"] == len(tokens)
-        assert got["tokens"] == wanted["tokens"]
+        assert got["tokens"] == expected["tokens"]
     finally:
         producer.close()
         consumer.close()

@@ -81,13 +81,13 @@ def test_a_flipped_bit(producer: EngineProcess, consumer: Any, policy: str) -> N
     names, over = run_both(consumer, fetch(key))
     check(consumer, policy, names, over)
     assert consumer.count("load_corrupt") == corrupt + 1
-    said = next(
-        line for line in consumer.said().splitlines() if key in line and "not loaded" in line
+    output = next(
+        line for line in consumer.output().splitlines() if key in line and "not loaded" in line
     )
-    assert "layer 1" in said
-    assert "are not those committed" in said
+    assert "layer 1" in output
+    assert "are not those committed" in output
     producer.do("settle")
-    assert f"payload '{key}' failed: a reader rejected it" in producer.said()
+    assert f"payload '{key}' failed: a reader rejected it" in producer.output()
     assert consumer.do("free_blocks") == free
 
 
@@ -96,16 +96,16 @@ def test_the_cache_of_another_prompt(producer: EngineProcess, consumer: Any, pol
     producer.prefill(prompt(len(TOKENS), seed=99), transfer_id=key)
     names, over = run_both(consumer, fetch(key))
     check(consumer, policy, names, over)
-    assert f"computed '{key}' from another prompt" in consumer.said()
+    assert f"computed '{key}' from another prompt" in consumer.output()
     producer.do("settle")
 
 
 def test_a_place_that_is_no_peer(consumer: Any, policy: str) -> None:
     """What a request says does not make the engine connect to anywhere."""
-    stranger = fetch("any") | {"remote_url": "shm://stranger"}
-    names, over = run_both(consumer, stranger)
+    unknown_url = fetch("any") | {"remote_url": "shm://stranger"}
+    names, over = run_both(consumer, unknown_url)
     check(consumer, policy, names, over)
-    assert "'shm://stranger' is none of this engine's peers: shm://p" in consumer.said()
+    assert "'shm://stranger' is not one of this engine's peers: shm://p" in consumer.output()
 
 
 def test_the_producer_gives_up(producer: EngineProcess, consumer: Any, policy: str) -> None:
@@ -120,7 +120,7 @@ def test_the_producer_gives_up(producer: EngineProcess, consumer: Any, policy: s
     names, over = run_both(consumer, fetch(key))
     assert time.monotonic() - began < 10, "it waited for its deadline"
     check(consumer, policy, names, over)
-    assert "the request that computes it ended: abort" in consumer.said()
+    assert "the request that computes it ended: abort" in consumer.output()
 
 
 def test_the_producer_is_killed(start: Any, consumer: Any, policy: str, producer: Any) -> None:
@@ -143,12 +143,12 @@ def test_the_producer_is_killed(start: Any, consumer: Any, policy: str, producer
     consumer.do("forget")
 
 
-def until_waiting(victim: EngineProcess, running: Any) -> None:
+def until_waiting(killed: EngineProcess, running: Any) -> None:
     """The consumer's want has reached the producer."""
     reached = threading.Event()
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline and not running.done():
-        if victim.do("waiting"):
+        if killed.do("waiting"):
             return
         reached.wait(0.05)
     raise AssertionError("nobody waits at the producer")

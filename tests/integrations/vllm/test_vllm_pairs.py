@@ -11,6 +11,7 @@ import pytest
 from vllm_fixtures import BLOCK, prompt
 
 from omni_kvlink import KVLink, TransferFailed
+from omni_kvlink.lowlevel import begin_get
 
 pytestmark = [
     pytest.mark.skipif(
@@ -29,15 +30,15 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
     try:
         got = consumer.generate(TOKENS, producer.prefill(TOKENS))
         assert (got["reason"], got["tokens"]) == ("error", [])
-        for said in (
+        for output in (
             "the blocks of shm://p do not fit this engine",
             f"model is '{model}' there and 'qwen' here",
             "dtype is 'bfloat16' there and 'float32' here",
             "block_nbytes is 16384 there and 32768 here",
         ):
-            assert said in consumer.said()
+            assert output in consumer.output()
         producer.do("settle")
-        assert "dtype is 'bfloat16' there and 'float32' here" in producer.said()
+        assert "dtype is 'bfloat16' there and 'float32' here" in producer.output()
         assert consumer.generate(TOKENS)["reason"] == "length"
     finally:
         producer.close()
@@ -54,7 +55,7 @@ def test_nobody_comes(start: Any) -> None:
         assert 1.9 < time.monotonic() - began < 10  # prefilling is in it
         assert producer.do("free_blocks") == free
         assert producer.count("send_expired") == 1
-        assert "its time to live passed with 1 readers missing" in producer.said()
+        assert "its time to live passed with 1 readers missing" in producer.output()
     finally:
         producer.close()
 
@@ -72,7 +73,7 @@ def test_no_room(start: Any, directory: Path) -> None:
         first, second = (producer.prefill(TOKENS) for _ in range(2))
         assert producer.do("settle") < 5, "blocks were held although delay_free is off"
         assert consumer.generate(TOKENS, second)["tokens"] == cold
-        assert "it could not be saved: CapacityError" in consumer.said()
+        assert "it could not be saved: CapacityError" in consumer.output()
         assert consumer.count("load_failed") == 1
         consumer.do("forget")
         assert consumer.generate(TOKENS, first)["cached"] == len(TOKENS)
@@ -120,10 +121,10 @@ def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None
         producer.prefill(TOKENS, transfer_id="bad")
         both = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "bad"}
         with KVLink.connect("shm://relay", timeout=5, directory=str(directory)) as reader:
-            want = reader.begin_get("bad", timeout=5)
+            pending = begin_get(reader, "bad", timeout=5)
             assert relay.generate(TOKENS, both, tokens=1)["tokens"] == cold
             with pytest.raises(TransferFailed, match=r"its blocks .* were not loaded"):
-                want.wait(timeout=5)
+                pending.wait(timeout=5)
         relay.do("settle")
         assert relay.count("load_corrupt") == relay.count("send_failed") == 1
     finally:

@@ -82,7 +82,7 @@ class EngineProcess:
         value: float = self.do("metrics").get(f"vllm:omni_kvlink_{name}", 0)
         return value
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def kill(self) -> None:
@@ -101,10 +101,10 @@ class EngineProcess:
     def _answer(self) -> Any:
         line = self._channel.readline()
         if not line:
-            raise EOFError(f"the engine is gone; it said:\n{self.said()[-4000:]}")
+            raise EOFError(f"the engine is gone; it said:\n{self.output()[-4000:]}")
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(f"{answer['error']}; the engine said:\n{self.said()[-4000:]}")
+            raise RuntimeError(f"{answer['error']}; the engine said:\n{self.output()[-4000:]}")
         return answer["answer"]
 
 
@@ -121,4 +121,6 @@ def transfer(role: str, policy: str = "fail", **extra: Any) -> Answer:
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Words of the model's vocabulary, no special ones."""
-    return [(7 * seed + 31 * place + place * place) % 500 for place in range(tokens)]
+    return [
+        (7 * seed + 31 * position + position * position) % 500 for position in range(tokens)
+    ]

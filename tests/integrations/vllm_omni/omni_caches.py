@@ -61,7 +61,7 @@ class Cache:
         assert self.layout == "packed"
         return torch.cat([key, value], dim=-1).transpose(1, 2).contiguous()
 
-    def wanted(self) -> dict[str, list[str]]:
+    def expected(self) -> dict[str, list[str]]:
         """Fingerprints of what a receiver must have, token by token."""
         found: dict[str, list[str]] = {"key_cache": [], "value_cache": []}
         for layer in range(self.layers):

@@ -22,7 +22,7 @@ from omni_stage import NAME
 from omni_kvlink import ClosedError, DuplicateKeyError, IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.integrations.vllm_omni import connector as module
 from omni_kvlink.integrations.vllm_omni import register
-from omni_kvlink.integrations.vllm_omni.connector import OmniKVLinkConnector
+from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.testing.rig import until
 
 EDGE = ("0", "1")
@@ -34,7 +34,7 @@ _names = itertools.count()
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", "ucx"])
 def ends(
     request: pytest.FixtureRequest, sockets: str
-) -> Iterator[tuple[OmniKVLinkConnector, OmniKVLinkConnector]]:
+) -> Iterator[tuple[VllmOmniConnector, VllmOmniConnector]]:
     if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed: pip install 'omni-kvlink[ucx]'")
     name = f"c{next(_names)}"
@@ -42,11 +42,9 @@ def ends(
         yield sender, reader
 
 
-def make(transport: str, sockets: str, name: str) -> OmniKVLinkConnector:
+def make(transport: str, sockets: str, name: str) -> VllmOmniConnector:
     options = {"directory": sockets, "quota": 64 << 20}
-    return OmniKVLinkConnector(
-        {"kvlink": {"transport": transport, "name": name, "options": options}}
-    )
+    return VllmOmniConnector({"kvlink": {"transport": transport, "name": name, "options": options}})
 
 
 def packed(tokens: int = 3) -> bytes:
@@ -99,7 +97,7 @@ def test_polling_many_keys_asks_once_and_holds_nobody_up(ends: tuple[Any, Any]) 
     for key in reversed(keys):
         sender.put(*EDGE, key, key)
     assert [polled(reader, key) for key in keys] == keys
-    assert len(reader._asking) == 0
+    assert len(reader._pending) == 0
 
 
 def test_what_nobody_polls_any_more_goes_back(
@@ -108,12 +106,12 @@ def test_what_nobody_polls_any_more_goes_back(
     sender, reader = ends
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
-    for forget in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
+    for cancel in (lambda: reader.abandon_get("r_0_0"), reader.reap_consumed):
         assert reader.get(*EDGE, "r_0_0") is None
-        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.KEPT", 0.0)
+        monkeypatch.setattr("omni_kvlink.integrations.vllm_omni.pending_gets.STALE_SECONDS", 0.0)
         time.sleep(0.01)
-        forget()
-        assert len(reader._asking) == 0
+        cancel()
+        assert len(reader._pending) == 0
         monkeypatch.undo()
     sender.put(*EDGE, "r_0_0", "for another reader")
     assert polled(reader, "r_0_0") == "for another reader"
@@ -163,7 +161,7 @@ def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     """A bit flips after the commit; the sender's receipt says what the reader said."""
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
         sender.put(*EDGE, CACHE, packed())
-        link = sender._links.sender(module.Place.of(*EDGE, CACHE))
+        link = sender._links.sender(module.StageEdge.of(*EDGE, CACHE))
         memory = link._end.pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
         with pytest.raises(IntegrityError):
@@ -199,9 +197,9 @@ def test_no_object_is_sent(ends: tuple[Any, Any]) -> None:
     sender, reader = ends
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
-    with pytest.raises(SchemaError, match="cannot be sent"):
+    with pytest.raises(SchemaError, match="cannot be serialized"):
         sender.put(*EDGE, "r_0_0", {"f": threading.Lock()})
-    with pytest.raises(TransferFailed, match="cannot be sent"):
+    with pytest.raises(TransferFailed, match="cannot be serialized"):
         polled(reader, "r_0_0")
 
 
@@ -220,18 +218,18 @@ def test_closed_is_closed(ends: tuple[Any, Any]) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_half_built_ones_close() -> None:
-    OmniKVLinkConnector.__new__(OmniKVLinkConnector).close()
+    VllmOmniConnector.__new__(VllmOmniConnector).close()
     with pytest.raises(ValueError, match="no trasnport"):
-        OmniKVLinkConnector({"kvlink": {"trasnport": "shm"}})
+        VllmOmniConnector({"kvlink": {"trasnport": "shm"}})
     gc.collect()
 
 
 UNCLOSED = """
 import sys
-from omni_kvlink.integrations.vllm_omni.connector import OmniKVLinkConnector
+from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 transport, directory = sys.argv[1:]
 kvlink = {"transport": transport, "name": "exit", "options": {"directory": directory}}
-kept = OmniKVLinkConnector({"kvlink": kvlink})
+kept = VllmOmniConnector({"kvlink": kvlink})
 kept.put("0", "1", "r", {"a": 1})
 """
 

@@ -72,7 +72,7 @@ def test_a_cache_arrives_exactly(
         about = {"kv_lens": [27], "ropes": [5], "image_shape": [64, 48], "prompt": "ein Füchslein"}
         send(sender, f"r{seed}", cache, metadata=about)
         got = receiver.do("receive", request=f"r{seed}")
-        assert got["layers"] == cache.wanted()
+        assert got["layers"] == cache.expected()
         assert got["metadata"] == {
             "block_size": 8,
             "num_layers": 3,
@@ -88,7 +88,7 @@ def test_lengths_around_a_block(length: int, sockets: str, stages: list[Stage]) 
     sender, receiver = pair(stages, settings("shm", sockets))
     cache = Cache(seq_len=length)
     send(sender, "r", cache)
-    assert receiver.do("receive", request="r")["layers"] == cache.wanted()
+    assert receiver.do("receive", request="r")["layers"] == cache.expected()
 
 
 @pytest.mark.parametrize("layout", ["stacked", "packed"])
@@ -101,8 +101,8 @@ def test_one_rank_to_two(layout: str, kvlink: dict[str, Any], stages: list[Stage
     cache = Cache(layout, "bfloat16")
     send(sender, "r", cache)
     for rank, receiver in enumerate(receivers):
-        wanted = dataclasses.replace(cache, shard=rank, shards=2).wanted()
-        assert receiver.result()["layers"] == wanted
+        expected = dataclasses.replace(cache, shard=rank, shards=2).expected()
+        assert receiver.result()["layers"] == expected
 
 
 @pytest.mark.parametrize("layout", ["stacked", "packed"])
@@ -115,7 +115,7 @@ def test_two_ranks_to_one(layout: str, kvlink: dict[str, Any], stages: list[Stag
     receiver.begin("receive", request="r")
     for rank, sender in reversed([*enumerate(senders)]):
         send(sender, "r", dataclasses.replace(cache, shard=rank, shards=2))
-    assert receiver.result()["layers"] == cache.wanted()
+    assert receiver.result()["layers"] == cache.expected()
 
 
 def test_two_ranks_to_two(kvlink: dict[str, Any], stages: list[Stage]) -> None:
@@ -125,7 +125,7 @@ def test_two_ranks_to_two(kvlink: dict[str, Any], stages: list[Stage]) -> None:
     receiver.do("make", role="receiver", kvlink=kvlink, tp=(2, 2), rank=1)
     cache = Cache(shard=1, shards=2)
     send(sender, "r", cache)
-    assert receiver.do("receive", request="r")["layers"] == cache.wanted()
+    assert receiver.do("receive", request="r")["layers"] == cache.expected()
 
 
 def test_a_waiting_receiver_is_woken(kvlink: dict[str, Any], stages: list[Stage]) -> None:
@@ -136,7 +136,7 @@ def test_a_waiting_receiver_is_woken(kvlink: dict[str, Any], stages: list[Stage]
         time.sleep(0.7)
         began = send(sender, request, Cache())
         got = receiver.result()
-        assert got["layers"] == Cache().wanted()
+        assert got["layers"] == Cache().expected()
         assert got["there"] - began < 0.3
 
 
@@ -148,7 +148,7 @@ def test_several_readers_have_it_each(sockets: str, stages: list[Stage]) -> None
         receiver.do("make", role="receiver", kvlink=kvlink)
         receiver.begin("receive", request="r")
     send(sender, "r", Cache())
-    assert [one.result()["layers"] for one in receivers] == [Cache().wanted()] * 2
+    assert [one.result()["layers"] for one in receivers] == [Cache().expected()] * 2
     until(lambda: sender.do("health", role="sender")["unread"] == 0, "both let go")
 
 
@@ -159,35 +159,35 @@ def test_a_short_cache_is_refused_and_nobody_waits(
     """The manager leaves out block 99, which the pool does not have, and sends the rest."""
     sender, receiver = pair(stages, kvlink)
     send(sender, "whole", Cache())
-    assert receiver.do("receive", request="whole")["layers"] == Cache().wanted()
+    assert receiver.do("receive", request="whole")["layers"] == Cache().expected()
     receiver.begin("receive", request="short")
     send(sender, "short", cache)
     got = receiver.result()
     assert got["layers"] is None
     assert got["took"] < 5.0  # neither the connector's nor the manager's time-out
     assert sender.do("health", role="sender")["failures"] > 0
-    said = receiver.do("get", key="omni_0_to_1_kv_cache_short", timeout=5.0)
-    assert said.startswith("TransferFailed")
-    assert "24 tokens, but seq_len is 27" in said
+    output = receiver.do("get", key="omni_0_to_1_kv_cache_short", timeout=5.0)
+    assert output.startswith("TransferFailed")
+    assert "24 tokens, but seq_len is 27" in output
 
 
 def test_the_sender_dies_while_the_receiver_waits(
     kvlink: dict[str, Any], stages: list[Stage]
 ) -> None:
     """At once, and the next sender of this name is found."""
-    victim, (_, receiver, sender) = Stage(), stages
-    victim.do("make", role="sender", kvlink=kvlink)
+    killed, (_, receiver, sender) = Stage(), stages
+    killed.do("make", role="sender", kvlink=kvlink)
     receiver.do("make", role="receiver", kvlink=kvlink)
-    send(victim, "r", Cache())
-    assert receiver.do("receive", request="r")["layers"] == Cache().wanted()
+    send(killed, "r", Cache())
+    assert receiver.do("receive", request="r")["layers"] == Cache().expected()
     receiver.begin("receive", request="lost")
     time.sleep(0.3)
     died = time.monotonic()
-    victim.kill()
+    killed.kill()
     got = receiver.result()
     assert got["layers"] is None
     assert got["there"] - died < 2.0
     sender.do("make", role="sender", kvlink=kvlink)
     receiver.begin("receive", request="found")
     send(sender, "found", Cache(seed=3))
-    assert receiver.result()["layers"] == Cache(seed=3).wanted()
+    assert receiver.result()["layers"] == Cache(seed=3).expected()

@@ -79,7 +79,7 @@ META = {"seq_len": TOKENS, "block_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "fields"),
     [
         (header(td1={"x": True}), "layer 1, K is missing"),
         (header(td2={"x": True}), "layer 0, V is missing"),
@@ -87,25 +87,25 @@ META = {"seq_len": TOKENS, "block_size": 2}
         (header(td0={"s": [4, 2, 5]}, td2={"s": [4, 2, 5]}), "layer 0 has 4 tokens"),
         (header(meta={"seq_len": 6}), "5 tokens, but seq_len is 6"),
         (header(meta={"seq_len": 0}), "5 tokens, but seq_len is 0"),
-        (header(bids=[3, 0]), "2 blocks of 2 tokens for 5 tokens; wanted 3"),
+        (header(bids=[3, 0]), "2 blocks of 2 tokens for 5 tokens; 3 are needed"),
         (header(bids=[3, 0, -1]), "block id -1"),
         (header(bids=[3, 0, 2, -1]), "block id -1"),
         (header(bids=[3, 0, "2"]), "block id '2'"),
-        (header(bids=[3, 0, 3]), "block id 3 stands twice"),
+        (header(bids=[3, 0, 3]), "block id 3 appears twice"),
         (header(nl=3), "4 tensors for 3 layers"),
         (header(nl=0, td=[]), "without layers"),
-        (header(td1={"n": "key_cache_0"}), "layer 0, K stands twice"),
-        (header(td1={"n": "rope_1"}), "'rope_1' is no layer's K or V"),
-        (header(td1={"d": "Tensor"}), "'Tensor' is no dtype"),
+        (header(td1={"n": "key_cache_0"}), "layer 0, K appears twice"),
+        (header(td1={"n": "rope_1"}), "'rope_1' is not the K or V of a layer"),
+        (header(td1={"d": "Tensor"}), "'Tensor' is not a dtype"),
         (header(td1={"b": NBYTES - 1}), "layer 1, K: bytes"),
         (header(td3={"o": 3 * NBYTES + 1}), "layer 1, V: bytes"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_an_incomplete_cache_is_refused(values: dict[str, Any], words: str) -> None:
+def test_an_incomplete_cache_is_refused(values: dict[str, Any], fields: str) -> None:
     with pytest.raises(SchemaError) as caught:
         payload_of("k", packed(values), pack)
-    assert words in str(caught.value)
+    assert fields in str(caught.value)
 
 
 def test_a_header_that_is_not_the_managers_is_refused() -> None:
@@ -149,8 +149,9 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
     blocks = {"key_cache": layers[::2], "value_cache": layers[1::2]}
     data = {"request_id": "r", "block_ids": [3, 0, 2], "metadata": {**META, "ropes": [1]}}
     payload, _ = payload_of("k", {**data, "layer_blocks": blocks}, pack)
-    sent = [place.data_ptr() for place in payload.tensors()[:-1]]  # type: ignore[union-attr]
-    assert sent == [layer.data_ptr() for layer in layers]
+    sent = [tensor.data_ptr() for tensor in payload.tensors()[:-1]]  # type: ignore[union-attr]
+    given = [*blocks["key_cache"], *blocks["value_cache"]]
+    assert sent == [layer.data_ptr() for layer in given]  # by reference, not copied
     got = through(ends, {**data, "layer_blocks": blocks})
     for name, tensors in got.pop("layer_blocks").items():
         assert all(map(torch.equal, tensors, blocks[name]))
@@ -159,22 +160,22 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("blocks", "words"),
+    ("blocks", "fields"),
     [
         ({"key_cache": [None], "value_cache": [None]}, "layer 0, K is missing"),
         ({"key_cache": [torch.zeros(5, 2, 4)], "value_cache": [None]}, "layer 0, V is missing"),
-        ({"key_cache": [torch.zeros(5, 2, 4)]}, "as many in key_cache"),
-        ({"key_cache": [b"x"], "value_cache": [b"x"]}, "a bytes, wanted tensors"),
+        ({"key_cache": [torch.zeros(5, 2, 4)]}, "same number of layers"),
+        ({"key_cache": [b"x"], "value_cache": [b"x"]}, "a bytes, expected tensors"),
         ({"key_cache": [torch.zeros(4, 2, 4)] * 1, "value_cache": [torch.zeros(4, 2, 4)]}, "4 tok"),
     ],
 )
-def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], words: str) -> None:
-    with pytest.raises(SchemaError, match=words):
+def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], fields: str) -> None:
+    with pytest.raises(SchemaError, match=fields):
         payload_of("k", {"layer_blocks": blocks, "metadata": META}, pack)
 
 
 def test_objects_that_are_no_data_are_refused() -> None:
-    with pytest.raises(SchemaError, match="dict cannot be sent"):
+    with pytest.raises(SchemaError, match="dict cannot be serialized"):
         payload_of("k", {"f": threading.Lock()}, pack)
 
 
@@ -211,8 +212,8 @@ def test_a_living_senders_name_is_its_own(sockets: str) -> None:
     assert announced(path) == find(path, timeout=0.0) == "zmq+tcp://127.0.0.1:1"
     with pytest.raises(BusyError, match="another sender has this name"):
         Announcement(path, "zmq+tcp://127.0.0.1:2")
-    first.withdraw()
-    first.withdraw()
+    first.close()
+    first.close()
     assert announced(path) == ""
 
 
@@ -226,7 +227,7 @@ def test_a_dead_senders_name_is_not_believed(sockets: str) -> None:
     assert announced(path) == ""
     with pytest.raises(TransferTimeout):
         find(path, timeout=0.05)
-    Announcement(path, "zmq+tcp://127.0.0.1:2").withdraw()
+    Announcement(path, "zmq+tcp://127.0.0.1:2").close()
 
 
 def test_who_waits_for_a_name_is_woken(sockets: str) -> None:
@@ -240,19 +241,19 @@ def test_who_waits_for_a_name_is_woken(sockets: str) -> None:
     began = time.monotonic()
     announcement = Announcement(path, "zmq+tcp://127.0.0.1:1")
     waiting.join()
-    announcement.withdraw()
+    announcement.close()
     assert found[0][0] == "zmq+tcp://127.0.0.1:1"
     assert found[0][1] - began < 0.15
 
 
 def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
     settings = OmniSettings(transport="zmq+tcp", options={"directory": sockets})
-    place = StageEdge("0", "1", "kv0")
+    edge = StageEdge("0", "1", "kv0")
     receiving = Links(settings)
     for _ in range(2):
         serving = Links(settings)
-        url = serving.sender(place).url
-        assert receiving.receiver(place, timeout=5.0).url == url
+        url = serving.sender(edge).url
+        assert receiving.receiver(edge, timeout=5.0).url == url
         serving.close()
     receiving.close()
 
@@ -261,9 +262,9 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "fields"),
     [
-        ({"transport": "tcp"}, "wanted one of shm"),
+        ({"transport": "tcp"}, "expected one of shm"),
         ({"trasnport": "shm"}, "no trasnport; there are transport"),
         ({"addresses": {"kv0": "h:1"}}, "not for shm"),
         ({"readers": 0}, "readers 0"),
@@ -273,11 +274,11 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
         ({"verify": "some"}, "verify 'some'"),
         ({"options": {"quotum": 1}}, "quotum"),
         ({"sender": {"kees": "x"}}, "kees"),
-        ("shm", "wanted a mapping"),
+        ("shm", "expected a mapping"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_name(section: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_setting_is_refused_with_its_name(section: Any, fields: str) -> None:
+    with pytest.raises(ValueError, match=fields):
         OmniSettings.of({"stage_id": 0, "kvlink": section})
 
 
@@ -314,7 +315,7 @@ def test_without_vllm_omni_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ABSENT], capture_output=True, text=True, timeout=60, check=True
     )
-    found, kind, words = json.loads(done.stdout)
+    found, kind, fields = json.loads(done.stdout)
     assert found == ["vllm_omni"]
     assert kind == UnavailableError.__name__
-    assert "pip install --no-deps vllm-omni" in words
+    assert "pip install --no-deps vllm-omni" in fields

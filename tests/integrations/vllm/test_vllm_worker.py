@@ -20,7 +20,7 @@ from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
-from omni_kvlink.integrations.vllm.step import Cache, Drop, Load
+from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache
 
 BLOCKS, BLOCK, HEADS, ROW = 12, 4, 2, 6
 LAYERS = ["a", "b", "c"]
@@ -37,8 +37,8 @@ def engine_pools(*, filled: bool) -> dict[str, torch.Tensor]:
 def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
     layers = byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)
     nbytes = HEADS * BLOCK * ROW * 4
-    said = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
-    return Pools(BlockFormat(*said), list(layers.values()))
+    fields = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
+    return Pools(BlockFormat(*fields), list(layers.values()))
 
 
 class Halves:
@@ -53,7 +53,7 @@ class Halves:
         self.peers = Peers(["shm://halves"], {"directory": directory})
         self.loader = Loader(as_pools(self.mine), self.peers, self.got, timeout=5.0)
 
-    def send(self, cache: Cache) -> None:
+    def send(self, cache: PromptCache) -> None:
         """A forward pass that computes this cache."""
         self.saver.begin([cache])
         for number in range(len(LAYERS)):
@@ -82,7 +82,7 @@ def halves(sockets: str, leaves_nothing: None) -> Iterator[Halves]:
     halves.close()
 
 
-CACHE = Cache("r", "key", "digest", TOKENS, [5, 2, 7], 1)
+CACHE = PromptCache("r", "key", "digest", TOKENS, [5, 2, 7], 1)
 
 
 def load(blocks: list[int], **changed: Any) -> Load:
@@ -105,7 +105,7 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
         assert halves.settled() == {"r"}
     else:
         assert halves.loader.finished() == set()
-    assert halves.loader.invalid() == set()
+    assert halves.loader.take_invalid_blocks() == set()
     untouched = [block for block in range(BLOCKS) if block not in (1, 3, 8)]
     assert not any(cache[untouched].any() for cache in halves.mine.values())
 
@@ -138,25 +138,25 @@ def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
 def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
     """A block that the pool does not have: nobody waits, the next cache goes out."""
     halves.loader.start([load([1, 3, 8])])
-    halves.saver.begin([Cache("q", "key", "digest", TOKENS, [5, 2, BLOCKS], 1)])
+    halves.saver.begin([PromptCache("q", "key", "digest", TOKENS, [5, 2, BLOCKS], 1)])
     halves.saver.finish()
     assert halves.settled() == {"r"}
-    assert halves.loader.invalid() == {1, 3, 8}
+    assert halves.loader.take_invalid_blocks() == {1, 3, 8}
     halves.saver.hold({"q"})
     assert halves.saver.released() == {"q"}
     halves.send(CACHE)
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
-    assert halves.loader.invalid() == set()
+    assert halves.loader.take_invalid_blocks() == set()
 
 
 def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
     """The second cache of one name fails, and does not take the first one with it."""
     for request in ("r", "again"):
-        halves.send(Cache(request, "key", "digest", TOKENS, [5, 2, 7], 1))
+        halves.send(PromptCache(request, "key", "digest", TOKENS, [5, 2, 7], 1))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
-    assert halves.loader.invalid() == set()
+    assert halves.loader.take_invalid_blocks() == set()
     taken = halves.sent.take()
     assert taken is not None
     assert (taken.data["send_failed"], len(taken.data["save_bytes"])) == (1, 1)
@@ -171,7 +171,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
     assert 0.3 < time.monotonic() - began < 1.0
     ended = halves.settled()
     assert ended == {"r"}
-    assert halves.loader.invalid() == {3, 8, 4, 6}
+    assert halves.loader.take_invalid_blocks() == {3, 8, 4, 6}
     taken = halves.got.take()
     assert taken is not None
     assert taken.data["load_failed"] == 2
@@ -180,10 +180,10 @@ def test_nobody_sends_it(halves: Halves) -> None:
 def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
     halves.loader.start([load([1, 3, 8])])
     began = time.monotonic()
-    halves.loader.drop(Drop("r", "key", "", 1, "not needed"))
+    halves.loader.drop(CancelledLoad("r", "key", "", 1, "not needed"))
     assert halves.settled() == {"r"}
     assert time.monotonic() - began < 1.0
-    assert halves.loader.invalid() == set()
+    assert halves.loader.take_invalid_blocks() == set()
 
 
 def test_pools_are_the_engines_own_memory() -> None:
@@ -241,7 +241,7 @@ def test_stats_add_up() -> None:
 def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> None:
     """In step with a pass its last block is the engine's to compute, and not written."""
     whole = {"tokens": 3 * BLOCK}
-    halves.send(Cache(**{**vars(CACHE), **whole}))
+    halves.send(PromptCache(**{**vars(CACHE), **whole}))
     halves.loader.start([load([1, 3, 8], is_async=is_async, **whole)])
     halves.loader.wait_for_layer(len(LAYERS) - 1)
     if is_async:

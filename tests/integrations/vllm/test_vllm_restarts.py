@@ -83,7 +83,7 @@ def test_a_request_is_aborted_before_it_is_scheduled(
     producer.do("settle")
     assert time.monotonic() - began < 4
     assert producer.do("free_blocks") == free
-    assert "the request ended before it was scheduled" in producer.said()
+    assert "the request ended before it was scheduled" in producer.output()
 
 
 def test_a_preempted_request_is_computed_again(
