@@ -71,8 +71,8 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
                 raise SchemaError(
                     f"{name} of the target has {len(target)} layers, the data has {len(layers)}"
                 )
-            for layer, place in enumerate(layers):
-                target[layer] = None if place is None else dense(place)
+            for layer, view in enumerate(layers):
+                target[layer] = None if view is None else dense(view)
         return into
 
     def export_contexts(
@@ -157,13 +157,13 @@ def unpack_generator(text: str) -> torch.Generator:
     return generator
 
 
-def _layers(cache: Any, word: str) -> list[torch.Tensor | None]:
+def _layers(cache: Any, name: str) -> list[torch.Tensor | None]:
     """A dict's layers in order, a list's as they are."""
     if not isinstance(cache, Mapping):
         return list(cache)
     if set(cache) != set(range(len(cache))):
         raise SchemaError(
-            f"{word}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
+            f"{name}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
         )
     return [cache[layer] for layer in range(len(cache))]
 

@@ -253,8 +253,8 @@ def _branch(
     if metadata.kv_lens != lens:
         raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
     if any(layer.window for layer in layers) or [x.index for x in layers] != [*range(len(layers))]:
-        said = _Layers([x.index for x in layers], [x.seen for x in layers])
-        extra = {**metadata.extra, EXTRA: msgspec.to_builtins(said)}
+        described = _Layers([x.index for x in layers], [x.seen for x in layers])
+        extra = {**metadata.extra, EXTRA: msgspec.to_builtins(described)}
         metadata = dataclasses.replace(metadata, extra=extra)
     pages = (
         BlockTable.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens)
@@ -309,38 +309,38 @@ def _received(data: KVCacheTransferData) -> list[_Layer]:
     count, batch = metadata.num_layers, len(metadata.kv_lens)
     try:
         raw = metadata.extra.get(EXTRA, {"layers": [*range(count)], "seen": [*lens] * count})
-        said = msgspec.convert(raw, _Layers)
+        described = msgspec.convert(raw, _Layers)
     except msgspec.ValidationError as error:
         raise SchemaError(f"metadata: extra[{EXTRA!r}]: {error}") from None
-    if len(said.layers) != count or len(said.seen) != count:
+    if len(described.layers) != count or len(described.seen) != count:
         raise SchemaError(f"metadata: extra[{EXTRA!r}] speaks of other than {count} layers")
     parts = (data.layer_blocks["key_cache"], data.layer_blocks["value_cache"])
     return [
         _Layer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
-        for index, seen, key, value in zip(said.layers, said.seen, *parts, strict=True)
+        for index, seen, key, value in zip(described.layers, described.seen, *parts, strict=True)
     ]
 
 
-def _shaped(place: TensorView | None, batch: int) -> torch.Tensor | None:
+def _shaped(view: TensorView | None, batch: int) -> torch.Tensor | None:
     """`[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`: a view, except of pages."""
-    if place is None:
+    if view is None:
         return None
-    tokens, heads, dim = place.shape
-    return dense(place).view(batch, tokens // batch, heads, dim).transpose(1, 2)
+    tokens, heads, dim = view.shape
+    return dense(view).view(batch, tokens // batch, heads, dim).transpose(1, 2)
 
 
 def _fit(layer: _Layer, window: int) -> _Layer:
     """What the target's layer would keep; a token that is not there is an error."""
-    wanted = min(layer.seen, window - 1) if window else layer.seen
-    if not layer.tokens <= layer.seen or layer.tokens < wanted:
+    expected = min(layer.seen, window - 1) if window else layer.seen
+    if not layer.tokens <= layer.seen or layer.tokens < expected:
         keeps = f"keeps the last {window - 1}" if window else "keeps all"
         raise SchemaError(
             f"layer {layer.index}: {layer.tokens} of {layer.seen} tokens are here, and the target "
             f"{keeps}; make it as DynamicCache(config=model.config), of the sender's model"
         )
-    if layer.key is None or layer.value is None or layer.tokens == wanted:
+    if layer.key is None or layer.value is None or layer.tokens == expected:
         return layer
-    last = slice(layer.tokens - wanted, None)
+    last = slice(layer.tokens - expected, None)
     return dataclasses.replace(layer, key=layer.key[:, :, last], value=layer.value[:, :, last])
 
 

@@ -92,10 +92,10 @@ class PagedAdapter(CacheAdapter[PagedCache]):
             SchemaError: a table or a pool does not fit the data, or a byte would be written twice;
                 found before any is written.
         """
-        wanted = data.metadata.num_layers
-        for word, pools in (("K", key_cache), ("V", value_cache)):
-            if pools is not None and len(pools) != wanted:
-                raise SchemaError(f"{word}: {len(pools)} pools for {wanted} layers")
+        expected = data.metadata.num_layers
+        for name, pools in (("K", key_cache), ("V", value_cache)):
+            if pools is not None and len(pools) != expected:
+                raise SchemaError(f"{name}: {len(pools)} pools for {expected} layers")
         if data.is_empty:
             return
         pages = pages_of(
@@ -134,6 +134,6 @@ def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> No
             raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
 
 
-def _storage(place: TensorView) -> tuple[torch.device, int]:
-    memory = place.pool if isinstance(place, PagedTensor) else place
+def _storage(view: TensorView) -> tuple[torch.device, int]:
+    memory = view.pool if isinstance(view, PagedTensor) else view
     return memory.device, memory.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
-from omni_kvlink.topology.shards import Payload, first_head, request_of, shard_in, suffix, words
+from omni_kvlink.topology.shards import Payload, first_head, request_of, shard_in, suffix, label
 
 _PLACED = ("kv_lens", "ropes", "num_layers", "dtype", "layout")
 """Metadata that a target has in common with what is written into it."""
@@ -21,22 +21,22 @@ def check_parts(parts: Sequence[Payload], shard: Shard) -> str:
     """They are all the heads, once each, of one request; gives its id."""
     start, stop = shard.heads
     if not parts:
-        raise SchemaError(f"{words(shard)}: no parts")
+        raise SchemaError(f"{label(shard)}: no parts")
     request_id, at = request_of(parts[0]), start
     for part in sorted(parts, key=first_head):
         sent = shard_in(part)
         first, last = sent.heads
         if part.request_id != request_id + suffix(sent):
-            raise SchemaError(f"{words(sent)}: {part.request_id!r} is no part of {request_id!r}")
+            raise SchemaError(f"{label(sent)}: {part.request_id!r} is no part of {request_id!r}")
         if first < at or last > stop:
             why = "come twice" if first >= start and last <= stop else f"are outside {start}…{stop}"
-            raise SchemaError(f"{words(sent)}: they {why}")
+            raise SchemaError(f"{label(sent)}: they {why}")
         if first > at:
-            raise SchemaError(f"{words(shard)}: heads {at}…{first} are missing")
-        _check_alike(parts[0], part, _SAME, words(sent))
+            raise SchemaError(f"{label(shard)}: heads {at}…{first} are missing")
+        _check_alike(parts[0], part, _SAME, label(sent))
         at = last
     if at != stop:
-        raise SchemaError(f"{words(shard)}: heads {at}…{stop} are missing")
+        raise SchemaError(f"{label(shard)}: heads {at}…{stop} are missing")
     return request_id
 
 
@@ -57,10 +57,10 @@ def _check_alike(part: Payload, other: Payload, fields: Sequence[str], who: str)
         if reference != its_reference:
             raise SchemaError(f"{who}: branch {name!r} is not the same reference as in a part")
         for field in fields:
-            wanted, found = getattr(metadata, field), getattr(its_metadata, field)
-            if wanted != found:
+            expected, found = getattr(metadata, field), getattr(its_metadata, field)
+            if expected != found:
                 raise SchemaError(
-                    f"{who}: branch {name!r} has {field} {found!r:.100}, in a part {wanted!r:.100}"
+                    f"{who}: branch {name!r} has {field} {found!r:.100}, in a part {expected!r:.100}"
                 )
         if row != its_row:
             raise SchemaError(
@@ -86,5 +86,5 @@ def _described(data: Payload) -> dict[str, Described]:
 
 
 def _description(cache: KVCacheTransferData, reference: tuple[str, str, int]) -> Described:
-    shapes = [place.shape for place in cache.tensors()]
+    shapes = [view.shape for view in cache.tensors()]
     return reference, tuple(shapes[0][-1:]) if shapes else (), cache.metadata

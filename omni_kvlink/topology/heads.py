@@ -20,12 +20,12 @@ from omni_kvlink.topology.shards import (
     caches_of,
     first_head,
     heads_of,
-    held,
+    heads_in,
     rank_of,
     request_of,
     shard_in,
     suffix,
-    words,
+    label,
 )
 
 
@@ -57,7 +57,7 @@ def head_targets(parts: Sequence[Payload], *, into: P) -> list[P]:
     Raises:
         SchemaError: as for `merge_heads`, or `into` has other lengths, positions or branches.
     """
-    whole = Shard(*rank_of(into), held(into))
+    whole = Shard(*rank_of(into), heads_in(into))
     check_parts(parts, whole)
     check_target(parts[0], into)
     return [slice_heads(into, *shard_in(part).heads) for part in parts]
@@ -71,18 +71,18 @@ def blank_heads(part: P, shard: Shard, *, device: torch.device) -> P:
     heads = shard.heads[1] - shard.heads[0]
     request_id = request_of(part)
 
-    def blank(place: TensorView | None, *, has_heads: bool) -> TensorView | None:
-        if place is None:
+    def blank(view: TensorView | None, *, has_heads: bool) -> TensorView | None:
+        if view is None:
             return None
-        tokens, *row = place.shape
+        tokens, *row = view.shape
         row = [heads, *row[1:]] if has_heads else row
-        return torch.empty((tokens, *row), dtype=place.dtype, device=device)
+        return torch.empty((tokens, *row), dtype=view.dtype, device=device)
 
     caches = {}
     for name, cache in caches_of(part).items():
         has_heads = cache.metadata.layout != "ND"
         blocks = {
-            kind: [blank(place, has_heads=has_heads) for place in layers]
+            kind: [blank(view, has_heads=has_heads) for view in layers]
             for kind, layers in cache.layer_blocks.items()
         }
         metadata = dataclasses.replace(cache.metadata, shard=shard)
@@ -134,12 +134,12 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
     is_latent = cache.metadata.layout == "ND"
     if is_latent and (start, stop) != (0, 1):
         raise SchemaError(
-            f"{words(shard)}: a latent has no heads to slice, every rank holds all of it; "
+            f"{label(shard)}: a latent has no heads to slice, every rank holds all of it; "
             "give the topology heads=1"
         )
     if not first <= start < stop <= last:
         raise SchemaError(
-            f"{words(shard)}: the cache holds heads {first}…{last}; metadata.shard says which"
+            f"{label(shard)}: the cache holds heads {first}…{last}; metadata.shard says which"
         )
     blocks = {
         name: [
@@ -152,10 +152,10 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
     return KVCacheTransferData(request_id, blocks, cache.block_ids, metadata)
 
 
-def _views(place: TensorView, start: int, stop: int) -> TensorView:
-    if isinstance(place, PagedTensor):
-        return PagedTensor(place.pool[:, :, start:stop], place.pages, place.where)
-    return place[:, start:stop]
+def _views(view: TensorView, start: int, stop: int) -> TensorView:
+    if isinstance(view, PagedTensor):
+        return PagedTensor(view.pool[:, :, start:stop], view.pages, view.where)
+    return view[:, start:stop]
 
 
 def _merged(
@@ -165,14 +165,14 @@ def _merged(
     blocks: dict[str, list[TensorView | None]] = {}
     for name in parts[0].layer_blocks:
         layers = zip(*(part.layer_blocks[name] for part in parts), strict=True)
-        blocks[name] = [_joined(places) for places in layers]
+        blocks[name] = [_joined(views) for views in layers]
     metadata = dataclasses.replace(parts[0].metadata, shard=shard)
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
-def _joined(places: Sequence[TensorView | None]) -> TensorView | None:
+def _joined(views: Sequence[TensorView | None]) -> TensorView | None:
     """None where the caches are empty."""
-    found = [place for place in places if place is not None]
+    found = [view for view in views if view is not None]
     if len(found) < 2:
         return found[0] if found else None
-    return torch.cat([dense(place) for place in found], dim=1)
+    return torch.cat([dense(view) for view in found], dim=1)

@@ -7,7 +7,7 @@ import dataclasses
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branch import Shard
 from omni_kvlink.topology.heads import slice_heads
-from omni_kvlink.topology.shards import P, rank_of, suffix, words
+from omni_kvlink.topology.shards import P, rank_of, suffix, label
 
 
 def shard_of(rank: int, world: int, *, heads: int) -> Shard:
@@ -52,7 +52,7 @@ class Part:
         found = rank_of(data)
         if found != (self.shard.rank, self.shard.world):
             raise SchemaError(
-                f"the cache is that of rank {found[0]} of {found[1]}, {words(self.shard)} is "
+                f"the cache is that of rank {found[0]} of {found[1]}, {label(self.shard)} is "
                 "wanted; metadata.shard says whose it is, and Topology.sender gives it"
             )
         return slice_heads(data, *self.shard.heads)
@@ -99,10 +99,10 @@ class Topology:
         """All of them, in the order of the heads; who need the same share one payload."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.receivers):
-            wanted = self.receiver(rank).heads
+            expected = self.receiver(rank).heads
             for sender in self._sources(rank):
-                held = self.sender(sender).heads
-                heads = max(held[0], wanted[0]), min(held[1], wanted[1])
+                heads_in = self.sender(sender).heads
+                heads = max(heads_in[0], expected[0]), min(heads_in[1], expected[1])
                 found.setdefault((*heads, sender), []).append(rank)
         return tuple(
             Part(Shard(sender, self.senders, (start, stop)), tuple(found[start, stop, sender]))

@@ -25,7 +25,7 @@ def request_of(data: Payload) -> str:
     return data.request_id
 
 
-def words(shard: Shard) -> str:
+def label(shard: Shard) -> str:
     return f"rank {shard.rank} of {shard.world}, heads {shard.heads[0]}…{shard.heads[1]}"
 
 
@@ -50,7 +50,7 @@ def rank_of(data: Payload) -> tuple[int, int]:
     return found.pop()
 
 
-def held(data: Payload) -> tuple[int, int]:
+def heads_in(data: Payload) -> tuple[int, int]:
     """The heads of the first branch that says so; slicing then checks every branch."""
     found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
     return found[0] if found else (0, 1)

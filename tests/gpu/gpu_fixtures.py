@@ -34,15 +34,15 @@ REASON = _reason()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
-def moved(place: TensorView) -> TensorView:
+def moved(view: TensorView) -> TensorView:
     """The same strides, offset and bytes, gaps included, on the device."""
-    if isinstance(place, PagedTensor):
-        pool = moved(place.pool)
+    if isinstance(view, PagedTensor):
+        pool = moved(view.pool)
         assert isinstance(pool, torch.Tensor)
-        return PagedTensor(pool, place.pages, place.where)
-    storage = _bytes_of(place).to(DEVICE).untyped_storage()
-    blank = torch.empty(0, dtype=place.dtype, device=DEVICE)
-    return blank.set_(storage, place.storage_offset(), place.shape, place.stride())
+        return PagedTensor(pool, view.pages, view.where)
+    storage = _bytes_of(view).to(DEVICE).untyped_storage()
+    blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
+    return blank.set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
 def bring_back(source: TensorView, target: TensorView) -> None:

@@ -114,9 +114,9 @@ def test_one_step_is_noise_minus_velocity_times_the_span(
     params = DenoiseParams(cfg_text_scale=1.0, num_timesteps=2)
     latent = pipeline.denoise(contexts, noise, params)
     assert latent.dtype == torch.float32
-    marks = pipeline.special_tokens
+    special_tokens = pipeline.special_tokens
     with torch.no_grad():
-        ends = pipeline.model.embed([marks.start_of_image, marks.end_of_image])
+        ends = pipeline.model.embed([special_tokens.start_of_image, special_tokens.end_of_image])
         rows = pipeline.model.latent_rows(noise, 2, 2, torch.ones(1))
         flow = pipeline.model.velocity(contexts.gen, torch.cat([ends[:1], rows, ends[1:]]))
     cells = (noise - flow.float()).view(2, 2, 2, 2, 4)  # h, w, p, q, c
@@ -172,14 +172,14 @@ def test_a_stage_says_what_it_has_not(checkpoint: Path, exact: BagelPipeline) ->
         for stage in ("ar", "dit")
     )
     contexts = exact.prefill("a fox", image_shape=(8, 8))
-    for call, words in (
+    for call, message in (
         (lambda: ar.denoise(contexts, torch.zeros(4, 16), FEW), "stage='ar': no flow head"),
         (lambda: ar.decode(torch.zeros(4, 4, 4)), "stage='ar': no autoencoder's decoder"),
         (lambda: dit.encode_image(torch.zeros(3, 8, 8)), "stage='dit': no autoencoder's encoder"),
         (lambda: dit.append_vit_image(contexts.gen, torch.zeros(3, 8, 8)), "stage='dit': no ViT"),
         (lambda: dit.generate_text(contexts.gen), "stage='dit': no text head"),
     ):
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=message):
             call()
     names = set(dit.model.state_dict())
     assert not [n for n in names if n.startswith(("vit", "connector")) or "lm_head" in n]
@@ -292,9 +292,9 @@ def test_encoding_samples_around_the_mean(exact: BagelPipeline, seeded: Seeded) 
         moments = exact.autoencoder.encoder(pixels[None])[0]
     mean, logvar = moments[: ae.z_channels], moments[ae.z_channels :]
     noise = torch.randn(mean.shape, generator=seeded(1))
-    wanted = ae.scale_factor * (mean + (logvar / 2).exp() * noise - ae.shift_factor)
+    expected = ae.scale_factor * (mean + (logvar / 2).exp() * noise - ae.shift_factor)
     assert latent.shape == (4, 8, 12)
-    assert torch.allclose(latent, wanted, atol=1e-6)
+    assert torch.allclose(latent, expected, atol=1e-6)
 
 
 def test_decoding_truncates_to_bytes(exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
