@@ -134,7 +134,7 @@ def test_rows_of_a_batch_are_sequences() -> None:
 @pytest.mark.parametrize("kinds", ["ssss", "fsfs", "sfff"])
 @pytest.mark.parametrize("tokens", [4, WINDOW - 1, WINDOW, WINDOW + 1, 30])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_windows_are_restored_with_what_they_have_seen(kinds: str, tokens: int, batch: int) -> None:
+def test_windows_are_restored_with_the_tokens_seen(kinds: str, tokens: int, batch: int) -> None:
     cache = filled(tokens, kinds=kinds, batch=batch)
     payload = ADAPTER.pack(cache, request_id="r", extra={"a": 1})
     mixed = kinds != "ssss" and tokens > WINDOW - 1
@@ -170,7 +170,7 @@ def test_all_tokens_fit_into_a_window_and_not_the_other_way_round() -> None:
 
 
 @sliding
-def test_a_window_of_another_length_than_it_says_is_refused() -> None:
+def test_a_window_of_an_inconsistent_length_is_refused() -> None:
     cache = filled(20, kinds="ssss")
     cache.layers[2].cumulative_length = 5
     with pytest.raises(SchemaError, match="layer 2 keeps 7 tokens"):
@@ -189,7 +189,7 @@ def test_a_window_of_another_length_than_it_says_is_refused() -> None:
         ([], "dynamic_cache"),
     ],
 )
-def test_what_the_other_side_says_is_checked(extra: Any, message: str) -> None:
+def test_received_metadata_is_checked(extra: Any, message: str) -> None:
     data = ADAPTER.export(filled(20, kinds="ssss"), request_id="r")
     metadata = dataclasses.replace(data.metadata, extra={"dynamic_cache": extra})
     wrong = KVCacheTransferData("r", data.layer_blocks, (), metadata)

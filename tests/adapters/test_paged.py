@@ -158,7 +158,7 @@ def test_through_a_link_into_blocks(ends: tuple[KVLink, KVLink], by_slot: bool) 
     assert canaries(target) == before
 
 
-def test_the_rest_of_the_storage_stays(backend: str) -> None:
+def test_the_rest_of_the_storage_is_not_written(backend: str) -> None:
     """Pools that are a window of larger memory: heads of more, in blocks of more slots."""
     whole = [noise(n, (BLOCKS, SIZE + 2, HEADS + 2, DIM + 1)) for n in range(4)]
     windows = [one[:, 1 : 1 + SIZE, 1 : 1 + HEADS, :DIM] for one in whole]

@@ -1,4 +1,4 @@
-"""What the tests on a device share: the reason to skip, and tensors moved with their strides."""
+"""Fixtures of the tests on a device: the reason to skip, and tensors moved with their strides."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThroughDevice(Copier):
-    """A copier whose every tensor lies on the device: what `check_copier` asks, asked of it."""
+    """Runs the conformance kit's host tensors through the device: moves them there and back."""
 
     name = "through-device"
 
@@ -71,6 +71,9 @@ class ThroughDevice(Copier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         return self.copier.gather([moved(source) for source in sources], manifest, region)
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return self.copier.digest(manifest, region)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         there = [moved(target) for target in targets]

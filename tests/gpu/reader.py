@@ -1,4 +1,4 @@
-"""The other process: takes a payload to its device, and says what it found there."""
+"""A consumer process: copies a payload to its device and prints the digests."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ missing = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="u
 pytestmark = [*GPU, missing]
 
 
-def test_device_tensors_leave_from_where_they_lie() -> None:
+def test_device_tensors_are_sent_in_place() -> None:
     parts = [noise(seed, (1000, 4, 128), "bfloat16") for seed in range(6)]
     there = [part.to(DEVICE) for part in parts]
     about = {"kv_lens": [1000], "ropes": [7], "num_layers": 3}

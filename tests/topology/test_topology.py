@@ -1,4 +1,4 @@
-"""Heads between ranks of unequal number: who sends which, as views, refused where wrong."""
+"""Heads between stages with different numbers of ranks: the plan, views, refusals."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_both_sides_see_the_same_parts(topology: Topology) -> None:
 
 
 @given(topologies())
-def test_who_holds_the_same_shares_the_work(topology: Topology) -> None:
+def test_ranks_with_the_same_heads_share_the_receivers(topology: Topology) -> None:
     served = [
         sum(len(part.receivers) for part in topology.sent_by(rank))
         for rank in range(topology.senders)
@@ -148,7 +148,9 @@ def test_the_plan_in_numbers(numbers: tuple[int, int, int], expected: list[Any])
         (0, 0, 4, "rank 0 of 0"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(rank: int, world: int, heads: int, message: str) -> None:
+def test_heads_that_cannot_be_divided_are_refused(
+    rank: int, world: int, heads: int, message: str
+) -> None:
     with pytest.raises(SchemaError, match=message):
         shard_of(rank, world, heads=heads)
 
@@ -246,7 +248,7 @@ def test_latents_are_replicated() -> None:
         slice_heads(data, 0, 2)
 
 
-def test_empty_caches_too() -> None:
+def test_empty_caches() -> None:
     data = empty()
     parts = [slice_heads(data, 0, 1), slice_heads(data, 1, 2)]
     merged = merge_heads(parts, Shard(0, 1, (0, 2)))
@@ -340,7 +342,7 @@ def test_parts_that_do_not_belong_together(other: KVCacheTransferData, message: 
         merge_heads(parts, Shard(0, 1, (0, 4)))
 
 
-def test_a_part_says_which() -> None:
+def test_a_part_has_a_key_and_a_shard() -> None:
     with pytest.raises(SchemaError, match=r"metadata.shard is missing"):
         merge_heads([whole()], Shard(0, 1, (0, 4)))
 
@@ -362,7 +364,7 @@ def test_targets_must_fit(into: KVCacheTransferData) -> None:
 
 
 @pytest.mark.parametrize("heads", [(1, 3), (3, 5), (2, 2), (3, 2)])
-def test_heads_that_are_not_here(heads: tuple[int, int]) -> None:
+def test_heads_that_the_cache_does_not_have(heads: tuple[int, int]) -> None:
     mine = shard_of_cache(whole(), shard_of(1, 2, heads=4))
     with pytest.raises(SchemaError, match=f"rank 1 of 2, heads {heads[0]}…{heads[1]}.*2…4"):
         slice_heads(mine, *heads)
@@ -371,9 +373,9 @@ def test_heads_that_are_not_here(heads: tuple[int, int]) -> None:
 def test_a_sender_sends_its_own_heads_only() -> None:
     first, second = Topology(heads=4, senders=2, receivers=1).parts()
     mine = shard_of_cache(whole(), first.shard)
-    with pytest.raises(SchemaError, match=r"rank 0 of 2, rank 1 of 2, heads 2…4 is wanted"):
+    with pytest.raises(SchemaError, match=r"rank 0 of 2, rank 1 of 2, heads 2…4 is required"):
         second.of(mine)
-    with pytest.raises(SchemaError, match=r"rank 0 of 1, .* is wanted; metadata.shard says whose"):
+    with pytest.raises(SchemaError, match=r"rank 0 of 1, .* is required; set metadata.shard"):
         first.of(whole())
 
 

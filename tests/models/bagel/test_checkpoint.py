@@ -119,7 +119,7 @@ def test_published_sizes_are_the_defaults(tmp_path: Path) -> None:
     assert (config.ae.scale_factor, config.ae.shift_factor) == (0.3611, 0.1159)
 
 
-def test_a_seed_names_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_seed_determines_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
     again = make_tiny_checkpoint(tmp_path / "again")
     other = make_tiny_checkpoint(tmp_path / "other", seed=1)
     for file in sorted(path.name for path in checkpoint.iterdir()):
@@ -129,7 +129,7 @@ def test_a_seed_names_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
     assert weights != (checkpoint / "ema.safetensors").read_bytes()
 
 
-def test_weights_are_loaded_in_the_asked_dtype(exact: BagelPipeline, short: BagelPipeline) -> None:
+def test_weights_are_loaded_in_the_given_dtype(exact: BagelPipeline, short: BagelPipeline) -> None:
     for pipeline in (exact, short):
         assert {t.dtype for t in pipeline.model.state_dict().values()} == {pipeline.dtype}
         for name, tensor in pipeline.autoencoder.state_dict().items():
@@ -198,7 +198,7 @@ def test_a_stage_needs_only_its_own_tensors(
         BagelPipeline.from_pretrained(copy, stage=stage)
 
 
-def test_position_tables_are_as_large_as_the_weights_say(checkpoint: Path, tmp_path: Path) -> None:
+def test_position_tables_have_the_size_of_the_weights(checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     fields = json.loads((copy / "config.json").read_text())
     fields |= {"max_latent_size": 7, "vit_max_num_patch_per_side": 9}

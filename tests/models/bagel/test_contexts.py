@@ -208,7 +208,7 @@ def test_a_snapshot_shares_tensors_but_no_containers(exact: BagelPipeline) -> No
     assert raw(copy) == before
 
 
-def test_steps_leave_the_given_context_alone(pipeline: BagelPipeline) -> None:
+def test_steps_do_not_change_the_given_context(pipeline: BagelPipeline) -> None:
     context = pipeline.append_text(pipeline.empty_context(), [1, 2, 3])
     before, tensors_before = raw(context), tensors(context)
     pipeline.append_text(context, [4, 5])

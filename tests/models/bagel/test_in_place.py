@@ -1,4 +1,4 @@
-"""A cache that grows in place: the same bytes, no row moved, and nobody else's rows touched."""
+"""A cache that grows in place: the same bytes, no row moved, no other rows written."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_only_new_rows_are_written(exact: BagelPipeline) -> None:
         assert bool((values[5:] == 7).all())
 
 
-def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
+def test_a_second_continuation_gets_new_memory(exact: BagelPipeline) -> None:
     """Two texts after the same context, and a third after an older one."""
     cache, plain = capacity(exact), exact.empty_context()
     trunk = exact.append_text(start(cache), [1, 2, 3])
@@ -106,7 +106,7 @@ def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
     assert raw(last) == raw(exact.append_text(exact.append_text(trunk, [4, 5]), [6]))
 
 
-def test_a_snapshot_is_continued_elsewhere_and_left_alone(exact: BagelPipeline) -> None:
+def test_a_snapshot_is_continued_in_new_memory_and_not_changed(exact: BagelPipeline) -> None:
     cache = capacity(exact)
     context = exact.append_text(start(cache), [1, 2, 3])
     copy, before = context.snapshot(), raw(context)
@@ -156,7 +156,7 @@ def test_over_capacity_is_refused_before_a_row_is_written(exact: BagelPipeline) 
     assert raw(full) == raw(exact.append_text(branch_of(exact, [1, 2, 3]), [4, 5]))
 
 
-def test_an_extension_that_failed_half_way_is_done_again_elsewhere(
+def test_a_failed_extension_is_repeated_in_new_memory(
     exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = capacity(exact)

@@ -88,9 +88,7 @@ def test_the_latent_depends_on_each_branchs_position(
     assert not torch.equal(exact.denoise(contexts, noise, params), latent)
 
 
-def test_guidance_is_applied_only_where_it_is_asked_for(
-    exact: BagelPipeline, seeded: Seeded
-) -> None:
+def test_guidance_is_applied_only_in_its_interval(exact: BagelPipeline, seeded: Seeded) -> None:
     contexts = exact.prefill(["a fox", "in the snow"], image_shape=(8, 8))
     noise = exact.initial_noise((8, 8), seeded(0))
 
@@ -166,7 +164,7 @@ def test_two_stages_give_the_image_of_one(
     assert torch.equal(image, pipeline.generate([photo, "blue"], params, generator=seeded(4)))
 
 
-def test_a_stage_says_what_it_has_not(checkpoint: Path, exact: BagelPipeline) -> None:
+def test_a_stage_names_the_part_that_it_lacks(checkpoint: Path, exact: BagelPipeline) -> None:
     ar, dit = (
         BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32, stage=stage)
         for stage in ("ar", "dit")
@@ -188,7 +186,7 @@ def test_a_stage_says_what_it_has_not(checkpoint: Path, exact: BagelPipeline) ->
     assert "llm2vae.weight" not in ar.model.state_dict()
 
 
-def test_the_last_request_can_be_handed_over(exact: BagelPipeline, checkpoint: Path) -> None:
+def test_the_last_requests_caches_are_returned(exact: BagelPipeline, checkpoint: Path) -> None:
     fresh = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="no request"):
         fresh.get_kv_metadata()

@@ -36,7 +36,7 @@ def _table(weights: dict[str, Tensor], name: str, side: int, height: int, width:
     return table[:height, :width].reshape(height * width, -1)
 
 
-def test_latent_rows_are_projection_and_time_and_place(exact: BagelPipeline) -> None:
+def test_latent_rows_are_projection_and_time_and_position(exact: BagelPipeline) -> None:
     weights = exact.model.state_dict()
     tokens = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
     table = _table(weights, "latent_pos_embed.pos_embed", 16, 2, 3)
@@ -67,7 +67,7 @@ def test_an_encoded_image_is_at_time_zero_and_uses_the_generation_expert(
         assert torch.allclose(one, two, atol=1e-3)
 
 
-def test_vit_rows_are_the_encoder_the_connector_and_the_place(exact: BagelPipeline) -> None:
+def test_vit_rows_are_the_encoder_the_connector_and_the_position(exact: BagelPipeline) -> None:
     """The encoder is written out here with one head at a time."""
     weights, vit = exact.model.state_dict(), exact.config.vit
     prefix, dim = "vit_model.vision_model.", vit.hidden_size // vit.num_attention_heads
