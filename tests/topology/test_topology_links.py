@@ -69,8 +69,10 @@ def test_bit_exact(scheme: str, heads: int, senders: int, receivers: int, socket
         receipts = []
         for rank, link in enumerate(stages.served):
             mine = shard_of_cache(data, topology.sender(rank))
-            for part in topology.sent_by(rank):
-                receipts.append(link.put(part.of(mine), readers=len(part.receivers)))
+            receipts += [
+                link.put(part.of(mine), readers=len(part.receivers))
+                for part in topology.sent_by(rank)
+            ]
             for view in mine.tensors():
                 dense(view).zero_()  # committed: the tensors are the engine's again
         for rank in range(receivers):
