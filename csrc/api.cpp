@@ -1,4 +1,4 @@
-// The C interface: what is thrown inside becomes a status and the thread's last error.
+// The C interface: exceptions become a status and the thread's last error.
 #include <cstdio>
 #include <cstring>
 #include <new>
@@ -13,35 +13,34 @@ namespace {
 
 thread_local char last_error[320];
 
-int remember(int status, const char *text) {
+int set_error(int status, const char *text) {
     snprintf(last_error, sizeof last_error, "%s", text);
     return status;
 }
 
-// Run `body`, which gets the number of the copy it is at.
+// Run `body`, which keeps the index of its current copy in the report.
 template <class Body>
 int guarded(kvl_report *report, Body body) {
-    kvl_report own{};
-    kvl_report &now = report ? *report : own;
-    now = kvl_report{};
+    kvl_report unused{};
+    kvl_report &current = report ? *report : unused;
+    current = kvl_report{};
     try {
-        int status = body(now);
+        int status = body(current);
         if (status == KVL_EDIGEST) {
             char text[128];
-            snprintf(text, sizeof text, "copy %llu, MiB %llu: not the bytes of this digest",
-                     (unsigned long long)now.copy, (unsigned long long)now.chunk);
-            return remember(status, text);
+            snprintf(text, sizeof text, "copy %llu, MiB %llu: the bytes do not match the digest",
+                     (unsigned long long)current.copy, (unsigned long long)current.chunk);
+            return set_error(status, text);
         }
         return status;
     } catch (const Failure &failure) {
         char text[320];
-        snprintf(text, sizeof text, "copy %llu: %s", (unsigned long long)now.copy, failure.text);
-        return remember(failure.status, text);
+        snprintf(text, sizeof text, "copy %llu: %s", (unsigned long long)current.copy,
+                 failure.text);
+        return set_error(failure.status, text);
     } catch (const std::bad_alloc &) {
-        return remember(KVL_ENOMEM, "out of memory");
-    } catch (...) {
-        return remember(KVL_ENOMEM, "the system refused a resource");
-    }
+        return set_error(KVL_ENOMEM, "out of memory");
+    } catch (...) { return set_error(KVL_ENOMEM, "the system refused a resource"); }
 }
 
 struct Payload {
@@ -54,21 +53,21 @@ struct Payload {
 template <class Entry>
 int run(Mode mode, bool compare, const Payload &payload, const Entry *entries, uint64_t count,
         const kvl_options *options, kvl_report *report) {
-    return guarded(report, [&](kvl_report &now) {
+    return guarded(report, [&](kvl_report &current) {
         if ((!payload.bytes && payload.nbytes) || (!entries && count) ||
             (!payload.digests && payload.num_digests))
             fail(KVL_EARGUMENT, "a null pointer with a size that is not 0");
-        // Written to, or not, by `mode` and `compare`; the interface's const says which.
+        // `mode` and `compare` decide which of them is written; the interface has them const.
         Job job(mode, compare, static_cast<char *>(const_cast<void *>(payload.bytes)),
                 payload.nbytes, const_cast<uint32_t *>(payload.digests), payload.num_digests);
-        for (; now.copy < count; now.copy++) {
+        for (; current.copy < count; current.copy++) {
             if constexpr (sizeof(Entry) == sizeof(kvl_copy))
-                job.add(entries[now.copy].span, &entries[now.copy].view, now.copy);
+                job.add(entries[current.copy].span, &entries[current.copy].view, current.copy);
             else
-                job.add(entries[now.copy], nullptr, now.copy);
+                job.add(entries[current.copy], nullptr, current.copy);
         }
-        now.copy = 0;
-        return job.run(options ? *options : kvl_options{}, now);
+        current.copy = 0;
+        return job.run(options ? *options : kvl_options{}, current);
     });
 }
 
@@ -88,7 +87,7 @@ int kvl_select(const char *features) {
     char text[128];
     snprintf(text, sizeof text, "this processor has no instruction set '%.40s' that is known here",
              features ? features : "");
-    return kvl::remember(KVL_EUNSUPPORTED, text);
+    return kvl::set_error(KVL_EUNSUPPORTED, text);
 }
 
 int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,

@@ -9,8 +9,8 @@
 namespace kvl {
 namespace {
 
-// Pieces at least this long are copied where they lie; shorter ones go through a stage, which
-// stays in the first-level cache.
+// Pieces of at least this size are copied directly; shorter ones through a stage that stays in the
+// first-level cache.
 constexpr size_t kDirect = 256;
 constexpr size_t kStage = 2048;
 
@@ -35,7 +35,7 @@ uint32_t Mover::move(const Chunk &chunk, bool digest) {
     return ~rest(chunk, lane_nbytes * kLanes, crc, digest);
 }
 
-// The four quarters of the chunk, side by side.
+// Copy the four quarters of the chunk in parallel lanes.
 void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest) {
     char *payload[kLanes], *view[kLanes];
     for (int lane = 0; lane < kLanes; lane++) payload[lane] = chunk.payload + lane * lane_nbytes;
@@ -65,7 +65,7 @@ void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool d
         copy(dst, src, n, crcs);
         for (int lane = 0; lane < kLanes; lane++) {
             if (!staged[lane])
-                cursors[lane].take(n);
+                cursors[lane].advance(n);
             else if (into_view)
                 cursors[lane].move<true>(stages[lane], n);
             payload[lane] += n;
@@ -74,7 +74,7 @@ void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool d
     }
 }
 
-// What is left over by four lanes of whole cache lines: less than five lines.
+// Copy what four lanes of whole cache lines leave over: less than five lines.
 uint32_t Mover::rest(const Chunk &chunk, size_t done, uint32_t crc, bool digest) {
     size_t n = chunk.nbytes - done;
     if (!n) return crc;

@@ -6,24 +6,24 @@
 
 namespace kvl {
 
-// What a chunk's digests are for.
+// Gather: from a view; scatter: into a view; scan: digests only.
 enum class Mode { gather, scatter, scan };
 
 struct Chunk {
-    const View *view;  // null when only scanning
+    const View *view;  // null for a scan
     size_t position;   // of its first byte in the view
     char *payload;
     size_t nbytes;
 };
 
-// Moves chunks; one for each thread. `finish` before others may see the bytes.
+// Copies chunks; one object for each thread. Call `fence` before other threads read the bytes.
 class Mover {
   public:
     Mover(Mode mode, bool stream) : mode_(mode), stream_(stream), kernel_(kernel()) {}
 
-    // Returns the chunk's CRC-32C; a meaningless number if not `digest`.
+    // Returns the chunk's CRC-32C; an undefined number without `digest`.
     uint32_t move(const Chunk &chunk, bool digest);
-    void finish() { kernel_.fence(); }
+    void fence() { kernel_.fence(); }
 
   private:
     void lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest);
@@ -33,7 +33,7 @@ class Mover {
     Mode mode_;
     bool stream_;
     const Kernel &kernel_;
-    size_t shift_nbytes_ = 0;  // what shift_ moves over; most chunks have the same size
+    size_t shift_nbytes_ = 0;  // that shift_ was computed for; most chunks have the same size
     uint32_t shift_ = 0;
 };
 

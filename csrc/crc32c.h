@@ -12,7 +12,7 @@ constexpr uint32_t kCrcStart = ~0u;
 // Continue `crc` over `n` bytes, eight at a time from tables.
 uint32_t crc_portable(uint32_t crc, const void *data, size_t n);
 
-// The operator that moves a CRC over `n` zero bytes; apply it with `crc_multiply`.
+// The operator that shifts a CRC by `n` zero bytes; apply it with `crc_multiply`.
 uint32_t crc_shift(size_t n);
 
 // Product of two polynomials modulo CRC-32C's.

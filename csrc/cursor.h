@@ -13,7 +13,7 @@ class Cursor {
     char *at = nullptr;  // the piece's next byte
     size_t left = 0;     // bytes left in the piece
 
-    // Stand at byte `position` of the view.
+    // Set the position to byte `position` of the view.
     void seek(const View &view, size_t position) {
         view_ = &view;
         for (int d = 0; d < view.dims; d++) {
@@ -26,8 +26,8 @@ class Cursor {
         left = view.run - position + neighbours();
     }
 
-    // Move on by n bytes, at most to the piece's end; there, to the next piece.
-    void take(size_t n) {
+    // Advance by n bytes within the piece; at its end, to the next piece.
+    void advance(size_t n) {
         at += n;
         left -= n;
         if (!left) next();
@@ -53,7 +53,7 @@ class Cursor {
                     memcpy(at, flat, whole);
                 else
                     memcpy(flat, at, whole);
-                take(whole);
+                advance(whole);
             }
             flat += whole;
             n -= whole;
@@ -80,15 +80,15 @@ class Cursor {
             else
                 memcpy(flat + i * kRun, piece + ptrdiff_t(i) * stride, kRun);
         }
-        // Stand in the last of them, and leave it: `next` knows where to go.
+        // Set the position to the last of them; `next` advances from there.
         entry_[d] += count - 1;
         start_[d] += ptrdiff_t(count - 1) * stride;
         left = 0;
         next();
     }
 
-    // With an index of contiguous entries: the bytes of those that follow this one in memory as
-    // well, as slots of one block do, and blocks of an almost empty pool.
+    // With an index of contiguous entries: the bytes of the following entries that are adjacent in
+    // memory, such as slots of one block, or blocks of an almost empty pool.
     size_t neighbours() {
         const View &view = *view_;
         if (!view.index || view.dims != 1) return 0;
@@ -100,7 +100,7 @@ class Cursor {
             end += view.run;
         }
         size_t more = (entry - entry_[0]) * view.run;
-        entry_[0] = entry;  // `next` goes on after the last of them
+        entry_[0] = entry;  // `next` continues after the last of them
         return more;
     }
 

@@ -1,4 +1,4 @@
-// Errors inside the library: thrown here, turned into a status at the C interface.
+// Errors inside the library; the C interface turns them into a status.
 #pragma once
 
 #include <cstdarg>

@@ -10,7 +10,7 @@ namespace {
 
 using ull = unsigned long long;
 
-// Above this many bytes stores go past the cache: they would only push out what is of use.
+// Above this many bytes stores go past the cache, which they would only evict.
 constexpr uint64_t kStream = 8 << 20;
 
 }  // namespace
@@ -40,7 +40,7 @@ void Job::add(const kvl_span &span, const kvl_view *given, uint64_t number) {
         item.view = check_view(*given, span.nbytes, mode_ == Mode::scatter);
         const char *start = payload_ + span.start;
         if (item.view.low < start + span.nbytes && start < item.view.high)
-            fail(KVL_EOVERLAP, "the view and its place in the payload are the same memory");
+            fail(KVL_EOVERLAP, "the view and its span of the payload are the same memory");
     }
     items_.push_back(item);
     chunks_ += (span.nbytes + KVL_CHUNK - 1) / KVL_CHUNK;
@@ -56,16 +56,16 @@ int Job::run(const kvl_options &options, kvl_report &report) {
                   (options.stores == KVL_STORES_AUTO && moved_ > kStream);
     report.threads = run_threads(static_cast<unsigned>(threads), [&] { work(stream); });
 
-    uint64_t bad = first_bad_.load();
-    if (bad == UINT64_MAX) return KVL_OK;
+    uint64_t mismatch = first_mismatch_.load();
+    if (mismatch == UINT64_MAX) return KVL_OK;
     auto after = [](uint64_t chunk, const Item &item) { return chunk < item.first_chunk; };
-    auto item = std::upper_bound(items_.begin(), items_.end(), bad, after) - 1;
-    report.chunk = bad - item->first_chunk;
+    auto item = std::upper_bound(items_.begin(), items_.end(), mismatch, after) - 1;
+    report.chunk = mismatch - item->first_chunk;
     report.copy = item->number;
     return KVL_EDIGEST;
 }
 
-// Chunks are handed out one by one, in order: a thread that the system holds up delays one chunk.
+// Threads claim chunks one by one, in order: a preempted thread delays one chunk.
 void Job::work(bool stream) {
     Mover mover(mode_, stream);
     size_t item = 0;
@@ -75,7 +75,7 @@ void Job::work(bool stream) {
         while (item + 1 < items_.size() && items_[item + 1].first_chunk <= number) item++;
         do_chunk(mover, items_[item], number - items_[item].first_chunk, number);
     }
-    mover.finish();
+    mover.fence();
 }
 
 void Job::do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t number) {
@@ -87,13 +87,12 @@ void Job::do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t numb
     uint32_t crc =
         mover.move({&item.view, position, payload_ + span.start + position, size}, digest);
     if (!digest) return;
-    uint32_t &known = digests_[span.first_digest + chunk];
+    uint32_t &stored = digests_[span.first_digest + chunk];
     if (!compare_) {
-        known = crc;
-    } else if (known != crc) {
-        uint64_t first = first_bad_.load(std::memory_order_relaxed);
-        while (number < first && !first_bad_.compare_exchange_weak(first, number)) {
-        }
+        stored = crc;
+    } else if (stored != crc) {
+        uint64_t first = first_mismatch_.load(std::memory_order_relaxed);
+        while (number < first && !first_mismatch_.compare_exchange_weak(first, number)) {}
     }
 }
 

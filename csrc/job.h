@@ -1,4 +1,4 @@
-// One call: its copies checked, cut into chunks, and moved.
+// One call: its copies are checked, cut into chunks, and copied.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ class Job {
         : mode_(mode), compare_(compare), payload_(payload), nbytes_(nbytes), digests_(digests),
           num_digests_(num_digests) {}
 
-    // `given` is null for a scan. Nothing is moved before all copies were added.
+    // `given` is null for a scan. Add all copies before `run`.
     void add(const kvl_span &span, const kvl_view *given, uint64_t number);
 
     // Returns KVL_EDIGEST if a chunk differs; fills the report.
@@ -43,7 +43,7 @@ class Job {
     uint64_t num_digests_;
     std::vector<Item> items_;
     uint64_t chunks_ = 0, moved_ = 0, written_ = 0;
-    std::atomic<uint64_t> next_{0}, first_bad_{UINT64_MAX};
+    std::atomic<uint64_t> next_{0}, first_mismatch_{UINT64_MAX};
 };
 
 }  // namespace kvl

@@ -26,7 +26,7 @@ void digest(Src src, size_t n, uint32_t *crcs) {
 
 void no_fence() {}
 
-// From the best on; the last runs anywhere.
+// The best first; the last runs on every processor.
 const Kernel *const kAll[] = {
 #if defined(__x86_64__)
     &kAvx512Clmul,
@@ -53,25 +53,24 @@ const Kernel *find(const char *name) {
     return nullptr;
 }
 
-std::atomic<const Kernel *> chosen{nullptr};
+std::atomic<const Kernel *> current{nullptr};
 
 }  // namespace
 
 const Kernel kPortable = {
-    "portable",          copy<false>, copy<true>,   copy<false>,
-    copy<true>, digest,      crc_portable, no_fence,
+    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, no_fence,
 };
 
 const Kernel &kernel() {
-    const Kernel *now = chosen.load(std::memory_order_acquire);
-    if (!now) chosen.store(now = find("auto"), std::memory_order_release);
-    return *now;
+    const Kernel *selected = current.load(std::memory_order_acquire);
+    if (!selected) current.store(selected = find("auto"), std::memory_order_release);
+    return *selected;
 }
 
 bool select_kernel(const char *name) {
-    const Kernel *wanted = find(name);
-    if (wanted) chosen.store(wanted, std::memory_order_release);
-    return wanted != nullptr;
+    const Kernel *named = find(name);
+    if (named) current.store(named, std::memory_order_release);
+    return named != nullptr;
 }
 
 }  // namespace kvl

@@ -1,4 +1,4 @@
-// The inner loops, one set for each instruction set; everything above them is common.
+// The inner loops, one set for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ using Src = const char *const *;
 struct Kernel {
     const char *name;
     // Copy n bytes (a multiple of kLine) in each lane, and continue each lane's CRC.
-    // The streamed ones want destinations on multiples of kLine.
+    // The stream variants require destinations aligned to kLine.
     void (*copy)(Dst dst, Src src, size_t n, uint32_t *crcs);
     void (*copy_digest)(Dst dst, Src src, size_t n, uint32_t *crcs);
     void (*stream)(Dst dst, Src src, size_t n, uint32_t *crcs);
@@ -38,9 +38,9 @@ extern const Kernel kAvx512;
 extern const Kernel kAvx512Clmul;
 #endif
 
-// The one in use; the best this processor has, until told otherwise.
+// The selected one; by default the best that this processor supports.
 const Kernel &kernel();
-// False if there is none of this name, or this processor cannot run it.
+// Returns false if there is none of this name, or this processor does not support it.
 bool select_kernel(const char *name);
 
 }  // namespace kvl

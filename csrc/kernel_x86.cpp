@@ -1,4 +1,4 @@
-// AVX-512 and AVX2 by function-level targets: the file compiles, and the library loads, anywhere.
+// AVX-512 and AVX2 by function-level targets, so that the library loads on every x86-64 processor.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -14,14 +14,14 @@
 namespace kvl {
 namespace {
 
-// In pieces of this size, such as the blocks of a pool, the processor's own prefetchers start anew
-// too often: fetch this far ahead. In longer ones they do better alone, in shorter ones it is in
-// vain.
+// Prefetch this far ahead in pieces of some pages, such as a pool's blocks, where the processor's
+// prefetchers restart too often. They do better alone in longer pieces; shorter ones gain nothing.
 constexpr size_t kDistance = 2048;
 inline bool is_piece(size_t n) { return n >= 2 * kDistance && n <= 32 * kDistance; }
 
-// The bytes are read again for the CRC: a first-level cache hit, and cheaper than taking them
-// out of the vector registers. The four lanes' instructions alternate, so none waits for another.
+// The bytes are read again for the CRC: a first-level cache hit, and cheaper than extracting
+// them from the vector registers. The four lanes' instructions alternate, so none waits for
+// another.
 KVL_SSE42 inline __attribute__((always_inline)) void crc_line(Src src, size_t at, uint64_t *crcs) {
     for (size_t word = 0; word < kLine; word += 8)
         for (int lane = 0; lane < kLanes; lane++) {
@@ -61,10 +61,10 @@ void copy_avx512(Dst dst, Src src, size_t n, uint32_t *crcs) {
                        : lanes_avx512<kStream, kDigest, false>(dst, src, n, crcs);
 }
 
-// Below this the fold's end costs more than it saves.
+// Below this size the final reduction of a fold costs more than the fold saves.
 constexpr size_t kFold = 1024;
 
-// Copies one line of one lane, and returns it.
+// Copies one line of one lane and returns it.
 template <bool kStore, bool kStream, bool kAhead>
 KVL_CLMUL inline __attribute__((always_inline)) __m512i pass(char *to, const char *from) {
     if (kAhead) _mm_prefetch(from + kDistance, _MM_HINT_T0);
@@ -80,7 +80,7 @@ KVL_CLMUL inline __attribute__((always_inline)) __m512i with_crc(__m512i line, u
     return _mm512_xor_si512(line, _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
 }
 
-// Moves what was folded so far over one line, and adds the line.
+// Shifts the folded value by one line and adds the line.
 KVL_CLMUL inline __attribute__((always_inline)) __m512i add_line(__m512i folded, __m512i line,
                                                                  __m512i by_line) {
     __m512i low = _mm512_clmulepi64_epi128(folded, by_line, 0x00);
@@ -88,12 +88,12 @@ KVL_CLMUL inline __attribute__((always_inline)) __m512i add_line(__m512i folded,
     return _mm512_ternarylogic_epi64(low, high, line, 0x96);  // xor of the three
 }
 
-// The same with the CRC folded in the vector registers that pass through anyway: two carry-less
-// multiplications a line instead of eight CRC instructions. `kStore` false: the CRC alone.
-// Four names instead of arrays: compilers keep those in registers. n is at least one line.
+// Copies and folds the CRC in the vector registers of the copy: two carry-less multiplications per
+// line instead of eight CRC instructions. Without `kStore`, the CRC alone. Four variables instead
+// of arrays, since compilers keep those in registers. n is at least one line.
 template <bool kStore, bool kStream, bool kAhead>
 KVL_CLMUL void fold(Dst dst, Src src, size_t n, uint32_t *crcs) {
-    // x^(512 + 32) and x^(512 - 32) modulo the polynomial, as the instruction wants them.
+    // x^(512 + 32) and x^(512 - 32) modulo the polynomial, in the order of the instruction.
     const __m512i by = _mm512_set4_epi32(0, int(0x9e4addf8), 0, 0x740eef02);
     char *to0 = nullptr, *to1 = nullptr, *to2 = nullptr, *to3 = nullptr;
     if (kStore) to0 = dst[0], to1 = dst[1], to2 = dst[2], to3 = dst[3];
@@ -108,7 +108,7 @@ KVL_CLMUL void fold(Dst dst, Src src, size_t n, uint32_t *crcs) {
         folded2 = add_line(folded2, pass<kStore, kStream, kAhead>(to2 + at, from2 + at), by);
         folded3 = add_line(folded3, pass<kStore, kStream, kAhead>(to3 + at, from3 + at), by);
     }
-    // What is left is one line with the CRC of all: hash it.
+    // The folded line has the CRC of all lines: hash it.
     alignas(kLine) char lines[kLanes][kLine];
     _mm512_store_si512(lines[0], folded0);
     _mm512_store_si512(lines[1], folded1);
@@ -202,14 +202,10 @@ const Kernel kAvx512 = {
     fence,
 };
 const Kernel kAvx512Clmul = {
-    "avx512+clmul",
-    copy_avx512<false, false>,
-    copy_clmul<false>,
-    copy_avx512<true, false>,
-    copy_clmul<true>,
-    digest_clmul,
-    crc_sse42,
-    fence,
+    "avx512+clmul",    copy_avx512<false, false>,
+    copy_clmul<false>, copy_avx512<true, false>,
+    copy_clmul<true>,  digest_clmul,
+    crc_sse42,         fence,
 };
 const Kernel kAvx2 = {
     "avx2",

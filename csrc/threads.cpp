@@ -13,12 +13,12 @@
 namespace kvl {
 namespace {
 
-constexpr uint64_t kWorthwhile = 64 << 20;  // bytes; below, a thread's start is no gain
-constexpr unsigned kMost = 4;               // more do not make memory faster
-constexpr unsigned kSpare = 4;              // idle cores for each thread more: one core alone
-                                            // nearly fills the memory of a small machine
+constexpr uint64_t kMinBytes = 64 << 20;  // below, starting a thread costs more than it gains
+constexpr unsigned kMaxThreads = 4;       // more threads do not make memory faster
+// Idle cores for each additional thread: on a small machine one core nearly saturates memory.
+constexpr unsigned kCoresPerThread = 4;
 
-// Cores this process may use, less those that are busy at this moment.
+// Cores that this process may use, less those that are busy now.
 unsigned idle_cores() {
 #if defined(__linux__)
     cpu_set_t cores;
@@ -38,8 +38,8 @@ unsigned idle_cores() {
 }  // namespace
 
 unsigned choose_threads(uint64_t nbytes) {
-    if (nbytes < kWorthwhile) return 1;
-    return std::min(kMost, 1 + idle_cores() / kSpare);
+    if (nbytes < kMinBytes) return 1;
+    return std::min(kMaxThreads, 1 + idle_cores() / kCoresPerThread);
 }
 
 unsigned run_threads(unsigned threads, const std::function<void()> &work) {
@@ -48,7 +48,7 @@ unsigned run_threads(unsigned threads, const std::function<void()> &work) {
     try {
         while (others.size() + 1 < threads) others.emplace_back(work);
     } catch (const std::system_error &) {
-        // The system has no more threads to give: those that run do all the work.
+        // The system refuses more threads: the running ones do all the work.
     }
     work();
     for (std::thread &other : others) other.join();

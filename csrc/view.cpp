@@ -37,8 +37,8 @@ void check_numbers(const kvl_view &v, uint64_t nbytes) {
 void check_index(const kvl_view &v) {
     if (!v.index_limit || v.index_limit > kHuge || !v.index_split || v.index_split > kHuge ||
         v.index_stride > int64_t(kHuge) || v.index_stride < -int64_t(kHuge))
-        fail(KVL_EARGUMENT, "an index with limit %llu, split %llu, stride %lld",
-             ull(v.index_limit), ull(v.index_split), (long long)v.index_stride);
+        fail(KVL_EARGUMENT, "an index with limit %llu, split %llu, stride %lld", ull(v.index_limit),
+             ull(v.index_split), (long long)v.index_stride);
     for (uint64_t i = 0; i < v.sizes[0]; i++)
         if (v.index[i] < 0 || uint64_t(v.index[i]) >= v.index_limit)
             fail(KVL_EBOUNDS, "index[%llu] is %lld; it must be below %llu", ull(i),
@@ -69,7 +69,7 @@ void check_extent(const kvl_view &v, View &view) {
     view.high = static_cast<const char *>(v.base) + ptrdiff_t(high);
 }
 
-// Strides from the smallest on: each must clear all that lies below it.
+// From the smallest stride on: each must be at least the extent of the smaller ones.
 void check_distinct(const kvl_view &v) {
     struct Dim {
         uint64_t stride, size;
@@ -100,7 +100,7 @@ void check_distinct(const kvl_view &v) {
     }
 }
 
-// Join what is contiguous into the run, and neighbouring dimensions into one.
+// Merge contiguous dimensions into the run, and neighbouring dimensions into one.
 void collapse(const kvl_view &v, View &view) {
     int first = v.index ? 1 : 0, kept = KVL_DIMS;  // kept dimensions lie at [kept, KVL_DIMS)
     size_t sizes[KVL_DIMS];

@@ -1,4 +1,4 @@
-// A checked view: the caller's strides brought to the fewest dimensions.
+// A checked view: the caller's strides reduced to the fewest dimensions.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct View {
     const int64_t *index;    // for dimension 0, or null
     uint64_t index_split;
     ptrdiff_t index_stride;
-    // The memory the view may touch.
+    // The memory that the view may access.
     const char *low, *high;
 
     // Where entry i of dimension 0 starts.
@@ -31,8 +31,8 @@ struct View {
     }
 };
 
-// Check a view against its own sizes and the bytes it shall hold; throws Failure.
-// `writing`: also that no byte of it has two names.
+// Check a view against its own sizes and its number of bytes; throws Failure.
+// `writing`: check, too, that it contains no byte twice.
 View check_view(const kvl_view &given, uint64_t nbytes, bool writing);
 
 }  // namespace kvl

@@ -60,30 +60,32 @@ def run_stage(args: argparse.Namespace) -> None:
 
 
 class Stage:
-    """A stage's process, and the talk with it."""
+    """A stage's process, and the messages to and from it."""
 
     def __init__(self, args: argparse.Namespace, name: str):
         url = args.connector if args.connector.endswith(":0") else f"{args.connector}-{name}"
         own = {"stage": name, "connector": url}
         options = {name: value for name, value in {**vars(args), **own}.items() if value}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, __file__, *words]
+        arguments = [
+            argument for name, value in options.items() for argument in (f"--{name}", str(value))
+        ]
+        command = [sys.executable, __file__, *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self._lock = threading.Lock()
 
-    def do(self, job: Facts) -> Facts:
-        """Tell it to do something, and hear what came of it; one after the other."""
+    def call(self, job: Facts) -> Facts:
+        """Send a job and wait for its result; one at a time."""
         with self._lock:
-            self.order(job)
-            return self.hear()
+            self.send(job)
+            return self.receive()
 
-    def order(self, job: Any) -> None:
+    def send(self, job: Any) -> None:
         assert self.process.stdin
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> Facts:
+    def receive(self) -> Facts:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -91,20 +93,20 @@ class Stage:
         facts: Facts = json.loads(line)
         return facts
 
-    def end(self) -> None:
+    def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
 
 
 def run_stages(args: argparse.Namespace) -> tuple[dict[int, Facts], list[Facts]]:
-    """All prompts through the stages: what became of each, and the numbers of each store."""
+    """Run all prompts through the stages; return their results and the counters of each store."""
     producers = [Stage(args, f"P{number}") for number in range(args.producers)]
     consumers = [Stage(args, f"D{number}") for number in range(args.consumers)]
     try:
-        urls = {stage: stage.hear()["url"] for stage in (*producers, *consumers)}
+        urls = {stage: stage.receive()["url"] for stage in (*producers, *consumers)}
         for stages, others in ((producers, consumers), (consumers, producers)):
             for stage in stages:
-                stage.order([urls[other] for other in others])
+                stage.send([urls[other] for other in others])
         done: dict[int, Facts] = {}
         threads = [
             threading.Thread(target=serve, args=(args, number, consumers, producers, done))
@@ -115,11 +117,11 @@ def run_stages(args: argparse.Namespace) -> tuple[dict[int, Facts], list[Facts]]
         for thread in threads:
             thread.join()
         for stage in (*producers, *consumers):
-            stage.end()
-        return done, [producer.hear() for producer in producers]
+            stage.close()
+        return done, [producer.receive() for producer in producers]
     finally:
         for stage in (*producers, *consumers):
-            stage.end()
+            stage.close()
             stage.process.terminate() if sys.exc_info()[0] else stage.process.wait(args.timeout)
 
 
@@ -130,24 +132,24 @@ def serve(
     producers: list[Stage],
     done: dict[int, Facts],
 ) -> None:
-    """One consumer's share of the prompts: prefill first, decode first, or nobody prefills."""
-    dice, consumer = random.Random(mine), consumers[mine]
+    """Run one consumer's part of the prompts: prefill first, decode first, or no prefill."""
+    rng, consumer = random.Random(mine), consumers[mine]
     for number in range(mine, args.prompts, len(consumers)):
-        producer = dice.choice(producers)
-        order = "decode first" if args.prompts == 1 else dice.choice(ORDERS)
-        if order == "prefill first":
-            producer.do({"prompt": number})
-        consumer.order({"prompt": number, "wait": order == "decode first"})
-        if order == "decode first":
-            producer.do({"prompt": number})
-        done[number] = {**consumer.hear(), "order": order}
+        producer = rng.choice(producers)
+        sequence = "decode first" if args.prompts == 1 else rng.choice(ORDERS)
+        if sequence == "prefill first":
+            producer.call({"prompt": number})
+        consumer.send({"prompt": number, "wait": sequence == "decode first"})
+        if sequence == "decode first":
+            producer.call({"prompt": number})
+        done[number] = {**consumer.receive(), "order": sequence}
 
 
 ORDERS = ("prefill first", "prefill first", "decode first", "nobody prefills", "nobody prefills")
 
 
 def verdict(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts]) -> bool:
-    """The same prompts in this process alone, and what is different."""
+    """Run the same prompts in this process alone and compare."""
     engine, prompts = Engine(args.dtype), make_prompts(args.prompts)
     engine.forward(prompts[0], None)  # the first pass is slower
     same_tokens = same_logits = 0
@@ -165,15 +167,15 @@ def verdict(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts
         same_logits += same_bytes(there, logits)
     report(args, done, stores)
     for what, same in (("tokens", same_tokens), ("logits", same_logits)):
-        word = "identical" if same == len(prompts) else "DIFFERENT"
-        print(f"  {what}  {word}: {same} of {len(prompts)} are the single process's")
+        argument = "identical" if same == len(prompts) else "DIFFERENT"
+        print(f"  {what}  {argument}: {same} of {len(prompts)} are the single process's")
     return len(done) == len(prompts) == same_tokens == same_logits
 
 
 def report(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts]) -> None:
     complete = sum(facts["complete"] for facts in done.values())
     missed = sum(not facts["found"] for facts in done.values())
-    found, asked = (sum(facts[name] for facts in done.values()) for name in ("found", "asked"))
+    found, requested = (sum(facts[name] for facts in done.values()) for name in ("found", "asked"))
     moved, answers, evicted = (
         sum(store[name] for store in stores) for name in ("nbytes", "answered", "evicted")
     )
@@ -182,8 +184,8 @@ def report(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts]
         1e3 * sum(facts[name] for facts in ready) for name in ("alone", "select", "compute")
     )
     print(
-        f"  found   {found} of {asked} tokens, {100 * found / asked:.0f} %: {complete} prompts "
-        f"complete, {len(done) - complete - missed} in part, {missed} missed"
+        f"  found   {found} of {requested} tokens, {100 * found / requested:.0f} %: {complete} "
+        f"prompts complete, {len(done) - complete - missed} in part, {missed} missed"
     )
     print(f"  evicted {evicted} prompts from {args.producers} stores of {args.budget:g} MiB")
     print(f"  moved   {moved:,} bytes in {answers} answers")

@@ -1,4 +1,4 @@
-"""What happens without a package: in a process of its own, in which nothing is imported yet."""
+"""Runs code without a package, in a process of its own in which nothing is imported yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ except UnavailableError as error:
 
 
 def run(code: str) -> str:
-    """What it prints."""
+    """Run code in a new process and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -31,11 +31,11 @@ def run(code: str) -> str:
 
 
 def check_untouched(modules: str, *packages: str) -> None:
-    """Importing these modules imports none of these packages."""
+    """Check that importing these modules imports none of these packages."""
     run(IMPORTED.format(modules=modules, packages=packages))
 
 
 def cure(package: str, use: str) -> str:
-    """What its use says where the package is not installed."""
+    """Return the error of using a package that is not installed."""
     lines = "\n".join(f"    {line}" for line in use.strip().splitlines())
     return run(MISSING.format(package=package, use=lines))

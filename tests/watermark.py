@@ -1,4 +1,4 @@
-"""How much memory a piece of work took at its peak; for scripts in processes of their own."""
+"""Peak memory of a function, for scripts that run in a process of their own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 
 def status(field: str) -> int:
-    """A line of the kernel's account of this process, in bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def taken(work: Callable[[], object]) -> int:
-    """Bytes beyond those held before; what `work` returns counts, too."""
+    """Return the peak of bytes beyond those used before; the result of `work` counts, too."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark starts anew
     before = status("VmRSS")

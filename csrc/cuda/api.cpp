@@ -1,4 +1,4 @@
-// The C interface: what is thrown inside becomes a status and the thread's last error.
+// The C interface: exceptions become a status and the thread's last error.
 #include <cstdio>
 #include <memory>
 #include <new>
@@ -28,44 +28,44 @@ int guarded(Body body) {
     }
 }
 
-struct Open {
+struct OpenTicket {
     uint64_t device;
     Transfer transfer;
-    Open(uint64_t number, const Plan &plan, ptrdiff_t shift, cudaStream_t theirs)
-        : device(number), transfer(Device::get(number), plan, shift, theirs) {}
+    OpenTicket(uint64_t number, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream)
+        : device(number), transfer(Device::get(number), plan, shift, caller_stream) {}
 };
 
 std::mutex lock;
-// Never destroyed: at a process's end CUDA may be gone before.
-auto &tickets = *new std::unordered_map<uint64_t, std::shared_ptr<Open>>;
+// Never destroyed: at the end of the process CUDA may be unloaded first.
+auto &tickets = *new std::unordered_map<uint64_t, std::shared_ptr<OpenTicket>>;
 uint64_t last_ticket = 0;
 
-std::shared_ptr<Open> find(uint64_t ticket, bool forget = false) {
-    std::lock_guard<std::mutex> hold(lock);
+std::shared_ptr<OpenTicket> find(uint64_t ticket, bool erase = false) {
+    std::lock_guard<std::mutex> guard(lock);
     auto found = tickets.find(ticket);
     if (found == tickets.end()) kvl::fail(KVL_EARGUMENT, "no ticket %llu", ull(ticket));
-    std::shared_ptr<Open> open = found->second;
-    if (forget) tickets.erase(found);
-    return open;
+    std::shared_ptr<OpenTicket> opened = found->second;
+    if (erase) tickets.erase(found);
+    return opened;
 }
 
-uint64_t remember(std::shared_ptr<Open> open) {
-    std::lock_guard<std::mutex> hold(lock);
-    tickets[++last_ticket] = std::move(open);
+uint64_t add_ticket(std::shared_ptr<OpenTicket> opened) {
+    std::lock_guard<std::mutex> guard(lock);
+    tickets[++last_ticket] = std::move(opened);
     return last_ticket;
 }
 
 Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
-             uint64_t crossover, kvl_report &now) {
+             uint64_t crossover, kvl_report &current) {
     Plan plan(gather, payload, nbytes);
-    for (; now.copy < count; now.copy++) {
+    for (; current.copy < count; current.copy++) {
         try {
-            plan.add(copies[now.copy], crossover);
+            plan.add(copies[current.copy], crossover);
         } catch (kvl::Failure &failure) {
-            kvl::fail(failure.status, "copy %llu: %s", ull(now.copy), failure.text);
+            kvl::fail(failure.status, "copy %llu: %s", ull(current.copy), failure.text);
         }
     }
-    now.copy = 0;
+    current.copy = 0;
     plan.close();
     return plan;
 }
@@ -73,21 +73,23 @@ Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies
 int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
           const kvlc_options *options, kvl_report *report, uint64_t *ticket) {
     kvl_report own{};
-    kvl_report &now = report ? *report : own;
-    now = kvl_report{};
+    kvl_report &current = report ? *report : own;
+    current = kvl_report{};
     return guarded([&] {
         if (!options || !ticket || (!payload && nbytes) || (!copies && count))
             kvl::fail(KVL_EARGUMENT, "a null pointer where there must be none");
         uint64_t crossover = options->crossover;
-        // Refused without a device where it is the arguments that are wrong.
-        Plan plan = plan_of(gather, payload, nbytes, copies, count, crossover, now);
+        // First, so that wrong arguments are refused without a device, too.
+        Plan plan = plan_of(gather, payload, nbytes, copies, count, crossover, current);
         Device &device = Device::get(options->device);
-        OnDevice here(options->device);
+        OnDevice on_device(options->device);
         if (crossover == KVLC_MEASURED)
-            plan = plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), now);
+            plan =
+                plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), current);
         ptrdiff_t shift = plan.groups().empty() ? 0 : device_shift(payload, nbytes, gather);
-        auto theirs = reinterpret_cast<cudaStream_t>(options->stream);
-        *ticket = remember(std::make_shared<Open>(options->device, plan, shift, theirs));
+        auto caller_stream = reinterpret_cast<cudaStream_t>(options->stream);
+        *ticket =
+            add_ticket(std::make_shared<OpenTicket>(options->device, plan, shift, caller_stream));
     });
 }
 
@@ -114,7 +116,8 @@ int kvlc_describe(uint64_t device, char *text, uint64_t nbytes) {
 }
 
 int kvlc_register(uint64_t device, void *address, uint64_t nbytes, uint64_t readonly) {
-    return guarded([&] { register_memory(device, static_cast<char *>(address), nbytes, readonly); });
+    return guarded(
+        [&] { register_memory(device, static_cast<char *>(address), nbytes, readonly); });
 }
 
 int kvlc_unregister(void *address) {
@@ -136,33 +139,33 @@ int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, u
 
 int kvlc_wait(uint64_t ticket, uint64_t copy) {
     return guarded([&] {
-        std::shared_ptr<Open> open = find(ticket);
-        OnDevice here(open->device);
-        open->transfer.wait(copy);
+        std::shared_ptr<OpenTicket> opened = find(ticket);
+        OnDevice on_device(opened->device);
+        opened->transfer.wait(copy);
     });
 }
 
 int kvlc_poll(uint64_t ticket, uint64_t *complete) {
     return guarded([&] {
-        std::shared_ptr<Open> open = find(ticket);
-        OnDevice here(open->device);
-        *complete = open->transfer.complete();
+        std::shared_ptr<OpenTicket> opened = find(ticket);
+        OnDevice on_device(opened->device);
+        *complete = opened->transfer.complete();
     });
 }
 
 int kvlc_finish(uint64_t ticket) {
     return guarded([&] {
-        std::shared_ptr<Open> open = find(ticket, true);
-        OnDevice here(open->device);
-        open->transfer.wait_all();
-        open.reset();  // while here
+        std::shared_ptr<OpenTicket> opened = find(ticket, true);
+        OnDevice on_device(opened->device);
+        opened->transfer.wait_all();
+        opened.reset();  // while on the device
     });
 }
 
 int kvlc_crossover(uint64_t device, uint64_t *bytes) {
     return guarded([&] {
         Device &found = Device::get(device);
-        OnDevice here(device);
+        OnDevice on_device(device);
         for (bool gather : {true, false}) bytes[!gather] = found.crossover(gather);
     });
 }

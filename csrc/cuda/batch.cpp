@@ -9,7 +9,7 @@ namespace {
 
 #if CUDART_VERSION >= 12080
 
-// False once a driver turned out to be too old for it.
+// False once a driver has turned out to be too old for it.
 std::atomic<bool> has_batch{true};
 
 bool is_missing(cudaError_t status) {
@@ -27,8 +27,8 @@ cudaError_t enqueue_batch(std::vector<void *> &to, std::vector<void *> &from,
                                 sizes.size(), &how, &first, 1, stream);
 #else
     size_t failed = 0;
-    return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &how, &first,
-                                1, &failed, stream);
+    return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &how, &first, 1,
+                                &failed, stream);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Many copies by the copy engines, in one call where the toolkit has one.
+// Many copies by the copy engines, in one call if the toolkit supports it.
 #pragma once
 
 #include <cuda_runtime_api.h>

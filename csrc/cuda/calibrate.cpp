@@ -11,24 +11,24 @@ namespace {
 constexpr uint64_t kRun = 16 << 10, kRuns = 256, kBytes = kRun * kRuns;
 constexpr int kRounds = 3;
 
-// Both sides' memory, and a stream that holds nothing. The memory stays with the device: freeing
-// it would wait for all that the device runs.
-struct Bench {
-    explicit Bench(Device &owner) : device(owner), memory(owner.take_staging(2 * kBytes)) {
+// Memory of both sides, and an empty stream. The memory is kept by the device: freeing it would
+// wait for all work of the device.
+struct Workspace {
+    explicit Workspace(Device &owner) : device(owner), memory(owner.acquire_staging(2 * kBytes)) {
         try {
             check(cudaHostGetDevicePointer(&mapped, memory.host, 0), "cudaHostGetDevicePointer");
             check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
         } catch (...) {
-            device.give_back(memory);
+            device.release_staging(memory);
             throw;
         }
     }
-    ~Bench() {
+    ~Workspace() {
         (void)cudaStreamDestroy(stream);
-        device.give_back(memory);
+        device.release_staging(memory);
     }
-    Bench(const Bench &) = delete;
-    Bench &operator=(const Bench &) = delete;
+    Workspace(const Workspace &) = delete;
+    Workspace &operator=(const Workspace &) = delete;
 
     ptrdiff_t shift() const { return static_cast<char *>(mapped) - memory.host; }
 
@@ -38,28 +38,29 @@ struct Bench {
     cudaStream_t stream = nullptr;
 };
 
-// `runs` runs with gaps between.
-Plan plan_of(const Bench &bench, bool gather, uint64_t runs, uint64_t crossover) {
+// `runs` runs with gaps between them.
+Plan plan_of(const Workspace &workspace, bool gather, uint64_t runs, uint64_t crossover) {
     kvl_copy copy{};
     uint64_t run = kBytes / runs;
-    copy.view = {bench.memory.device, 2 * kBytes, 0, run, {1, 1, 1, runs}, {0, 0, 0, int64_t(2 * run)},
-                 nullptr, 0, 1, 0};
+    copy.view = {workspace.memory.device,     2 * kBytes, 0, run, {1, 1, 1, runs},
+                 {0, 0, 0, int64_t(2 * run)}, nullptr,    0, 1,   0};
     copy.span = {0, kBytes, KVL_NO_DIGEST};
-    Plan plan(gather, bench.memory.host, kBytes);
+    Plan plan(gather, workspace.memory.host, kBytes);
     plan.add(copy, crossover);
     plan.close();
     return plan;
 }
 
-// Seconds from the call to its completion: what enqueueing costs the host counts too.
-double seconds(const Bench &bench, const Plan &plan) {
+// Seconds from the call to its completion, the host's cost of enqueueing included.
+double seconds(const Workspace &workspace, const Plan &plan) {
     double best = 1e9;
     for (int round = 0; round <= kRounds; round++) {
         auto start = std::chrono::steady_clock::now();
-        Transfer transfer(bench.device, plan, bench.shift(), bench.stream, cudaEventDisableTiming);
+        Transfer transfer(workspace.device, plan, workspace.shift(), workspace.stream,
+                          cudaEventDisableTiming);
         transfer.wait_all();
         std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-        if (round) best = std::min(best, took.count());  // the first one warms up
+        if (round) best = std::min(best, took.count());  // the first one is the warm-up
     }
     return best;
 }
@@ -67,11 +68,11 @@ double seconds(const Bench &bench, const Plan &plan) {
 }  // namespace
 
 uint64_t calibrate(Device &device, bool gather) {
-    Bench bench(device);
-    double kernel = seconds(bench, plan_of(bench, gather, kRuns, UINT64_MAX));
-    double in_runs = seconds(bench, plan_of(bench, gather, kRuns, 0));
-    double whole = seconds(bench, plan_of(bench, gather, 1, 0));
-    return crossover(kernel, in_runs, whole, kRuns, kBytes);
+    Workspace workspace(device);
+    double kernel = seconds(workspace, plan_of(workspace, gather, kRuns, UINT64_MAX));
+    double split = seconds(workspace, plan_of(workspace, gather, kRuns, 0));
+    double whole = seconds(workspace, plan_of(workspace, gather, 1, 0));
+    return crossover(kernel, split, whole, kRuns, kBytes);
 }
 
 }  // namespace kvlc

@@ -1,4 +1,4 @@
-// Which of the two ways of copying is the faster one, found out on this device.
+// Measures from which run length copy engines are faster than the kernel on a device.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,7 @@ namespace kvlc {
 
 class Device;
 
-// The crossover of one direction: a few milliseconds, on memory of its own. The caller is on the
-// device. Throws.
+// The crossover of one direction; takes a few milliseconds. The caller is on the device. Throws.
 uint64_t calibrate(Device &device, bool gather);
 
 }  // namespace kvlc

@@ -9,11 +9,11 @@
 namespace kvlc {
 namespace {
 
-constexpr size_t kStaging = 256 << 10;  // enough for the tables of most calls
+constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
 
 using ull = unsigned long long;
 
-// A part of the device that fills a PCIe link many times over, and leaves the rest to the model.
+// A part of the device that saturates a PCIe link many times and leaves the rest to the model.
 unsigned choose_blocks(int processors) {
     return static_cast<unsigned>(std::clamp(processors / 4, 8, 64));
 }
@@ -41,9 +41,9 @@ uint64_t count_devices() {
 
 Device &Device::get(uint64_t number) {
     static std::mutex lock;
-    // Never destroyed: at a process's end CUDA may be gone before.
+    // Never destroyed: at the end of the process CUDA may be unloaded first.
     static auto &devices = *new std::vector<std::unique_ptr<Device>>;
-    std::lock_guard<std::mutex> hold(lock);
+    std::lock_guard<std::mutex> guard(lock);
     if (number >= devices.size()) {
         uint64_t count = count_devices();
         if (number >= count)
@@ -55,7 +55,7 @@ Device &Device::get(uint64_t number) {
 }
 
 Device::Device(uint64_t number) {
-    OnDevice here(number);
+    OnDevice on_device(number);
     int processors = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
                                  static_cast<int>(number)),
@@ -65,36 +65,36 @@ Device::Device(uint64_t number) {
     free_.push_back(make_staging(kStaging));
 }
 
-cudaStream_t Device::stream(bool gather, cudaStream_t theirs) {
-    std::lock_guard<std::mutex> hold(lock_);
-    cudaStream_t &ours = streams_[{gather, theirs}];
-    if (!ours)
-        check(cudaStreamCreateWithFlags(&ours, cudaStreamNonBlocking), "cudaStreamCreate");
-    return ours;
+cudaStream_t Device::stream(bool gather, cudaStream_t caller_stream) {
+    std::lock_guard<std::mutex> guard(lock_);
+    cudaStream_t &own_stream = streams_[{gather, caller_stream}];
+    if (!own_stream)
+        check(cudaStreamCreateWithFlags(&own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return own_stream;
 }
 
-Staging Device::take_staging(size_t nbytes) {
+Staging Device::acquire_staging(size_t nbytes) {
     if (!nbytes) return {};
     {
-        std::lock_guard<std::mutex> hold(lock_);
+        std::lock_guard<std::mutex> guard(lock_);
         for (auto found = free_.begin(); found != free_.end(); ++found)
             if (found->nbytes >= nbytes) {
-                Staging taken = *found;
+                Staging staging = *found;
                 free_.erase(found);
-                return taken;
+                return staging;
             }
     }
     return make_staging(nbytes);
 }
 
-void Device::give_back(Staging staging) {
+void Device::release_staging(Staging staging) {
     if (!staging.nbytes) return;
-    std::lock_guard<std::mutex> hold(lock_);
+    std::lock_guard<std::mutex> guard(lock_);
     free_.push_back(staging);
 }
 
 uint64_t Device::crossover(bool gather) {
-    std::lock_guard<std::mutex> hold(measuring_);
+    std::lock_guard<std::mutex> guard(measuring_);
     if (!measured_) {
         for (bool direction : {true, false}) crossovers_[!direction] = calibrate(*this, direction);
         measured_ = true;

@@ -1,4 +1,4 @@
-// What is kept for each device: streams, staging memory, and what was measured once.
+// State of a device: streams, staging memory, and the measured crossover.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace kvlc {
 
-// Page-locked host memory and as much of the device's.
+// Page-locked host memory and device memory of the same size.
 struct Staging {
     char *host = nullptr, *device = nullptr;
     size_t nbytes = 0;
@@ -18,17 +18,18 @@ struct Staging {
 
 class Device {
   public:
-    // Opened at its first use, and kept. Throws if there is none.
+    // Opened at its first use and kept. Throws if there is no such device.
     static Device &get(uint64_t number);
 
-    // For these the caller is on the device.
+    // The caller of these is on the device.
 
-    // Ours for what the caller orders on `theirs`: one caller's wait must not hold up another.
-    cudaStream_t stream(bool gather, cudaStream_t theirs);
+    // The stream for copies that follow `caller_stream`; one each, so that callers do not wait for
+    // each other.
+    cudaStream_t stream(bool gather, cudaStream_t caller_stream);
 
-    // Kept until given back. Making one may wait for the device, which is why they are kept.
-    Staging take_staging(size_t nbytes);
-    void give_back(Staging staging);
+    // Released staging memory is reused, since allocating some may wait for the device.
+    Staging acquire_staging(size_t nbytes);
+    void release_staging(Staging staging);
 
     // Measured at its first use; see plan.h.
     uint64_t crossover(bool gather);
@@ -46,7 +47,7 @@ class Device {
     uint64_t crossovers_[2] = {};
 };
 
-// How many there are; throws with KVLC_ENODEVICE if none.
+// The number of devices; throws KVLC_ENODEVICE if there are none.
 uint64_t count_devices();
 
 }  // namespace kvlc

@@ -7,11 +7,11 @@
 
 namespace kvlc {
 
-// Move `tiles` tiles of tasks that lie in device memory, by `blocks` blocks.
+// Copy `tiles` tiles of tasks in device memory with `blocks` blocks.
 cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
                    cudaStream_t stream);
 
-// Load the kernels now: loading at the first launch could wait for whatever the device runs.
+// Load the kernels now: loading at the first launch could wait for other work of the device.
 cudaError_t load_kernels();
 
 }  // namespace kvlc

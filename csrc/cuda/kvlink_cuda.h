@@ -1,9 +1,10 @@
-/* The C interface of omni_kvlink's CUDA part: device views to and from registered host memory.
+/* The C interface of omni_kvlink's CUDA part: copies between device views and registered host
+ * memory.
  *
  * It takes the copies of `kvlink.h`; in them `base` is a device address and `index` a host one.
  * Every argument is checked, index entries included, before anything is enqueued. Work goes to
- * streams of the library's own, behind what the caller's stream holds at the call; nothing here
- * ever waits for a whole device or stream. Statuses are those of `kvl_status` and `kvlc_status`.
+ * streams of the library's own, after the work that the caller's stream holds at the call; no call
+ * waits for a whole device or stream. Statuses are those of `kvl_status` and `kvlc_status`.
  */
 #ifndef KVLINK_CUDA_H
 #define KVLINK_CUDA_H
@@ -14,13 +15,13 @@
 extern "C" {
 #endif
 
-/* Raised with every change of a struct or a function below, or of kvl_copy. */
+/* Incremented with every change of a struct or a function below, or of kvl_copy. */
 #define KVLC_ABI 1
 #define KVLC_MEASURED UINT64_MAX
 
 enum kvlc_status {
     KVLC_ENODEVICE = 16, /* no driver, or no device that it can use */
-    KVLC_ECUDA = 17,     /* CUDA refused or failed; its words are in the last error */
+    KVLC_ECUDA = 17,     /* CUDA refused or failed; its message is in the last error */
     KVLC_EPAGEABLE = 18, /* host memory that is not registered, or cannot be */
 };
 
@@ -34,41 +35,41 @@ typedef struct kvlc_options {
 /* KVLC_ABI of the library. */
 KVL_API int kvlc_version(void);
 
-/* The calling thread's last error in words. */
+/* The text of the calling thread's last error. */
 KVL_API const char *kvlc_last_error(void);
 
-/* How many devices there are; KVLC_ENODEVICE if none. */
+/* The number of devices; KVLC_ENODEVICE if there are none. */
 KVL_API int kvlc_devices(uint64_t *count);
 
 /* CUDA's version and the device's name, cut to `nbytes` with the final 0. */
 KVL_API int kvlc_describe(uint64_t device, char *text, uint64_t nbytes);
 
-/* Page-lock host memory and map it into every device. The same span again: nothing happens. A
- * span that meets another: KVL_EOVERLAP. Refused by the system: KVLC_EPAGEABLE. `readonly` memory
- * can be scattered from only. */
+/* Page-lock host memory and map it into every device. The same span again does nothing. A
+ * span that overlaps another one: KVL_EOVERLAP. Refused by the system: KVLC_EPAGEABLE. `readonly`
+ * memory can only be scattered from. */
 KVL_API int kvlc_register(uint64_t device, void *address, uint64_t nbytes, uint64_t readonly);
 
-/* Before the memory is unmapped, and after the last ticket on it; KVL_EARGUMENT if unknown. */
+/* Undo it: before the memory is unmapped, after its last ticket; KVL_EARGUMENT if unknown. */
 KVL_API int kvlc_unregister(void *address);
 
-/* Device views into the payload, which lies in registered memory. Spans ascend without overlap;
- * their digests are not looked at. The views may change once the ticket is finished. */
+/* Copy device views into the payload, which is in registered memory. Spans ascend without overlap;
+ * their digests are ignored. The views may change after kvlc_finish. */
 KVL_API int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
                         const kvlc_options *options, kvl_report *report, uint64_t *ticket);
 
-/* The payload into device views, none of which may write a byte twice. The caller's stream goes
- * on when all is written; the payload may change once the ticket is finished. */
+/* Copy the payload into device views, none of which may contain a byte twice. Later work on the
+ * caller's stream waits for it; the payload may change after kvlc_finish. */
 KVL_API int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies,
                          uint64_t count, const kvlc_options *options, kvl_report *report,
                          uint64_t *ticket);
 
-/* Sleep until the ticket's copies 0 to `copy` are complete. Any thread, several at once. */
+/* Block until the ticket's copies 0 to `copy` are complete. Any thread, several at once. */
 KVL_API int kvlc_wait(uint64_t ticket, uint64_t copy);
 
-/* How many of the ticket's first copies are complete. */
+/* How many of the ticket's copies, from the first on, are complete. */
 KVL_API int kvlc_poll(uint64_t ticket, uint64_t *complete);
 
-/* Sleep until all is complete, and forget the ticket: no other call may be using it. */
+/* Block until all copies are complete and delete the ticket; no other call may be using it. */
 KVL_API int kvlc_finish(uint64_t ticket);
 
 /* The crossover measured for a device: bytes[0] of gathering, bytes[1] of scattering. */

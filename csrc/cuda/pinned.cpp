@@ -24,7 +24,7 @@ auto span_at(const char *address) {
     return after == spans.begin() ? spans.end() : std::prev(after);
 }
 
-bool meets_another(const char *address, uint64_t nbytes) {
+bool overlaps_another(const char *address, uint64_t nbytes) {
     auto before = span_at(address);
     if (before != spans.end() && before->first + before->second.nbytes > address) return true;
     auto after = spans.upper_bound(const_cast<char *>(address));
@@ -38,7 +38,8 @@ unsigned flags_for(uint64_t device, bool readonly) {
     check(cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterReadOnlySupported,
                                  static_cast<int>(device)),
           "cudaDeviceGetAttribute");
-    if (!supported) kvl::fail(KVLC_EPAGEABLE, 
+    if (!supported)
+        kvl::fail(KVLC_EPAGEABLE,
                   "this device cannot register readonly memory; a newer driver may");
     return flags | cudaHostRegisterReadOnly;
 }
@@ -47,19 +48,19 @@ unsigned flags_for(uint64_t device, bool readonly) {
 
 void register_memory(uint64_t device, char *address, uint64_t nbytes, bool readonly) {
     if (!address || !nbytes) kvl::fail(KVL_EARGUMENT, "no memory to register");
-    std::lock_guard<std::mutex> hold(lock);
+    std::lock_guard<std::mutex> guard(lock);
     auto known = spans.find(address);
     if (known != spans.end() && known->second.nbytes == nbytes &&
         known->second.readonly == readonly)
         return;
-    if (meets_another(address, nbytes))
+    if (overlaps_another(address, nbytes))
         kvl::fail(KVL_EOVERLAP, "%llu bytes that meet a span registered before", ull(nbytes));
-    OnDevice now(device);
+    OnDevice on_device(device);
     unsigned flags = flags_for(device, readonly);
     cudaError_t status = cudaHostRegister(address, nbytes, flags);
     if (status != cudaSuccess) {
         (void)cudaGetLastError();
-        kvl::fail(KVLC_EPAGEABLE, 
+        kvl::fail(KVLC_EPAGEABLE,
                   "cudaHostRegister of %llu bytes: %s; raise the limit of locked memory "
                   "(ulimit -l unlimited)",
                   ull(nbytes), cudaGetErrorString(status));
@@ -68,17 +69,17 @@ void register_memory(uint64_t device, char *address, uint64_t nbytes, bool reado
 }
 
 void unregister_memory(char *address) {
-    std::lock_guard<std::mutex> hold(lock);
+    std::lock_guard<std::mutex> guard(lock);
     auto known = spans.find(address);
     if (known == spans.end()) kvl::fail(KVL_EARGUMENT, "no span registered at %p", address);
     uint64_t device = known->second.device;
     spans.erase(known);
-    OnDevice now(device);
+    OnDevice on_device(device);
     check(cudaHostUnregister(address), "cudaHostUnregister");
 }
 
 ptrdiff_t device_shift(const char *address, uint64_t nbytes, bool writing) {
-    std::lock_guard<std::mutex> hold(lock);
+    std::lock_guard<std::mutex> guard(lock);
     auto span = span_at(address);
     if (span == spans.end() || nbytes > span->second.nbytes ||
         uint64_t(address - span->first) > span->second.nbytes - nbytes)

@@ -10,8 +10,8 @@ namespace kvlc {
 void register_memory(uint64_t device, char *address, uint64_t nbytes, bool readonly);
 void unregister_memory(char *address);
 
-// How far from the host's address the current device finds these bytes. Throws if they do not
-// lie in one registered span, or are readonly and to be written.
+// Offset from a host address to the current device's address of the same byte. Throws if the bytes
+// are not in one registered span, or are readonly and `writing`.
 ptrdiff_t device_shift(const char *address, uint64_t nbytes, bool writing);
 
 }  // namespace kvlc

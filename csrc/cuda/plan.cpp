@@ -12,8 +12,8 @@ namespace {
 using kvl::View;
 using ull = unsigned long long;
 
-// A copy engine takes no part of the device from the model: it wins where it is nearly as fast.
-constexpr double kPatience = 1.05;
+// Copy engines leave the whole device to the model: prefer them if they are nearly as fast.
+constexpr double kTolerance = 1.05;
 
 uint64_t mean_run(const View &view, uint64_t nbytes) {
     if (!view.dims) return nbytes;
@@ -24,7 +24,7 @@ uint64_t mean_run(const View &view, uint64_t nbytes) {
     return nbytes / pieces;
 }
 
-// The widest element whose pieces are whole and aligned on both sides.
+// The widest element whose pieces are complete and aligned on both sides.
 uint64_t width_of(const View &view, const char *payload, uint64_t nbytes) {
     uint64_t bits = sizeof(Wide) | nbytes | view.run | reinterpret_cast<uintptr_t>(view.origin) |
                     reinterpret_cast<uintptr_t>(payload);
@@ -81,7 +81,7 @@ void Plan::add_task(const View &view, const kvl_span &span) {
 
 int64_t Plan::offsets_of(const View &view) {
     ptrdiff_t stride = view.index_split > 1 ? view.index_stride : 0;
-    auto [known, fresh] = known_.try_emplace(
+    auto [known, fresh] = known_indices_.try_emplace(
         {view.index, view.sizes[0], view.strides[0], view.index_split, stride},
         int64_t(offsets_.size()));
     if (fresh)
@@ -104,7 +104,7 @@ void Plan::add_runs(const View &view, const kvl_span &span) {
             runs_.push_back({cursor.at, payload, n});
         payload += n;
         left -= n;
-        cursor.take(n);
+        cursor.advance(n);
     }
 }
 
@@ -133,10 +133,10 @@ void Plan::stage(char *host, const char *device, ptrdiff_t shift) const {
     if (!offsets_.empty()) memcpy(host + at, offsets_.data(), offsets_.size() * sizeof(int64_t));
 }
 
-uint64_t crossover(double kernel, double in_runs, double whole, uint64_t runs, uint64_t nbytes) {
-    double each = (in_runs - whole) / double(runs - 1), ahead = kernel * kPatience - whole;
-    if (each <= 0) return 0;           // runs cost nothing beyond their bytes
-    if (ahead <= 0) return UINT64_MAX;  // not even one run would be as fast
+uint64_t crossover(double kernel, double split, double whole, uint64_t runs, uint64_t nbytes) {
+    double each = (split - whole) / double(runs - 1), ahead = kernel * kTolerance - whole;
+    if (each <= 0) return 0;            // runs cost nothing beyond their bytes
+    if (ahead <= 0) return UINT64_MAX;  // even one run is slower
     double found = each * double(nbytes) / ahead;
     return found < 1e18 ? uint64_t(found) : UINT64_MAX;
 }

@@ -1,4 +1,4 @@
-// One call, checked and laid out before anything is enqueued; knows nothing of CUDA.
+// One call, checked and laid out before anything is enqueued; independent of CUDA.
 #pragma once
 
 #include <map>
@@ -10,9 +10,9 @@
 
 namespace kvlc {
 
-constexpr uint64_t kGroup = 8 << 20;  // bytes after which the host hears that they are complete
+constexpr uint64_t kGroup = 8 << 20;  // bytes that complete together, as the host can observe
 
-// Contiguous bytes on both sides: a copy engine's work.
+// Bytes that are contiguous on both sides: one copy of a copy engine.
 struct Run {
     char *view, *payload;
     uint64_t nbytes;
@@ -20,7 +20,7 @@ struct Run {
 
 // Copies that are enqueued together and complete together.
 struct Group {
-    uint64_t stop;  // the first copy behind it
+    uint64_t stop;  // the first copy after it
     size_t first_task, stop_task, first_run, stop_run;
     uint64_t tiles;  // of its tasks
 };
@@ -31,7 +31,7 @@ class Plan {
         : gather_(gather), payload_(payload), nbytes_(nbytes) {}
 
     // Views whose runs are shorter than `crossover` on average become tasks, others runs.
-    // Throws kvl::Failure; nothing may be enqueued before all copies were added and `close`d.
+    // Throws kvl::Failure. Add all copies and call `close` before anything is enqueued.
     void add(const kvl_copy &copy, uint64_t crossover);
     void close() { end_group(); }
 
@@ -42,10 +42,10 @@ class Plan {
     const std::vector<Run> &runs() const { return runs_; }
     const std::vector<Group> &groups() const { return groups_; }
 
-    // What to put on the device: the tasks, then the offsets.
+    // The tables for the device: the tasks, then the offsets.
     size_t staged_nbytes() const;
-    // Written for an address `device` of the copy, and a payload that the device finds `shift`
-    // bytes from where the host does.
+    // Write them to `host`; they will be copied to `device`, and the payload's device address is
+    // `shift` bytes from its host address.
     void stage(char *host, const char *device, ptrdiff_t shift) const;
 
   private:
@@ -63,14 +63,15 @@ class Plan {
     std::vector<int64_t> offsets_;
     std::vector<Run> runs_;
     std::vector<Group> groups_;
-    // Layers share one table: it is looked up and sent once.
-    std::map<std::tuple<const int64_t *, size_t, ptrdiff_t, uint64_t, ptrdiff_t>, int64_t> known_;
+    // Layers share a table: it is computed and sent once.
+    std::map<std::tuple<const int64_t *, size_t, ptrdiff_t, uint64_t, ptrdiff_t>, int64_t>
+        known_indices_;
     uint64_t copies_ = 0, written_ = 0, open_nbytes_ = 0, open_tiles_ = 0;
     size_t open_task_ = 0, open_run_ = 0;
 };
 
-// The run length from which a copy engine is the faster one, of three times for `nbytes` bytes:
-// a kernel's, a copy engine's for `runs` runs, and for one. All in the same unit.
-uint64_t crossover(double kernel, double in_runs, double whole, uint64_t runs, uint64_t nbytes);
+// The run length from which a copy engine is faster, by three durations for `nbytes` bytes: of the
+// kernel, of a copy engine for `runs` runs, and of a copy engine for one run.
+uint64_t crossover(double kernel, double split, double whole, uint64_t runs, uint64_t nbytes);
 
 }  // namespace kvlc

@@ -26,7 +26,7 @@ struct Driver {
 };
 
 const Driver &driver() {
-    static const Driver found;  // tried again after a failure
+    static const Driver found;  // retried after a failure
     return found;
 }
 
@@ -34,7 +34,7 @@ const Driver &driver() {
 
 void check(cudaError_t status, const char *what) {
     if (status == cudaSuccess) return;
-    (void)cudaGetLastError();  // said here; not to be found again by a later call
+    (void)cudaGetLastError();  // clear it, so that no later call reports it
     bool none = status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver;
     kvl::fail(none ? KVLC_ENODEVICE : KVLC_ECUDA, "%s: %s (%s)", what, cudaGetErrorString(status),
               cudaGetErrorName(status));

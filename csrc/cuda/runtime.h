@@ -1,4 +1,4 @@
-// CUDA's statuses as failures, and its notion of a thread's current device.
+// CUDA's statuses as failures, and a thread's current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,11 +8,11 @@
 
 namespace kvlc {
 
-// Throws kvl::Failure unless `status` is a success; `what` was tried.
+// Throws kvl::Failure unless `status` is a success; `what` names the call.
 void check(cudaError_t status, const char *what);
 
-// Makes a device the thread's current one, and puts back what was there: a context, or none.
-// cudaSetDevice alone would make a context on a device that the process does not use.
+// Makes a device the thread's current one, and restores the previous context, or none:
+// cudaSetDevice could only restore a device, and would create a context on it.
 class OnDevice {
   public:
     explicit OnDevice(uint64_t number);

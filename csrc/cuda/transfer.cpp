@@ -8,23 +8,23 @@
 namespace kvlc {
 namespace {
 
-// A stream that waits for one that is being captured is captured itself, and nothing moves.
-void refuse_capture(cudaStream_t theirs) {
+// A stream that waits for a captured stream is captured, too, and would copy nothing.
+void refuse_capture(cudaStream_t caller_stream) {
     cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(theirs, &state), "cudaStreamIsCapturing");
+    check(cudaStreamIsCapturing(caller_stream, &state), "cudaStreamIsCapturing");
     if (state != cudaStreamCaptureStatusNone)
         kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
 }
 
 }  // namespace
 
-Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t theirs,
+Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream,
                    unsigned flags)
-    : device_(device), stream_(device.stream(plan.gather(), theirs)), flags_(flags),
-      copies_(plan.copies()), staging_(device.take_staging(plan.staged_nbytes())) {
+    : device_(device), stream_(device.stream(plan.gather(), caller_stream)), flags_(flags),
+      copies_(plan.copies()), staging_(device.acquire_staging(plan.staged_nbytes())) {
     try {
         if (staging_.nbytes) plan.stage(staging_.host, staging_.device, shift);
-        enqueue(plan, theirs);
+        enqueue(plan, caller_stream);
     } catch (...) {
         release();
         throw;
@@ -33,10 +33,10 @@ Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream
 
 Transfer::~Transfer() { release(); }
 
-void Transfer::enqueue(const Plan &plan, cudaStream_t theirs) {
+void Transfer::enqueue(const Plan &plan, cudaStream_t caller_stream) {
     if (plan.groups().empty()) return;
-    refuse_capture(theirs);
-    follow(theirs, stream_);
+    refuse_capture(caller_stream);
+    follow(caller_stream, stream_);
     try {
         if (staging_.nbytes)
             check(cudaMemcpyAsync(staging_.device, staging_.host, plan.staged_nbytes(),
@@ -44,13 +44,13 @@ void Transfer::enqueue(const Plan &plan, cudaStream_t theirs) {
                   "cudaMemcpyAsync");
         for (const Group &group : plan.groups()) {
             enqueue_group(plan, group);
-            mark();
+            record_event();
             stops_.push_back(group.stop);
         }
         if (!plan.gather())
-            check(cudaStreamWaitEvent(theirs, events_.back(), 0), "cudaStreamWaitEvent");
+            check(cudaStreamWaitEvent(caller_stream, events_.back(), 0), "cudaStreamWaitEvent");
     } catch (...) {
-        mark();  // behind what is under way: `release` waits for it
+        record_event();  // after what was enqueued: `release` waits for it
         throw;
     }
 }
@@ -63,8 +63,8 @@ void Transfer::enqueue_group(const Plan &plan, const Group &group) {
         check(launch(plan.gather(), at, tasks, group.tiles, blocks, stream_),
               "launching the copying kernel");
     }
-    copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run,
-              plan.gather(), stream_);
+    copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
+              stream_);
 }
 
 void Transfer::follow(cudaStream_t first, cudaStream_t then) {
@@ -76,7 +76,7 @@ void Transfer::follow(cudaStream_t first, cudaStream_t then) {
     check(status, "following the caller's stream");
 }
 
-void Transfer::mark() {
+void Transfer::record_event() {
     cudaEvent_t event;
     check(cudaEventCreateWithFlags(&event, flags_), "cudaEventCreate");
     events_.push_back(event);
@@ -110,7 +110,7 @@ void Transfer::release() {
     if (!events_.empty()) (void)cudaEventSynchronize(events_.back());
     for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
     events_.clear();
-    device_.give_back(staging_);
+    device_.release_staging(staging_);
     staging_ = {};
 }
 

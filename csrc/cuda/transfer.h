@@ -1,4 +1,4 @@
-// A plan under way: enqueued, waited for group by group, finished.
+// A plan in progress: its groups of copies are enqueued, and complete in order.
 #pragma once
 
 #include <vector>
@@ -10,11 +10,11 @@ namespace kvlc {
 
 class Transfer {
   public:
-    // Enqueue behind what `theirs` holds now. Throws; nothing is under way then.
+    // Enqueue after the work that `caller_stream` holds now. If it throws, nothing is in progress.
     // `shift`: see device_shift. `flags`: of the events.
-    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t theirs,
+    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream,
              unsigned flags = cudaEventDisableTiming | cudaEventBlockingSync);
-    // Sleeps until all is complete.
+    // Blocks until all copies are complete.
     ~Transfer();
     Transfer(const Transfer &) = delete;
     Transfer &operator=(const Transfer &) = delete;
@@ -24,10 +24,10 @@ class Transfer {
     uint64_t complete() const;
 
   private:
-    void enqueue(const Plan &plan, cudaStream_t theirs);
+    void enqueue(const Plan &plan, cudaStream_t caller_stream);
     void enqueue_group(const Plan &plan, const Group &group);
     void follow(cudaStream_t first, cudaStream_t then);
-    void mark();
+    void record_event();
     void release();
 
     Device &device_;

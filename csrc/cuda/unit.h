@@ -21,20 +21,20 @@
 namespace kvlc {
 
 #if defined(__CUDACC__)
-using Wide = uint4;  // the compiler moves it in one instruction
+using Wide = uint4;  // the compiler copies it in one instruction
 #else
 struct alignas(16) Wide {
-    uint32_t words[4];
+    uint32_t parts[4];
 };
 #endif
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;  // units that a thread has in flight
+constexpr int kAtOnce = 4;                      // units that a thread has in flight
 constexpr uint64_t kTile = kThreads * kAtOnce;  // units that a block moves at a time
 
-// A view and its place in the payload, in elements of `width` bytes that lie in one piece on both
-// sides. The payload is touched in units of `unit` bytes: 16, or one element where it is not
-// aligned to that.
+// A view and its span of the payload, in elements of `width` bytes that are contiguous on both
+// sides. The payload is accessed in units of `unit` bytes: 16, or one element if it is not aligned
+// to that.
 struct Task {
     char *view, *payload;
     const int64_t *offsets;  // of dimension 0's entries from `view`, or null
@@ -47,7 +47,7 @@ KVLC_BOTH uint64_t units(const Task &task) {
     return (task.elements * task.width + task.unit - 1) / task.unit;
 }
 
-KVLC_BOTH char *place(const Task &task, uint64_t element) {
+KVLC_BOTH char *address_of(const Task &task, uint64_t element) {
     int64_t at = 0;
     KVLC_ROLLED
     for (uint64_t d = 0; d < task.dims; d++) {
@@ -59,63 +59,63 @@ KVLC_BOTH char *place(const Task &task, uint64_t element) {
 }
 
 template <class Element>
-union Held {
+union Value {
     static constexpr int kParts = sizeof(Wide) / sizeof(Element);
     Wide wide;
     Element parts[kParts];
 };
 
 template <class Element>
-KVLC_BOTH void move_part(bool into_held, Element &part, char *memory) {
-    if (into_held)
+KVLC_BOTH void move_part(bool read, Element &part, char *memory) {
+    if (read)
         part = *reinterpret_cast<const Element *>(memory);
     else
         *reinterpret_cast<Element *>(memory) = part;
 }
 
-// Between a register and the view: element by element, wherever they lie.
+// Copy between registers and the view, element by element.
 template <bool kRead, class Element>
-KVLC_BOTH void move_view(const Task &task, uint64_t unit, Held<Element> &held) {
+KVLC_BOTH void move_view(const Task &task, uint64_t unit, Value<Element> &value) {
     uint64_t per = task.unit / sizeof(Element), first = unit * per;
     KVLC_UNROLL
-    for (int k = 0; k < Held<Element>::kParts; k++)
+    for (int k = 0; k < Value<Element>::kParts; k++)
         if (uint64_t(k) < per && first + k < task.elements)
-            move_part(kRead, held.parts[k], place(task, first + k));
+            move_part(kRead, value.parts[k], address_of(task, first + k));
 }
 
-// Between a register and the payload: 16 bytes at once, but for an unaligned payload and the end.
+// Copy between registers and the payload: 16 bytes at once, except at the end or if unaligned.
 template <bool kRead, class Element>
-KVLC_BOTH void move_payload(const Task &task, uint64_t unit, Held<Element> &held) {
+KVLC_BOTH void move_payload(const Task &task, uint64_t unit, Value<Element> &value) {
     uint64_t per = task.unit / sizeof(Element), first = unit * per;
     char *memory = task.payload + unit * task.unit;
     if (task.unit == sizeof(Wide) && first + per <= task.elements)
-        return move_part(kRead, held.wide, memory);
+        return move_part(kRead, value.wide, memory);
     KVLC_UNROLL
-    for (int k = 0; k < Held<Element>::kParts; k++)
+    for (int k = 0; k < Value<Element>::kParts; k++)
         if (uint64_t(k) < per && first + k < task.elements)
-            move_part(kRead, held.parts[k], memory + k * sizeof(Element));
+            move_part(kRead, value.parts[k], memory + k * sizeof(Element));
 }
 
-// Several whole elements are in flight at once; smaller ones are many already. Units beyond the
-// task's end have no elements, and nothing is done for them.
+// Several 16-byte elements are in flight at once; smaller ones are many already. Units beyond the
+// end of the task have no elements.
 template <bool kGather, class Element>
 KVLC_BOTH void move_tile(const Task &task, uint64_t tile, unsigned thread) {
-    constexpr int kHeld = sizeof(Element) == sizeof(Wide) ? kAtOnce : 1;
-    for (int round = 0; round < kAtOnce; round += kHeld) {
-        Held<Element> held[kHeld];
+    constexpr int kValues = sizeof(Element) == sizeof(Wide) ? kAtOnce : 1;
+    for (int round = 0; round < kAtOnce; round += kValues) {
+        Value<Element> value[kValues];
         const uint64_t first = tile * kTile + uint64_t(round) * kThreads + thread;
         KVLC_UNROLL
-        for (int i = 0; i < kHeld; i++)
-            kGather ? move_view<true>(task, first + i * kThreads, held[i])
-                    : move_payload<true>(task, first + i * kThreads, held[i]);
+        for (int i = 0; i < kValues; i++)
+            kGather ? move_view<true>(task, first + i * kThreads, value[i])
+                    : move_payload<true>(task, first + i * kThreads, value[i]);
         KVLC_UNROLL
-        for (int i = 0; i < kHeld; i++)
-            kGather ? move_payload<false>(task, first + i * kThreads, held[i])
-                    : move_view<false>(task, first + i * kThreads, held[i]);
+        for (int i = 0; i < kValues; i++)
+            kGather ? move_payload<false>(task, first + i * kThreads, value[i])
+                    : move_view<false>(task, first + i * kThreads, value[i]);
     }
 }
 
-// What thread `thread` does for tile `tile` of all tasks.
+// The work of one thread for one tile of all tasks.
 template <bool kGather>
 KVLC_BOTH void move_tile_of(const Task *tasks, uint64_t count, uint64_t tile, unsigned thread) {
     uint64_t low = 0;  // the last task that begins at or before the tile

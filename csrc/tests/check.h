@@ -1,4 +1,4 @@
-// The little that a test program needs: checks that name their line, and a reproducible chance.
+// Checks that print their line, reproducible random numbers, and reference results.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@
 
 inline int failures = 0;
 
-#define CHECK(condition)                                                                     \
-    do {                                                                                     \
-        if (!(condition)) {                                                                  \
+#define CHECK(condition)                                                                       \
+    do {                                                                                       \
+        if (!(condition)) {                                                                    \
             std::printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, kvl_last_error()); \
-            failures++;                                                                      \
-        }                                                                                    \
+            failures++;                                                                        \
+        }                                                                                      \
     } while (0)
 
 using Bytes = std::vector<uint8_t>;
 
-class Chance {
+class Random {
   public:
-    explicit Chance(uint32_t seed) : engine_(seed) {}
+    explicit Random(uint32_t seed) : engine_(seed) {}
     // From low to high, both included.
     uint64_t number(uint64_t low, uint64_t high) {
         return std::uniform_int_distribution<uint64_t>(low, high)(engine_);
@@ -40,8 +40,8 @@ class Chance {
     std::mt19937 engine_;
 };
 
-// One bit at a time, straight from the definition.
-inline uint32_t slow_crc(const uint8_t *data, size_t n) {
+// By the definition, one bit at a time.
+inline uint32_t simple_crc(const uint8_t *data, size_t n) {
     uint32_t crc = ~0u;
     for (size_t i = 0; i < n; i++) {
         crc ^= data[i];
@@ -50,14 +50,14 @@ inline uint32_t slow_crc(const uint8_t *data, size_t n) {
     return ~crc;
 }
 
-inline std::vector<uint32_t> slow_digests(const uint8_t *data, size_t n) {
+inline std::vector<uint32_t> simple_digests(const uint8_t *data, size_t n) {
     std::vector<uint32_t> found;
     for (size_t at = 0; at < n; at += KVL_CHUNK)
-        found.push_back(slow_crc(data + at, n - at < KVL_CHUNK ? n - at : KVL_CHUNK));
+        found.push_back(simple_crc(data + at, n - at < KVL_CHUNK ? n - at : KVL_CHUNK));
     return found;
 }
 
-// A strided, perhaps indexed, view, and its bytes by the slowest way there is.
+// A strided view, indexed or not, and the address of each of its bytes by the simplest method.
 struct Case {
     kvl_view view{};
     uint64_t nbytes = 0;
@@ -81,4 +81,4 @@ struct Case {
     }
 };
 
-Case random_case(Chance &chance, bool distinct);
+Case random_case(Random &random, bool distinct);

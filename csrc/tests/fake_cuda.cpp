@@ -13,7 +13,7 @@
 
 #include "../cuda/kernel.h"
 
-// Streams are queues that somebody who waits works off, up to what he waits for.
+// A stream is a queue; a thread that waits for a position runs the queue up to there.
 struct FakeStream {
     std::deque<std::function<void()>> queue;
     uint64_t enqueued = 0, done = 0;
@@ -22,7 +22,7 @@ struct FakeStream {
 
 namespace {
 
-struct Mark {  // a place in a stream; a stream that waits for it keeps it
+struct Position {  // in a stream; a stream that waits for it keeps it alive
     std::shared_ptr<FakeStream> stream;
     uint64_t at = 0;
 };
@@ -30,12 +30,12 @@ struct Mark {  // a place in a stream; a stream that waits for it keeps it
 std::recursive_mutex lock;
 std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
 std::map<char *, size_t> registered;
-std::map<const void *, int> owners;   // of device memory
-thread_local void *context = nullptr;  // the current one: a device's number, and 1
+std::map<const void *, int> owners;    // of device memory
+thread_local void *context = nullptr;  // the current one: a device's number plus 1
 
 int current_device() { return context ? int(reinterpret_cast<uintptr_t>(context)) - 1 : 0; }
 
-// Whether the caller stands on the device of a stream that we made.
+// Whether the caller is on the device of a stream that was created here.
 bool here(cudaStream_t stream) {
     auto found = streams.find(stream);
     return found == streams.end() || found->second->device < 0 ||
@@ -46,17 +46,17 @@ std::shared_ptr<FakeStream> &of(cudaStream_t stream) {
     auto &found = streams[stream];
     if (!found) {
         found = std::make_shared<FakeStream>();
-        found->device = -1;  // the caller's, on whatever device it is
+        found->device = -1;  // the caller's own stream, on any device
     }
     return found;
 }
 
-void run(const Mark &mark) {
-    while (mark.stream && mark.stream->done < mark.at) {
-        auto work = std::move(mark.stream->queue.front());
-        mark.stream->queue.pop_front();
+void run(const Position &position) {
+    while (position.stream && position.stream->done < position.at) {
+        auto work = std::move(position.stream->queue.front());
+        position.stream->queue.pop_front();
         work();
-        mark.stream->done++;
+        position.stream->done++;
     }
 }
 
@@ -80,15 +80,15 @@ int current_context(void **found) {
     *found = context;
     return 0;
 }
-int set_context(void *wanted) {
-    context = wanted;
+int set_context(void *chosen) {
+    context = chosen;
     return 0;
 }
 
 }  // namespace
 
 struct FakeEvent {
-    Mark mark;
+    Position position;
 };
 
 FakeCuda &fake_cuda() {
@@ -98,8 +98,8 @@ FakeCuda &fake_cuda() {
 
 int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
-    int *fields[] = {&fake.devices, &fake.refuses_registration, &fake.fails_after,
-                     &fake.unregistered, &fake.unregistered_late, &fake.readonly};
+    int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
+                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly};
     return fields[number];
 }
 
@@ -197,8 +197,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *state) 
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    Mark mark = event->mark;
-    of(stream)->queue.push_back([mark] { run(mark); });
+    Position position = event->position;
+    of(stream)->queue.push_back([position] { run(position); });
     of(stream)->enqueued++;
     return cudaSuccess;
 }
@@ -214,18 +214,18 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     if (!here(stream)) return cudaErrorInvalidValue;
-    event->mark = {of(stream), of(stream)->enqueued};
+    event->position = {of(stream), of(stream)->enqueued};
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    run(event->mark);
+    run(event->position);
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    const Mark &mark = event->mark;
-    return mark.stream && mark.stream->done < mark.at ? cudaErrorNotReady : cudaSuccess;
+    const Position &position = event->position;
+    return position.stream && position.stream->done < position.at ? cudaErrorNotReady : cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind,
@@ -237,9 +237,10 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
                                  size_t count, cudaMemcpyAttributes *how, size_t *first,
                                  size_t attributes, cudaStream_t stream) {
     if (!fake_cuda().has_batch) return cudaErrorCallRequiresNewerDriver;
-    if (!count || attributes != 1 || *first || how->srcAccessOrder != 1) return cudaErrorInvalidValue;
+    if (!count || attributes != 1 || *first || how->srcAccessOrder != 1)
+        return cudaErrorInvalidValue;
     fake_cuda().batched += count;
-    for (size_t i = count; i--;) {  // in no order that anyone may rely on
+    for (size_t i = count; i--;) {  // in reverse: callers may not rely on an order
         void *there = to[i];
         const void *here = from[i];
         size_t nbytes = sizes[i];

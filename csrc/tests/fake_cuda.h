@@ -1,4 +1,4 @@
-// What a test asks of the fake device, beyond CUDA's interface.
+// The fake device's settings and counters, for tests.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 struct FakeCuda {
     int devices = 1;
-    int refuses_registration = 0, fails_after = -1;  // fails_after: so many launches and copies
+    int refuses_registration = 0, fails_after = -1;  // fails_after: number of launches and copies
     bool readonly_supported = true, has_batch = true, capturing = false;
-    uint64_t launches = 0, batched = 0, copied = 0;  // copied: by calls of their own
+    uint64_t launches = 0, batched = 0, copied = 0;  // copied: by single calls
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
     int readonly = 0;                                // registrations of that kind
 };
@@ -18,9 +18,9 @@ struct FakeCuda {
 FakeCuda &fake_cuda();
 // Enqueue anything on a stream; null is the caller's default one.
 void fake_enqueue(cudaStream_t stream, std::function<void()> work);
-// Do all that the stream holds.
+// Run all work of a stream.
 void fake_run(cudaStream_t stream);
 // Whether the calling thread is on any device.
 bool fake_has_context();
-// The same for a test in another language: its ints, in this order.
+// The int fields, in this order, for tests in Python.
 extern "C" int *fake_cuda_field(int number);

@@ -5,98 +5,98 @@
 
 namespace {
 
-struct Placed {
+struct PlacedCase {
     Case from;
     kvl_copy copy;
     std::vector<uint32_t> digests;
 };
 
-// Some cases one after another in one payload, as the slowest way would fill it.
-std::vector<Placed> place(Chance &chance, Bytes &payload, bool distinct) {
-    std::vector<Placed> placed;
-    uint64_t at = chance.number(0, 70), digests = 0;
-    for (uint64_t n = chance.number(1, 4); n; n--) {
-        placed.push_back({random_case(chance, distinct), {}, {}});
-        Placed &now = placed.back();
-        now.copy.view = now.from.view;
-        now.copy.span = {at, now.from.nbytes, digests};
-        payload.resize(at + now.from.nbytes);
-        for (uint64_t i = 0; i < now.from.nbytes; i++)
-            payload[at + i] = now.from.memory[now.from.address(i)];
-        now.digests = slow_digests(payload.data() + at, now.from.nbytes);
-        digests += now.digests.size();
-        at += now.from.nbytes + chance.number(0, 300);
+// Some cases one after another in one payload, copied byte by byte.
+std::vector<PlacedCase> place_cases(Random &random, Bytes &payload, bool distinct) {
+    std::vector<PlacedCase> items;
+    uint64_t at = random.number(0, 70), digests = 0;
+    for (uint64_t n = random.number(1, 4); n; n--) {
+        items.push_back({random_case(random, distinct), {}, {}});
+        PlacedCase &item = items.back();
+        item.copy.view = item.from.view;
+        item.copy.span = {at, item.from.nbytes, digests};
+        payload.resize(at + item.from.nbytes);
+        for (uint64_t i = 0; i < item.from.nbytes; i++)
+            payload[at + i] = item.from.memory[item.from.address(i)];
+        item.digests = simple_digests(payload.data() + at, item.from.nbytes);
+        digests += item.digests.size();
+        at += item.from.nbytes + random.number(0, 300);
     }
-    payload.resize(payload.size() + chance.number(0, 70));
-    return placed;
+    payload.resize(payload.size() + random.number(0, 70));
+    return items;
 }
 
 void round_trip(uint32_t seed, uint64_t threads, uint64_t stores) {
-    Chance chance(seed);
-    Bytes wanted;
-    std::vector<Placed> placed = place(chance, wanted, true);
+    Random random(seed);
+    Bytes expected_payload;
+    std::vector<PlacedCase> items = place_cases(random, expected_payload, true);
     std::vector<kvl_copy> copies;
     std::vector<kvl_span> spans;
     std::vector<uint32_t> digests;
-    for (Placed &now : placed) {
-        copies.push_back(now.copy);
-        spans.push_back(now.copy.span);
-        digests.insert(digests.end(), now.digests.begin(), now.digests.end());
+    for (PlacedCase &item : items) {
+        copies.push_back(item.copy);
+        spans.push_back(item.copy.span);
+        digests.insert(digests.end(), item.digests.begin(), item.digests.end());
     }
     kvl_options options{threads, stores};
     kvl_report report{};
 
-    Bytes payload(wanted.size());
+    Bytes payload(expected_payload.size());
     std::vector<uint32_t> found(digests.size());
     CHECK(kvl_gather(payload.data(), payload.size(), copies.data(), copies.size(), found.data(),
                      found.size(), &options, &report) == KVL_OK);
-    CHECK(payload == wanted);
+    CHECK(payload == expected_payload);
     CHECK(found == digests);
     CHECK(kvl_verify(payload.data(), payload.size(), spans.data(), spans.size(), found.data(),
                      found.size(), &options, &report) == KVL_OK);
-    std::vector<uint32_t> again(digests.size());
-    CHECK(kvl_digest(payload.data(), payload.size(), spans.data(), spans.size(), again.data(),
-                     again.size(), &options, &report) == KVL_OK);
-    CHECK(again == digests);
+    std::vector<uint32_t> recomputed(digests.size());
+    CHECK(kvl_digest(payload.data(), payload.size(), spans.data(), spans.size(), recomputed.data(),
+                     recomputed.size(), &options, &report) == KVL_OK);
+    CHECK(recomputed == digests);
 
-    // Back into memory that was cleared: exactly the view's bytes come back.
+    // Back into cleared memory: exactly the view's bytes are written.
     std::vector<Bytes> cleared;
-    for (Placed &now : placed) {
-        Bytes expected(now.from.memory.size(), 0xAA);
-        for (uint64_t i = 0; i < now.from.nbytes; i++)
-            expected[now.from.address(i)] = now.from.memory[now.from.address(i)];
+    for (PlacedCase &item : items) {
+        Bytes expected(item.from.memory.size(), 0xAA);
+        for (uint64_t i = 0; i < item.from.nbytes; i++)
+            expected[item.from.address(i)] = item.from.memory[item.from.address(i)];
         cleared.push_back(expected);
-        std::fill(now.from.memory.begin(), now.from.memory.end(), 0xAA);
+        std::fill(item.from.memory.begin(), item.from.memory.end(), 0xAA);
     }
     CHECK(kvl_scatter(payload.data(), payload.size(), copies.data(), copies.size(), found.data(),
                       found.size(), &options, &report) == KVL_OK);
-    for (size_t i = 0; i < placed.size(); i++) CHECK(placed[i].from.memory == cleared[i]);
+    for (size_t i = 0; i < items.size(); i++) CHECK(items[i].from.memory == cleared[i]);
 
-    // One bit changed: named by copy and chunk.
-    size_t victim = chance.number(0, placed.size() - 1);
-    uint64_t byte = chance.number(0, placed[victim].from.nbytes - 1);
-    payload[spans[victim].start + byte] ^= 4;
+    // A changed bit is reported by copy and chunk.
+    size_t changed = random.number(0, items.size() - 1);
+    uint64_t byte = random.number(0, items[changed].from.nbytes - 1);
+    payload[spans[changed].start + byte] ^= 4;
     CHECK(kvl_verify(payload.data(), payload.size(), spans.data(), spans.size(), found.data(),
                      found.size(), &options, &report) == KVL_EDIGEST);
-    CHECK(report.copy == victim && report.chunk == byte / KVL_CHUNK);
+    CHECK(report.copy == changed && report.chunk == byte / KVL_CHUNK);
     CHECK(kvl_scatter(payload.data(), payload.size(), copies.data(), copies.size(), found.data(),
                       found.size(), &options, &report) == KVL_EDIGEST);
-    CHECK(report.copy == victim && report.chunk == byte / KVL_CHUNK);
+    CHECK(report.copy == changed && report.chunk == byte / KVL_CHUNK);
 }
 
 void expanded(uint32_t seed) {
-    Chance chance(seed);
-    Bytes wanted;
-    std::vector<Placed> placed = place(chance, wanted, false);
+    Random random(seed);
+    Bytes expected_payload;
+    std::vector<PlacedCase> items = place_cases(random, expected_payload, false);
     std::vector<kvl_copy> copies;
-    for (Placed &now : placed) {
-        now.copy.span.first_digest = KVL_NO_DIGEST;
-        copies.push_back(now.copy);
+    for (PlacedCase &item : items) {
+        item.copy.span.first_digest = KVL_NO_DIGEST;
+        copies.push_back(item.copy);
     }
-    Bytes payload(wanted.size());
+    Bytes payload(expected_payload.size());
     CHECK(kvl_gather(payload.data(), payload.size(), copies.data(), copies.size(), nullptr, 0,
                      nullptr, nullptr) == KVL_OK);
-    CHECK(payload == wanted);
+    CHECK(payload == expected_payload);
 }
 
 void known_answer() {

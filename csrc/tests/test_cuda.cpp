@@ -1,4 +1,4 @@
-// The CUDA part on a fake device: every address, both ways of copying, order, progress, refusals.
+// The CUDA part on a fake device: addresses, both copy methods, order, progress, refusals.
 #include <algorithm>
 
 #include "../cuda/kvlink_cuda.h"
@@ -10,33 +10,33 @@ namespace {
 
 constexpr uint64_t kKernel = UINT64_MAX - 1, kEngines = 0;
 
-#define CHECK_CUDA(condition)                                                          \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            std::printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition,            \
-                        kvlc_last_error());                                            \
-            failures++;                                                                \
-        }                                                                              \
+#define CHECK_CUDA(condition)                                                                   \
+    do {                                                                                        \
+        if (!(condition)) {                                                                     \
+            std::printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, kvlc_last_error()); \
+            failures++;                                                                         \
+        }                                                                                       \
     } while (0)
 
-// Cases, and the payload that holds them, in registered memory.
-struct Bed {
+// Cases and their payload in registered memory.
+struct Fixture {
     std::vector<Case> cases;
     std::vector<kvl_copy> copies;
-    Bytes wanted, payload;
+    Bytes expected, payload;
     kvlc_options options{0, 0, kEngines};
     uint64_t ticket = 0;
 
     void add(Case made, uint64_t start) {
         cases.push_back(std::move(made));
-        const Case &now = cases.back();
-        copies.push_back({now.view, {start, now.nbytes, KVL_NO_DIGEST}});
-        wanted.resize(start + now.nbytes);
-        for (uint64_t i = 0; i < now.nbytes; i++) wanted[start + i] = now.memory[now.address(i)];
+        const Case &added = cases.back();
+        copies.push_back({added.view, {start, added.nbytes, KVL_NO_DIGEST}});
+        expected.resize(start + added.nbytes);
+        for (uint64_t i = 0; i < added.nbytes; i++)
+            expected[start + i] = added.memory[added.address(i)];
     }
-    uint64_t end() const { return wanted.size(); }
+    uint64_t end() const { return expected.size(); }
     void pin() {
-        payload.assign(wanted.size(), 0xEE);
+        payload.assign(expected.size(), 0xEE);
         CHECK_CUDA(kvlc_register(0, payload.data(), payload.size(), 0) == KVL_OK);
     }
     int gather(kvl_report *report = nullptr) {
@@ -47,28 +47,28 @@ struct Bed {
         return kvlc_scatter(payload.data(), payload.size(), copies.data(), copies.size(), &options,
                             nullptr, &ticket);
     }
-    bool landed(size_t copy) const {
+    bool copied(size_t copy) const {
         const kvl_span &span = copies[copy].span;
         return std::equal(&payload[span.start], &payload[span.start] + span.nbytes,
-                          &wanted[span.start]);
+                          &expected[span.start]);
     }
-    ~Bed() {
+    ~Fixture() {
         if (!payload.empty()) kvlc_unregister(payload.data());
     }
 };
 
-Case flat_case(Chance &chance, uint64_t nbytes) {
+Case flat_case(Random &random, uint64_t nbytes) {
     Case made;
-    made.memory = chance.bytes(nbytes);
+    made.memory = random.bytes(nbytes);
     made.nbytes = nbytes;
-    made.view = {made.memory.data(), nbytes, 0, nbytes, {1, 1, 1, 1}, {0, 0, 0, 0},
-                 nullptr, 0, 1, 0};
+    made.view = {made.memory.data(), nbytes,  0, nbytes, {1, 1, 1, 1},
+                 {0, 0, 0, 0},       nullptr, 0, 1,      0};
     return made;
 }
 
-// Rows in steps of a stride; entries of an index if it has one.
-Case paged_case(Chance &chance, uint64_t run, std::vector<int64_t> index, uint64_t limit) {
-    Case made = flat_case(chance, run * limit);
+// Rows of `run` bytes, looked up in an index.
+Case paged_case(Random &random, uint64_t run, std::vector<int64_t> index, uint64_t limit) {
+    Case made = flat_case(random, run * limit);
     made.index = std::move(index);
     made.nbytes = run * made.index.size();
     made.view.run = run;
@@ -79,37 +79,37 @@ Case paged_case(Chance &chance, uint64_t run, std::vector<int64_t> index, uint64
 }
 
 void round_trip(uint32_t seed, uint64_t crossover, bool aligned) {
-    Chance chance(seed);
-    Bed bed;
-    uint64_t at = aligned ? 256 : chance.number(0, 70);
-    bed.cases.reserve(8);  // views point into them
-    for (uint64_t n = chance.number(1, 5); n; n--) {
-        bed.add(random_case(chance, true), at);
-        at = bed.end() + chance.number(0, 300);
+    Random random(seed);
+    Fixture fixture;
+    uint64_t at = aligned ? 256 : random.number(0, 70);
+    fixture.cases.reserve(8);  // views point into them
+    for (uint64_t n = random.number(1, 5); n; n--) {
+        fixture.add(random_case(random, true), at);
+        at = fixture.end() + random.number(0, 300);
         if (aligned) at = (at + 255) / 256 * 256;
     }
-    bed.pin();
-    bed.options.crossover = crossover;
-    Bytes empty = bed.payload;
-    CHECK_CUDA(bed.gather() == KVL_OK);
-    CHECK(bed.payload == empty);  // asynchronous
-    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
-    for (size_t copy = 0; copy < bed.copies.size(); copy++) CHECK(bed.landed(copy));
+    fixture.pin();
+    fixture.options.crossover = crossover;
+    Bytes empty = fixture.payload;
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    CHECK(fixture.payload == empty);  // asynchronous
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
+    for (size_t copy = 0; copy < fixture.copies.size(); copy++) CHECK(fixture.copied(copy));
     uint64_t last = 0;
-    for (const kvl_copy &copy : bed.copies) {  // and nothing between
-        for (; last < copy.span.start; last++) CHECK(bed.payload[last] == 0xEE);
+    for (const kvl_copy &copy : fixture.copies) {  // and nothing between
+        for (; last < copy.span.start; last++) CHECK(fixture.payload[last] == 0xEE);
         last += copy.span.nbytes;
     }
 
     std::vector<Bytes> before;
-    for (Case &now : bed.cases) {
-        before.push_back(now.memory);
-        for (uint64_t i = 0; i < now.nbytes; i++) now.memory[now.address(i)] ^= 0xFF;
+    for (Case &added : fixture.cases) {
+        before.push_back(added.memory);
+        for (uint64_t i = 0; i < added.nbytes; i++) added.memory[added.address(i)] ^= 0xFF;
     }
-    CHECK_CUDA(bed.scatter() == KVL_OK);
-    fake_run(nullptr);  // the caller's stream has waited for ours
-    for (size_t i = 0; i < before.size(); i++) CHECK(bed.cases[i].memory == before[i]);
-    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    CHECK_CUDA(fixture.scatter() == KVL_OK);
+    fake_run(nullptr);  // the caller's stream waits for the copies
+    for (size_t i = 0; i < before.size(); i++) CHECK(fixture.cases[i].memory == before[i]);
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
 }
 
 void copies_of_both_kinds() {
@@ -128,128 +128,133 @@ void copies_of_both_kinds() {
 }
 
 void another_device() {
-    Chance chance(8);
+    Random random(8);
     fake_cuda().devices = 2;
     for (uint64_t crossover : {kEngines, kKernel, KVLC_MEASURED}) {
-        Bed bed;
-        bed.add(flat_case(chance, 5000), 0);
-        bed.pin();
-        bed.options = {1, 0, crossover};
-        CHECK_CUDA(bed.gather() == KVL_OK && kvlc_wait(bed.ticket, 0) == KVL_OK);
-        CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK && bed.landed(0));
-        CHECK_CUDA(bed.scatter() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK);
+        Fixture fixture;
+        fixture.add(flat_case(random, 5000), 0);
+        fixture.pin();
+        fixture.options = {1, 0, crossover};
+        CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_wait(fixture.ticket, 0) == KVL_OK);
+        CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK && fixture.copied(0));
+        CHECK_CUDA(fixture.scatter() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
     }
     CHECK(!fake_has_context());  // the thread had none before
     fake_cuda().devices = 1;
 }
 
 void the_callers_stream() {
-    Chance chance(1);
-    Bed bed;
-    bed.add(flat_case(chance, 5000), 64);
-    bed.pin();
-    Bytes &memory = bed.cases[0].memory;
+    Random random(1);
+    Fixture fixture;
+    fixture.add(flat_case(random, 5000), 64);
+    fixture.pin();
+    Bytes &memory = fixture.cases[0].memory;
     fake_enqueue(nullptr, [&] { std::fill(memory.begin(), memory.end(), 9); });
-    CHECK_CUDA(bed.gather() == KVL_OK);
-    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
-    CHECK(bed.payload[64] == 9 && bed.payload[5063] == 9);
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
+    CHECK(fixture.payload[64] == 9 && fixture.payload[5063] == 9);
 
     fake_cuda().capturing = true;
-    CHECK(bed.gather() == KVL_EARGUMENT && std::strstr(kvlc_last_error(), "captured"));
+    CHECK(fixture.gather() == KVL_EARGUMENT && std::strstr(kvlc_last_error(), "captured"));
     fake_cuda().capturing = false;
 
-    bool other_ran = false;  // what another stream waits for holds nobody up
+    bool other_ran = false;  // a stream that waits blocks no other stream
     auto other = reinterpret_cast<cudaStream_t>(uintptr_t(64));
     fake_enqueue(other, [&] { other_ran = true; });
-    Bed slow;
-    slow.add(flat_case(chance, 64), 0);
+    Fixture slow;
+    slow.add(flat_case(random, 64), 0);
     slow.pin();
     slow.options.stream = 64;
     CHECK_CUDA(slow.gather() == KVL_OK);
-    CHECK_CUDA(bed.gather() == KVL_OK);
-    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
     CHECK(!other_ran);
     CHECK_CUDA(kvlc_finish(slow.ticket) == KVL_OK);
-    CHECK(other_ran && slow.landed(0));
+    CHECK(other_ran && slow.copied(0));
 }
 
 void progress() {
-    Chance chance(2);
-    Bed bed;
-    bed.cases.reserve(4);
+    Random random(2);
+    Fixture fixture;
+    fixture.cases.reserve(4);
     uint64_t sizes[] = {3 << 20, 5 << 20, 8 << 20, 1 << 20};
-    for (uint64_t nbytes : sizes) bed.add(flat_case(chance, nbytes), bed.end());
-    bed.pin();
+    for (uint64_t nbytes : sizes) fixture.add(flat_case(random, nbytes), fixture.end());
+    fixture.pin();
     uint64_t complete = 9;
-    CHECK_CUDA(bed.gather() == KVL_OK);
-    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 0);
-    CHECK_CUDA(kvlc_wait(bed.ticket, 0) == KVL_OK);  // a group of two
-    CHECK(bed.landed(0) && bed.landed(1) && !bed.landed(2));
-    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 2);
-    CHECK_CUDA(kvlc_wait(bed.ticket, 2) == KVL_OK);
-    CHECK(bed.landed(2) && !bed.landed(3));
-    CHECK_CUDA(kvlc_wait(bed.ticket, 3) == KVL_OK);
-    CHECK_CUDA(kvlc_poll(bed.ticket, &complete) == KVL_OK && complete == 4);
-    CHECK(bed.landed(3));
-    CHECK_CUDA(kvlc_finish(bed.ticket) == KVL_OK);
-    CHECK(kvlc_finish(bed.ticket) == KVL_EARGUMENT && kvlc_wait(bed.ticket, 0) == KVL_EARGUMENT);
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_poll(fixture.ticket, &complete) == KVL_OK && complete == 0);
+    CHECK_CUDA(kvlc_wait(fixture.ticket, 0) == KVL_OK);  // a group of two
+    CHECK(fixture.copied(0) && fixture.copied(1) && !fixture.copied(2));
+    CHECK_CUDA(kvlc_poll(fixture.ticket, &complete) == KVL_OK && complete == 2);
+    CHECK_CUDA(kvlc_wait(fixture.ticket, 2) == KVL_OK);
+    CHECK(fixture.copied(2) && !fixture.copied(3));
+    CHECK_CUDA(kvlc_wait(fixture.ticket, 3) == KVL_OK);
+    CHECK_CUDA(kvlc_poll(fixture.ticket, &complete) == KVL_OK && complete == 4);
+    CHECK(fixture.copied(3));
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
+    CHECK(kvlc_finish(fixture.ticket) == KVL_EARGUMENT &&
+          kvlc_wait(fixture.ticket, 0) == KVL_EARGUMENT);
 }
 
 void a_failure_midway() {
-    Chance chance(3);
-    Bed bed;
-    bed.cases.reserve(3);
-    for (int i = 0; i < 3; i++) bed.add(flat_case(chance, 5000), bed.end() + 64);
-    bed.pin();
-    fake_cuda().fails_after = 1;  // within a group, of which the fake begins with the last
-    CHECK(bed.gather() == KVLC_ECUDA);
+    Random random(3);
+    Fixture fixture;
+    fixture.cases.reserve(3);
+    for (int i = 0; i < 3; i++) fixture.add(flat_case(random, 5000), fixture.end() + 64);
+    fixture.pin();
+    fake_cuda().fails_after = 1;  // within a group, which the fake copies in reverse
+    CHECK(fixture.gather() == KVLC_ECUDA);
     fake_cuda().fails_after = -1;
-    CHECK(bed.landed(2) && !bed.landed(1));  // nothing is under way any more
-    CHECK_CUDA(bed.gather() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK && bed.landed(1));
+    CHECK(fixture.copied(2) && !fixture.copied(1));  // no copy is in progress any more
+    CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK &&
+               fixture.copied(1));
 }
 
-void refused(Bed &bed, int status, const char *words) {
-    int got = bed.gather();
-    if (got != status || !std::strstr(kvlc_last_error(), words))
-        std::printf("status %d, \"%s\"; wanted %d, \"%s\"\n", got, kvlc_last_error(), status,
-                    words), failures++;
+void refused(Fixture &fixture, int status, const char *text) {
+    int got = fixture.gather();
+    if (got != status || !std::strstr(kvlc_last_error(), text))
+        std::printf("status %d, \"%s\"; expected %d, \"%s\"\n", got, kvlc_last_error(), status,
+                    text),
+            failures++;
 }
 
 void refusals() {
-    Chance chance(4);
-    Bed bed;
-    bed.add(paged_case(chance, 64, {3, 0, 2}, 4), 64);
-    bed.payload.assign(bed.end(), 0);
-    refused(bed, KVLC_EPAGEABLE, "outside registered memory");
-    CHECK(kvlc_register(0, bed.payload.data(), bed.end(), 1) == KVL_OK);
-    refused(bed, KVLC_EPAGEABLE, "registered readonly");
-    CHECK(kvlc_unregister(bed.payload.data()) == KVL_OK);
-    CHECK(kvlc_register(0, bed.payload.data(), bed.end() - 1, 0) == KVL_OK);
-    refused(bed, KVLC_EPAGEABLE, "outside registered memory");
-    CHECK(kvlc_gather(bed.payload.data() + 2, bed.end() - 2, bed.copies.data(), 0, &bed.options,
-                      nullptr, &bed.ticket) == KVL_OK);  // nothing to copy, nothing to register
-    kvl_copy less = bed.copies[0];
+    Random random(4);
+    Fixture fixture;
+    fixture.add(paged_case(random, 64, {3, 0, 2}, 4), 64);
+    fixture.payload.assign(fixture.end(), 0);
+    refused(fixture, KVLC_EPAGEABLE, "outside registered memory");
+    CHECK(kvlc_register(0, fixture.payload.data(), fixture.end(), 1) == KVL_OK);
+    refused(fixture, KVLC_EPAGEABLE, "registered readonly");
+    CHECK(kvlc_unregister(fixture.payload.data()) == KVL_OK);
+    CHECK(kvlc_register(0, fixture.payload.data(), fixture.end() - 1, 0) == KVL_OK);
+    refused(fixture, KVLC_EPAGEABLE, "outside registered memory");
+    CHECK(kvlc_gather(fixture.payload.data() + 2, fixture.end() - 2, fixture.copies.data(), 0,
+                      &fixture.options, nullptr,
+                      &fixture.ticket) == KVL_OK);  // nothing to copy, nothing to register
+    kvl_copy less = fixture.copies[0];
     less.span.start = 62;
-    CHECK(kvlc_gather(bed.payload.data() + 2, bed.end() - 2, &less, 1, &bed.options, nullptr,
-                      &bed.ticket) == KVLC_EPAGEABLE);
-    bed.cases[0].index[1] = 4;
-    refused(bed, KVL_EBOUNDS, "copy 0: index[1] is 4");
-    bed.cases[0].index[1] = 0;
-    bed.copies[0].view.extent = 255;
-    refused(bed, KVL_EBOUNDS, "in memory of 255");
-    bed.copies[0].view.extent = 256;
-    bed.copies[0].span.start = 65;
-    refused(bed, KVL_EBOUNDS, "in a payload of 256");
-    bed.copies[0].span.start = 64;
-    bed.copies.push_back(bed.copies[0]);
-    refused(bed, KVL_EOVERLAP, "copy 1: a span at 64 after one that ends at 256");
-    bed.copies.pop_back();
-    bed.cases[0].index[1] = 3;
-    CHECK(bed.scatter() == KVL_EOVERLAP && std::strstr(kvlc_last_error(), "which came before"));
-    bed.cases[0].index[1] = 0;
-    bed.options.device = 5;
-    refused(bed, KVL_EARGUMENT, "device 5 of 1");
-    CHECK(kvlc_gather(nullptr, 1, nullptr, 0, &bed.options, nullptr, &bed.ticket) == KVL_EARGUMENT);
+    CHECK(kvlc_gather(fixture.payload.data() + 2, fixture.end() - 2, &less, 1, &fixture.options,
+                      nullptr, &fixture.ticket) == KVLC_EPAGEABLE);
+    fixture.cases[0].index[1] = 4;
+    refused(fixture, KVL_EBOUNDS, "copy 0: index[1] is 4");
+    fixture.cases[0].index[1] = 0;
+    fixture.copies[0].view.extent = 255;
+    refused(fixture, KVL_EBOUNDS, "in memory of 255");
+    fixture.copies[0].view.extent = 256;
+    fixture.copies[0].span.start = 65;
+    refused(fixture, KVL_EBOUNDS, "in a payload of 256");
+    fixture.copies[0].span.start = 64;
+    fixture.copies.push_back(fixture.copies[0]);
+    refused(fixture, KVL_EOVERLAP, "copy 1: a span at 64 after one that ends at 256");
+    fixture.copies.pop_back();
+    fixture.cases[0].index[1] = 3;
+    CHECK(fixture.scatter() == KVL_EOVERLAP && std::strstr(kvlc_last_error(), "which came before"));
+    fixture.cases[0].index[1] = 0;
+    fixture.options.device = 5;
+    refused(fixture, KVL_EARGUMENT, "device 5 of 1");
+    CHECK(kvlc_gather(nullptr, 1, nullptr, 0, &fixture.options, nullptr, &fixture.ticket) ==
+          KVL_EARGUMENT);
 }
 
 void registration() {
@@ -273,7 +278,7 @@ void registration() {
 }
 
 void plans() {
-    Chance chance(5);
+    Random random(5);
     Bytes payload(1 << 20);
     auto planned = [&](const Case &made, uint64_t crossover) {
         kvlc::Plan plan(true, reinterpret_cast<char *>(payload.data()), payload.size());
@@ -282,7 +287,7 @@ void plans() {
         plan.close();
         return plan;
     };
-    Case joined = paged_case(chance, 1024, {4, 5, 6, 9, 1, 2}, 10);
+    Case joined = paged_case(random, 1024, {4, 5, 6, 9, 1, 2}, 10);
     kvlc::Plan plan = planned(joined, 2048);  // three runs of 2048 on average
     CHECK(plan.runs().size() == 6 && plan.tasks().empty() && plan.runs()[0].nbytes == 3072);
     plan = planned(joined, 2049);
@@ -297,8 +302,8 @@ void plans() {
     CHECK(task[1].offsets == reinterpret_cast<const int64_t *>(task + 2));
     CHECK(task[1].offsets[3] == 9216);
 
-    Case slots = paged_case(chance, 16, {0, 3}, 4);  // two in a block of 256, 16 or 18 apart
-    slots.memory = chance.bytes(512);
+    Case slots = paged_case(random, 16, {0, 3}, 4);  // two in a block of 256, 16 or 18 apart
+    slots.memory = random.bytes(512);
     slots.view.base = slots.memory.data(), slots.view.extent = 512;
     slots.view.strides[0] = 256, slots.view.index_split = 2, slots.view.index_stride = 16;
     kvlc::Plan two(true, reinterpret_cast<char *>(payload.data()), payload.size());
@@ -308,8 +313,8 @@ void plans() {
     CHECK(two.offsets() == (std::vector<int64_t>{0, 272, 0, 274}));
     CHECK(two.tasks()[0].width == 16 && two.tasks()[1].width == 2 && two.tasks()[1].unit == 16);
 
-    Case whole = flat_case(chance, 4096);
-    CHECK(planned(whole, 4096).runs().size() == 2);  // the view twice: no neighbours
+    Case whole = flat_case(random, 4096);
+    CHECK(planned(whole, 4096).runs().size() == 2);  // the same view twice is not contiguous
 
     kvlc::Plan layers(true, reinterpret_cast<char *>(payload.data()), payload.size());
     kvl_copy half{whole.view, {0, 2048, KVL_NO_DIGEST}};
@@ -333,12 +338,13 @@ void measured() {
     uint64_t launches = fake_cuda().launches;
     CHECK_CUDA(kvlc_crossover(0, again) == KVL_OK);
     CHECK(bytes[0] == again[0] && bytes[1] == again[1] && fake_cuda().launches == launches);
-    Chance chance(6);
-    Bed bed;
-    bed.add(flat_case(chance, 100), 0);
-    bed.pin();
-    bed.options.crossover = KVLC_MEASURED;
-    CHECK_CUDA(bed.gather() == KVL_OK && kvlc_finish(bed.ticket) == KVL_OK && bed.landed(0));
+    Random random(6);
+    Fixture fixture;
+    fixture.add(flat_case(random, 100), 0);
+    fixture.pin();
+    fixture.options.crossover = KVLC_MEASURED;
+    CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK &&
+               fixture.copied(0));
 }
 
 void devices() {

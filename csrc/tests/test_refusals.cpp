@@ -1,4 +1,4 @@
-// Arguments that contradict the sizes given are refused, in words, and nothing is touched.
+// Invalid arguments are refused with a status and a text, and nothing is written.
 #include "check.h"
 
 namespace {
@@ -12,8 +12,8 @@ struct Refusal {
 
     Refusal() {
         // Three rows of 256 bytes, 512 apart.
-        copy.view = {memory.data(), memory.size(), 0, 256, {1, 1, 1, 3}, {0, 0, 0, 512},
-                     nullptr, 0, 1, 0};
+        copy.view = {memory.data(),  memory.size(), 0, 256, {1, 1, 1, 3},
+                     {0, 0, 0, 512}, nullptr,       0, 1,   0};
         copy.span = {64, 768, 0};
     }
     void by_index() {
@@ -21,49 +21,78 @@ struct Refusal {
         copy.view.sizes[3] = 1, copy.view.strides[3] = 0;
         copy.view.index = index.data(), copy.view.index_limit = 8;
     }
-    void refused(int status, const char *words, bool scatter = false) {
+    void refused(int status, const char *text, bool scatter = false) {
         Bytes memory_before = memory, payload_before = payload;
         kvl_report report{};
         int got = scatter ? kvl_scatter(payload.data(), nbytes, &copy, 1, digests.data(),
                                         digests.size(), nullptr, &report)
                           : kvl_gather(payload.data(), nbytes, &copy, 1, digests.data(),
                                        digests.size(), nullptr, &report);
-        bool said = std::strstr(kvl_last_error(), words) != nullptr;
-        if (got != status || !said)
+        bool matches = std::strstr(kvl_last_error(), text) != nullptr;
+        if (got != status || !matches)
             std::printf("status %d, \"%s\"; wanted %d, \"%s\"\n", got, kvl_last_error(), status,
-                        words);
-        CHECK(got == status && said);
+                        text);
+        CHECK(got == status && matches);
         CHECK(memory == memory_before && payload == payload_before && digests[0] == 7);
     }
 };
 
+template <class Change>
+void check(int status, const char *text, Change change, bool scatter = false) {
+    Refusal r;
+    change(r);
+    r.refused(status, text, scatter);
+}
+
 void test_bounds() {
-    { Refusal r; r.copy.view.extent = 1279; r.refused(KVL_EBOUNDS, "0 to 1280 in memory of 1279"); }
-    { Refusal r; r.copy.view.offset = -1; r.refused(KVL_EBOUNDS, "bytes -1 to"); }
-    { Refusal r; r.copy.view.strides[3] = -512; r.refused(KVL_EBOUNDS, "bytes -1024 to"); }
-    { Refusal r; r.copy.view.strides[3] = INT64_MAX; r.refused(KVL_EARGUMENT, "stride"); }
-    { Refusal r; r.copy.view.sizes[3] = UINT64_MAX; r.refused(KVL_EARGUMENT, "size"); }
-    { Refusal r; r.copy.view.sizes[0] = 0; r.refused(KVL_EARGUMENT, "size 0"); }
-    { Refusal r; r.copy.view.run = 0; r.refused(KVL_EARGUMENT, "run of 0"); }
-    { Refusal r; r.copy.view.base = nullptr; r.refused(KVL_EARGUMENT, "without memory"); }
-    { Refusal r; r.copy.span.nbytes = 769; r.refused(KVL_EBOUNDS, "768 bytes for a span of 769"); }
-    { Refusal r; r.copy.span.start = 1281; r.refused(KVL_EBOUNDS, "in a payload of 2048"); }
-    { Refusal r; r.copy.span.start = UINT64_MAX; r.refused(KVL_EBOUNDS, "in a payload of 2048"); }
-    { Refusal r; r.copy.span.first_digest = 1; r.refused(KVL_EBOUNDS, "digests 1 to 2 of 1"); }
+    check(KVL_EBOUNDS, "0 to 1280 in memory of 1279",
+          [](Refusal &r) { r.copy.view.extent = 1279; });
+    check(KVL_EBOUNDS, "bytes -1 to", [](Refusal &r) { r.copy.view.offset = -1; });
+    check(KVL_EBOUNDS, "bytes -1024 to", [](Refusal &r) { r.copy.view.strides[3] = -512; });
+    check(KVL_EARGUMENT, "stride", [](Refusal &r) { r.copy.view.strides[3] = INT64_MAX; });
+    check(KVL_EARGUMENT, "size", [](Refusal &r) { r.copy.view.sizes[3] = UINT64_MAX; });
+    check(KVL_EARGUMENT, "size 0", [](Refusal &r) { r.copy.view.sizes[0] = 0; });
+    check(KVL_EARGUMENT, "run of 0", [](Refusal &r) { r.copy.view.run = 0; });
+    check(KVL_EARGUMENT, "without memory", [](Refusal &r) { r.copy.view.base = nullptr; });
+    check(KVL_EBOUNDS, "768 bytes for a span of 769", [](Refusal &r) { r.copy.span.nbytes = 769; });
+    check(KVL_EBOUNDS, "in a payload of 2048", [](Refusal &r) { r.copy.span.start = 1281; });
+    check(KVL_EBOUNDS, "in a payload of 2048", [](Refusal &r) { r.copy.span.start = UINT64_MAX; });
+    check(KVL_EBOUNDS, "digests 1 to 2 of 1", [](Refusal &r) { r.copy.span.first_digest = 1; });
 }
 
 void test_indices() {
-    { Refusal r; r.by_index(); r.index[1] = 8; r.refused(KVL_EBOUNDS, "index[1] is 8"); }
-    { Refusal r; r.by_index(); r.index[2] = -1; r.refused(KVL_EBOUNDS, "index[2] is -1"); }
-    { Refusal r; r.by_index(); r.copy.view.index_limit = 9; r.refused(KVL_EBOUNDS, "to 4352"); }
-    { Refusal r; r.by_index(); r.copy.view.index_split = 0; r.refused(KVL_EARGUMENT, "split 0"); }
-    { Refusal r; r.by_index(); r.copy.span.nbytes = 512; r.refused(KVL_EBOUNDS, "for a span"); }
-    { Refusal r; r.by_index(); r.index[2] = 3; r.refused(KVL_EOVERLAP, "came before", true); }
+    check(KVL_EBOUNDS, "index[1] is 8", [](Refusal &r) {
+        r.by_index();
+        r.index[1] = 8;
+    });
+    check(KVL_EBOUNDS, "index[2] is -1", [](Refusal &r) {
+        r.by_index();
+        r.index[2] = -1;
+    });
+    check(KVL_EBOUNDS, "to 4352", [](Refusal &r) {
+        r.by_index();
+        r.copy.view.index_limit = 9;
+    });
+    check(KVL_EARGUMENT, "split 0", [](Refusal &r) {
+        r.by_index();
+        r.copy.view.index_split = 0;
+    });
+    check(KVL_EBOUNDS, "for a span", [](Refusal &r) {
+        r.by_index();
+        r.copy.span.nbytes = 512;
+    });
+    check(
+        KVL_EOVERLAP, "came before",
+        [](Refusal &r) {
+            r.by_index();
+            r.index[2] = 3;
+        },
+        true);
 }
 
 void test_overlaps() {
-    { Refusal r; r.copy.view.strides[3] = 255; r.refused(KVL_EOVERLAP, "overlaps itself", true); }
-    { Refusal r; r.copy.view.strides[3] = 0; r.refused(KVL_EOVERLAP, "overlaps itself", true); }
+    check(KVL_EOVERLAP, "overlaps itself", [](Refusal &r) { r.copy.view.strides[3] = 255; }, true);
+    check(KVL_EOVERLAP, "overlaps itself", [](Refusal &r) { r.copy.view.strides[3] = 0; }, true);
     {
         Refusal r;
         r.copy.view.base = r.payload.data();
@@ -79,7 +108,7 @@ void test_overlaps() {
 }
 
 void test_calls() {
-    Refusal r;  // as it stands, nothing is wrong with it
+    Refusal r;  // valid as it is
     CHECK(kvl_gather(r.payload.data(), 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
           KVL_OK);
     kvl_options options{0, 9};

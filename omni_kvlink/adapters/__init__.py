@@ -1,4 +1,4 @@
-"""Adapters: an engine's own cache to and from `KVCacheTransferData`."""
+"""Adapters: convert an engine's own cache to and from `KVCacheTransferData`."""
 
 from omni_kvlink.adapters.bagel import BagelAdapter as BagelAdapter
 from omni_kvlink.adapters.bagel import pack_generator as pack_generator

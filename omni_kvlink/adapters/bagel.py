@@ -2,7 +2,7 @@
 
 A NaiveCache has `key_cache` and `value_cache`: dicts `{layer: tensor or None}` as in the official
 code (ByteDance-Seed/Bagel), or lists as in vLLM-Omni; tensors are `[tokens, kv_heads, head_dim]`.
-A context is `kv_lens`, `ropes` and `past_key_values`, as attributes or as a dict.
+A context has `kv_lens`, `ropes` and `past_key_values`, as attributes or as dict entries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GEN = "gen"
 
 
 class NaiveCacheLike(Protocol):
-    """Anything with BAGEL's two attributes, each a dict or a list by layer."""
+    """Any object with BAGEL's two attributes, each a dict or a list by layer."""
 
     key_cache: Any
     value_cache: Any
@@ -37,7 +37,7 @@ C = TypeVar("C", bound=NaiveCacheLike)
 
 
 class LoadedContext(TypedDict):
-    """One context as the official code passes it around."""
+    """One context in the form of the official code."""
 
     kv_lens: list[int]
     ropes: list[int]
@@ -45,7 +45,7 @@ class LoadedContext(TypedDict):
 
 
 class BagelAdapter(CacheAdapter[NaiveCacheLike]):
-    """NaiveCache to and from `KVCacheTransferData`; contexts to and from `KVCacheBundle`."""
+    """Converts a NaiveCache to and from transfer data, contexts to and from a bundle."""
 
     def export(
         self,
@@ -54,7 +54,7 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         request_id: str,
         metadata: KVMetadata | Mapping[str, Any],
     ) -> KVCacheTransferData:
-        """The cache as transfer data; `num_layers` may be left out of a metadata dict."""
+        """Return the cache as transfer data; `num_layers` may be left out of a metadata dict."""
         blocks = {
             "key_cache": _layers(cache.key_cache, "K"),
             "value_cache": _layers(cache.value_cache, "V"),
@@ -64,15 +64,15 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         return KVCacheTransferData(request_id, blocks, [], metadata)
 
     def load(self, data: KVCacheTransferData, into: C) -> C:
-        """Fill a NaiveCache; an empty branch leaves every layer None, and pages become tensors."""
+        """Fill a NaiveCache; empty branches leave every layer None, paged tensors become dense."""
         for name in ("key_cache", "value_cache"):
             layers, target = data.layer_blocks[name], getattr(into, name)
             if len(target) != len(layers):
                 raise SchemaError(
                     f"{name} of the target has {len(target)} layers, the data has {len(layers)}"
                 )
-            for layer, place in enumerate(layers):
-                target[layer] = None if place is None else dense(place)
+            for layer, view in enumerate(layers):
+                target[layer] = None if view is None else dense(view)
         return into
 
     def export_contexts(
@@ -84,17 +84,18 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         extra: dict[str, Any] | None = None,
         shard: Shard | None = None,
     ) -> KVCacheBundle:
-        """All contexts of a request as one transfer, no byte of it twice.
+        """Return all contexts of a request as one bundle, without sending a byte twice.
 
         A context whose bytes are the first ones of `gen` (BAGEL's cfg_text always, its cfg_img for
-        plain text-to-image) is sent as a reference. That is checked by comparing, never assumed;
-        tensors that share memory with `gen` need no comparing.
+        plain text-to-image) is sent as a reference. The bytes are compared; tensors that share
+        memory with `gen` need no comparison.
 
         Args:
-            contexts: by name; "gen" must be among them.
+            contexts: by name; "gen" is required.
+            request_id: of the bundle.
             image_shape: (height, width) of the image to make, for every branch.
-            extra: travels with `gen`, as JSON values.
-            shard: which heads these are, under tensor parallelism.
+            extra: JSON values, sent with `gen`.
+            shard: the heads, under tensor parallelism.
 
         Raises:
             SchemaError: a context is incomplete, or "gen" is missing.
@@ -113,10 +114,11 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
     def load_contexts(
         self, bundle: KVCacheBundle, make_cache: Callable[[int], NaiveCacheLike]
     ) -> dict[str, LoadedContext]:
-        """Every context of a bundle, its tensors shared with the bundle.
+        """Return every context of a bundle; its tensors are shared with the bundle.
 
         Args:
-            make_cache: makes an empty cache of so many layers, such as `NaiveCache` itself.
+            bundle: made by `export_contexts`.
+            make_cache: makes an empty cache of this many layers, such as `NaiveCache` itself.
         """
         contexts: dict[str, LoadedContext] = {}
         for name in bundle:
@@ -141,35 +143,35 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
 
 
 def pack_generator(generator: torch.Generator) -> str:
-    """A CPU generator's state as text, for `extra`.
+    """Encode a CPU generator's state as text, for `extra`.
 
-    The initial noise is drawn after the images of the prompt were encoded, which draws too, so a
-    seed alone does not name it.
+    The initial noise is drawn after the images of the prompt were encoded, which draws numbers,
+    too: a seed alone does not determine it.
     """
     return base64.b64encode(bytes(generator.get_state().tolist())).decode()
 
 
 def unpack_generator(text: str) -> torch.Generator:
-    """A CPU generator that goes on where the packed one stood."""
+    """Return a CPU generator with the state that `pack_generator` encoded."""
     state = torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
     generator = torch.Generator()
     generator.set_state(state)
     return generator
 
 
-def _layers(cache: Any, word: str) -> list[torch.Tensor | None]:
-    """A dict's layers in order, a list's as they are."""
+def _layers(cache: Any, name: str) -> list[torch.Tensor | None]:
+    """Return a dict's layers in order, a list's as they are."""
     if not isinstance(cache, Mapping):
         return list(cache)
     if set(cache) != set(range(len(cache))):
         raise SchemaError(
-            f"{word}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
+            f"{name}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
         )
     return [cache[layer] for layer in range(len(cache))]
 
 
 def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
-    """`own`, or a reference to `gen` where every byte says so."""
+    """Return `own`, or a reference to `gen` if all bytes are equal."""
     tokens = own.metadata.seq_len
     if own.is_empty:
         return _with_dtype(own, gen)
@@ -198,6 +200,6 @@ def _starts_with(longer: TensorView, shorter: TensorView) -> bool:
 
 
 def _with_dtype(empty: KVCacheTransferData, gen: KVCacheTransferData) -> KVCacheTransferData:
-    """An empty cache has no tensor to say its dtype; the consumer checks it all the same."""
+    """Set the dtype of an empty cache, which has no tensor to take it from."""
     metadata = dataclasses.replace(empty.metadata, dtype=gen.metadata.dtype)
     return KVCacheTransferData(empty.request_id, empty.layer_blocks, [], metadata)

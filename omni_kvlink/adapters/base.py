@@ -1,4 +1,4 @@
-"""The contract of an adapter."""
+"""The interface of an adapter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ C = TypeVar("C")
 
 
 class CacheAdapter(ABC, Generic[C]):
-    """Between one engine's cache and the schema; `check_adapter` holds it to this contract."""
+    """Converts an engine's cache to and from the schema; `check_adapter` checks implementations."""
 
     @abstractmethod
     def export(
         self, cache: C, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
     ) -> KVCacheTransferData:
-        """The cache as transfer data; borrows its tensors, copies none.
+        """Return the cache as transfer data; borrows its tensors, copies none.
 
         Raises:
             SchemaError: the cache is incomplete or contradicts the metadata.
@@ -29,7 +29,7 @@ class CacheAdapter(ABC, Generic[C]):
     def load(self, data: KVCacheTransferData, into: C) -> C:
         """Fill an empty cache of the right size and return it.
 
-        The tensors are shared, not copied, except where the engine's cache is memory of its own.
+        The tensors are shared, not copied, unless the engine's cache has memory of its own.
 
         Raises:
             SchemaError: `into` has another number of layers.

@@ -1,8 +1,8 @@
-"""transformers' `DynamicCache` to and from the schema: 4.50, 4.57 and 5.x.
+"""Adapter of transformers' `DynamicCache`: 4.50, 4.57 and 5.x.
 
 A layer's K and V are `[batch, kv_heads, tokens, head_dim]`. A layer with a sliding window of w
-keeps the last w - 1 tokens of all that it has seen; how many it has seen decides the positions and
-the mask of what follows, so that number travels with every layer.
+keeps the last w - 1 of the tokens that it has seen. The number seen determines positions and masks
+of later tokens, and is sent with every layer.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from omni_kvlink.payload.views import TensorView, dense
 
 INSTALL = "pip install 'omni-kvlink[hf]'"
 EXTRA = "dynamic_cache"
-"""Where the metadata's `extra` says which layers these are, and how many tokens each has seen."""
+"""Key of the metadata's `extra` with the layers' indices and the tokens that each has seen."""
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Exactly these: what is derived from them holds more than K and V."""
+"""Exactly these classes: subclasses hold more than K and V."""
 
 
 class DynamicCacheLike(Protocol):
     """transformers' DynamicCache of any version."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
-    ) -> Any: ...
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any:
+        """Append to a layer."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int: ...
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens that a layer has seen."""
 
 
 C = TypeVar("C", bound=DynamicCacheLike)
 
 
 class _Layers(msgspec.Struct, frozen=True):
-    """Of each layer in a branch: its index in the cache, and the tokens it has seen."""
+    """Index in the cache, and tokens seen, of each layer of a branch."""
 
     layers: list[int]
     seen: list[int]
@@ -54,7 +54,7 @@ class _Layers(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer as transformers holds it; `window` is 0 where it keeps all tokens."""
+    """One layer of a transformers cache; `window` is 0 if it keeps all tokens."""
 
     index: int
     key: torch.Tensor | None
@@ -64,20 +64,20 @@ class _Layer:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it keeps."""
+        """Number of tokens that it keeps."""
         return 0 if self.key is None else self.key.shape[2]
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of one kind fit into one cache of the schema."""
+        """Equal for layers that fit into one cache of the schema."""
         return () if self.key is None else (tuple(self.key.shape), self.key.dtype)
 
 
 class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
-    """`DynamicCache` to and from `KVCacheTransferData`; hybrid ones to and from `KVCacheBundle`.
+    """Converts a `DynamicCache` to and from transfer data, a hybrid one to and from a bundle.
 
-    Of left-padded batches the padding is cached, too, and travels; send the attention mask beside
-    it, as in `pack(..., extra={"attention_mask": mask.tolist()})`.
+    Padding of left-padded batches is cached and sent, too; send the attention mask along, as in
+    `pack(..., extra={"attention_mask": mask.tolist()})`.
     """
 
     def export(
@@ -87,11 +87,13 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         request_id: str,
         metadata: KVMetadata | Mapping[str, Any] | None = None,
     ) -> KVCacheTransferData:
-        """The cache as transfer data; every layer must keep equally many tokens (else: `pack`).
+        """Return the cache as transfer data; layers that keep unequal token counts need `pack`.
 
         Args:
-            metadata: without it, or without these in a dict, `kv_lens` are the tokens kept for each
-                sequence of the batch, `ropes` the tokens seen.
+            cache: to be borrowed.
+            request_id: of the data.
+            metadata: by default, `kv_lens` are the tokens kept for each sequence of the batch,
+                `ropes` the tokens seen.
 
         Raises:
             SchemaError: a layer is missing or differs, is of a kind that holds more than K and V,
@@ -109,10 +111,12 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
     def load(self, data: KVCacheTransferData, into: C) -> C:
         """Fill an empty `DynamicCache`, which shares the tensors.
 
-        What was received is readonly: `update` does not write to it, it copies a layer and lets go
-        of the payload; but `cache.reset()` may, and that ends the process: make a new cache.
+        Received tensors are readonly: `update` copies a layer and releases the payload's one, but
+        `cache.reset()` may write to it, which ends the process with SIGSEGV. Make a new cache
+        instead.
 
         Args:
+            data: one cache.
             into: made as `DynamicCache(config=model.config)`, or `DynamicCache()`.
 
         Raises:
@@ -130,11 +134,13 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         ropes: Sequence[int] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> KVCacheTransferData | KVCacheBundle:
-        """What `KVLink.put` takes: one cache, or for hybrid ones a bundle, a branch for each kind.
+        """Return the payload for `put`: a cache, or a bundle with a branch for each kind of layer.
 
         Args:
+            cache: to be borrowed.
+            request_id: of the payload.
             ropes: the next position of each sequence; the tokens seen if None.
-            extra: travels with the first branch, as JSON values.
+            extra: JSON values, sent with the first branch.
 
         Raises:
             SchemaError: as `export`.
@@ -161,10 +167,11 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         config: Any = None,
         into: Any = None,
     ) -> Any:
-        """The `DynamicCache` of what `pack` made; see `load`.
+        """Return the `DynamicCache` of a payload that `pack` made; see `load`.
 
         Args:
-            config: the model's; needed for sliding windows, from transformers 4.56 on.
+            payload: the data of a received payload.
+            config: the model's; required for sliding windows, from transformers 4.56 on.
             into: an empty cache to fill, instead of a new one.
 
         Raises:
@@ -180,7 +187,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
 
 
 def make_cache(config: Any = None) -> Any:
-    """An empty `DynamicCache`, with the sliding windows of a model's config where there are any.
+    """Return an empty `DynamicCache`, with the sliding windows of a model's config.
 
     Raises:
         UnavailableError: transformers is not installed.
@@ -194,7 +201,7 @@ def make_cache(config: Any = None) -> Any:
 
 
 def _layers(cache: Any) -> list[_Layer]:
-    """The layers of a cache of any version, checked to be nothing but K and V."""
+    """Return the layers of a cache of any version, checked to hold only K and V."""
     if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
         raise SchemaError(
             f"a {type(cache).__name__}; wanted a DynamicCache without offloading, and no subclass: "
@@ -223,7 +230,7 @@ def _layer(index: int, layer: Any) -> _Layer:
 
 
 def _plain(index: int, key: Any, value: Any) -> _Layer:
-    """K and V of one layer; transformers has [] or an empty tensor for what is not there."""
+    """Return K and V of one layer; transformers has [] or an empty tensor for a missing one."""
     parts: list[torch.Tensor | None] = []
     for word, part in (("K", key), ("V", value)):
         is_there = isinstance(part, torch.Tensor) and part.numel() > 0
@@ -240,7 +247,7 @@ def _plain(index: int, key: Any, value: Any) -> _Layer:
 def _branch(
     layers: Sequence[_Layer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
 ) -> KVCacheTransferData:
-    """Layers that keep equally many tokens as one cache; nothing is copied."""
+    """Return layers that keep equally many tokens as one cache; copies nothing."""
     first = next(
         (part for layer in layers for part in (layer.key, layer.value) if part is not None), None
     )
@@ -253,28 +260,34 @@ def _branch(
     if metadata.kv_lens != lens:
         raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
     if any(layer.window for layer in layers) or [x.index for x in layers] != [*range(len(layers))]:
-        said = _Layers([x.index for x in layers], [x.seen for x in layers])
-        extra = {**metadata.extra, EXTRA: msgspec.to_builtins(said)}
+        described = _Layers([x.index for x in layers], [x.seen for x in layers])
+        extra = {**metadata.extra, EXTRA: msgspec.to_builtins(described)}
         metadata = dataclasses.replace(metadata, extra=extra)
-    pages = (
+    block_table = (
         BlockTable.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens)
         if tokens
         else None
     )
     blocks = {
-        "key_cache": [_place(layer.key, pages, f"layer {layer.index}, K") for layer in layers],
-        "value_cache": [_place(layer.value, pages, f"layer {layer.index}, V") for layer in layers],
+        "key_cache": [
+            _token_view(layer.key, block_table, f"layer {layer.index}, K") for layer in layers
+        ],
+        "value_cache": [
+            _token_view(layer.value, block_table, f"layer {layer.index}, V") for layer in layers
+        ],
     }
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
-def _place(part: torch.Tensor | None, pages: BlockTable | None, where: str) -> TensorView | None:
-    """`[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`, where it lies."""
-    if part is None or pages is None:
+def _token_view(
+    part: torch.Tensor | None, block_table: BlockTable | None, where: str
+) -> TensorView | None:
+    """View `[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`."""
+    if part is None or block_table is None:
         return None
     if part.shape[0] == 1:
         return part[0].transpose(0, 1)
-    return PagedTensor(part.transpose(1, 2), pages, where)  # each sequence a block of the pool
+    return PagedTensor(part.transpose(1, 2), block_table, where)  # a sequence is a block
 
 
 def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
@@ -298,7 +311,7 @@ def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
 
 
 def _received(data: KVCacheTransferData) -> list[_Layer]:
-    """The layers of one branch, as transformers shapes them."""
+    """Return the layers of one branch in the shapes of transformers."""
     metadata = data.metadata
     lens = set(metadata.kv_lens)
     if metadata.layout != "NHD" or len(lens) != 1:
@@ -309,43 +322,43 @@ def _received(data: KVCacheTransferData) -> list[_Layer]:
     count, batch = metadata.num_layers, len(metadata.kv_lens)
     try:
         raw = metadata.extra.get(EXTRA, {"layers": [*range(count)], "seen": [*lens] * count})
-        said = msgspec.convert(raw, _Layers)
+        described = msgspec.convert(raw, _Layers)
     except msgspec.ValidationError as error:
         raise SchemaError(f"metadata: extra[{EXTRA!r}]: {error}") from None
-    if len(said.layers) != count or len(said.seen) != count:
-        raise SchemaError(f"metadata: extra[{EXTRA!r}] speaks of other than {count} layers")
+    if len(described.layers) != count or len(described.seen) != count:
+        raise SchemaError(f"metadata: extra[{EXTRA!r}] does not have {count} layers")
     parts = (data.layer_blocks["key_cache"], data.layer_blocks["value_cache"])
     return [
         _Layer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
-        for index, seen, key, value in zip(said.layers, said.seen, *parts, strict=True)
+        for index, seen, key, value in zip(described.layers, described.seen, *parts, strict=True)
     ]
 
 
-def _shaped(place: TensorView | None, batch: int) -> torch.Tensor | None:
-    """`[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`: a view, except of pages."""
-    if place is None:
+def _shaped(view: TensorView | None, batch: int) -> torch.Tensor | None:
+    """View `[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`; copies if paged."""
+    if view is None:
         return None
-    tokens, heads, dim = place.shape
-    return dense(place).view(batch, tokens // batch, heads, dim).transpose(1, 2)
+    tokens, heads, dim = view.shape
+    return dense(view).view(batch, tokens // batch, heads, dim).transpose(1, 2)
 
 
 def _fit(layer: _Layer, window: int) -> _Layer:
-    """What the target's layer would keep; a token that is not there is an error."""
-    wanted = min(layer.seen, window - 1) if window else layer.seen
-    if not layer.tokens <= layer.seen or layer.tokens < wanted:
+    """Return what the target's layer keeps of a layer; raise SchemaError if tokens are missing."""
+    expected = min(layer.seen, window - 1) if window else layer.seen
+    if not layer.tokens <= layer.seen or layer.tokens < expected:
         keeps = f"keeps the last {window - 1}" if window else "keeps all"
         raise SchemaError(
             f"layer {layer.index}: {layer.tokens} of {layer.seen} tokens are here, and the target "
             f"{keeps}; make it as DynamicCache(config=model.config), of the sender's model"
         )
-    if layer.key is None or layer.value is None or layer.tokens == wanted:
+    if layer.key is None or layer.value is None or layer.tokens == expected:
         return layer
-    last = slice(layer.tokens - wanted, None)
+    last = slice(layer.tokens - expected, None)
     return dataclasses.replace(layer, key=layer.key[:, :, last], value=layer.value[:, :, last])
 
 
 def _set(cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, seen: int) -> None:
-    """A layer that has seen `seen` tokens; `update` with none makes it ready, in every version."""
+    """Set a layer that has seen `seen` tokens; an empty `update` initializes it first."""
     cache.update(key[:, :, :0], value[:, :, :0], index)
     if not hasattr(cache, "layers"):
         cache.key_cache[index], cache.value_cache[index] = key, value

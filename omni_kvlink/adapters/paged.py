@@ -21,15 +21,15 @@ from omni_kvlink.payload.views import TensorView, dense, overlaps_itself, write
 class PagedCache:
     """One sequence in an engine's pools.
 
-    Of pools that hold both K and V, `split_stacked` and `split_packed` give the first two.
+    For pools that hold both K and V, `split_stacked` and `split_packed` return the first two.
 
     Args:
-        key_cache: one pool `[num_blocks, block_size, kv_heads, head_dim]` a layer, any strides; or
-            latents, `[num_blocks, block_size, latent_dim]`.
+        key_cache: one pool `[num_blocks, block_size, kv_heads, head_dim]` per layer, any strides;
+            or latents, `[num_blocks, block_size, latent_dim]`.
         value_cache: the same for V; None for latents.
         block_size: tokens of a block.
         block_ids: the sequence's blocks, in its order.
-        slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
+        slot_mapping: or a slot per token: slot % block_size of block slot // block_size.
     """
 
     key_cache: PoolLayers
@@ -40,7 +40,7 @@ class PagedCache:
 
 
 class PagedAdapter(CacheAdapter[PagedCache]):
-    """Pools of blocks to and from `KVCacheTransferData`."""
+    """Converts pools of blocks to and from `KVCacheTransferData`."""
 
     def export(
         self,
@@ -49,7 +49,7 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         request_id: str,
         metadata: KVMetadata | Mapping[str, Any],
     ) -> KVCacheTransferData:
-        """The sequence where it lies: the one copy, of `put`, reads the blocks themselves."""
+        """Return the sequence without copying it: the one copy, of `put`, reads the blocks."""
         return KVCacheTransferData.from_paged(
             request_id,
             cache.key_cache,
@@ -84,24 +84,24 @@ class PagedAdapter(CacheAdapter[PagedCache]):
     ) -> None:
         """Copy a cache, received or of this process, into the caller's pools.
 
-        Nothing but the sequence's own slots is written: other blocks, and what follows the last
-        token in its block, stay as they are. The blocks need not be those, nor as large as those,
-        that the cache came from. The arguments are those of `KVCacheTransferData.from_paged`.
+        Only the sequence's own slots are written: other blocks, and the slots after the last token
+        in its block, do not change. Blocks may differ in ids and size from those that the cache was
+        exported from. The arguments are those of `KVCacheTransferData.from_paged`.
 
         Raises:
             SchemaError: a table or a pool does not fit the data, or a byte would be written twice;
-                found before any is written.
+                raised before any is written.
         """
-        wanted = data.metadata.num_layers
-        for word, pools in (("K", key_cache), ("V", value_cache)):
-            if pools is not None and len(pools) != wanted:
-                raise SchemaError(f"{word}: {len(pools)} pools for {wanted} layers")
+        expected = data.metadata.num_layers
+        for name, pools in (("K", key_cache), ("V", value_cache)):
+            if pools is not None and len(pools) != expected:
+                raise SchemaError(f"{name}: {len(pools)} pools for {expected} layers")
         if data.is_empty:
             return
-        pages = pages_of(
+        block_table = pages_of(
             data.metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
-        layers = paged_layers(key_cache, value_cache, pages, data.metadata.layout)
+        layers = paged_layers(key_cache, value_cache, block_table, data.metadata.layout)
         pairs = [
             pair
             for part, targets in layers.items()
@@ -114,7 +114,7 @@ class PagedAdapter(CacheAdapter[PagedCache]):
 
 
 def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> None:
-    """Refuse, before a byte is written, what does not fit or would be written twice."""
+    """Raise SchemaError, before a byte is written, if pools do not fit or overlap."""
     taken: dict[tuple[torch.device, int], str] = {}
     own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
     for target, tokens in pairs:
@@ -134,6 +134,6 @@ def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> No
             raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
 
 
-def _storage(place: TensorView) -> tuple[torch.device, int]:
-    memory = place.pool if isinstance(place, PagedTensor) else place
+def _storage(view: TensorView) -> tuple[torch.device, int]:
+    memory = view.pool if isinstance(view, PagedTensor) else view
     return memory.device, memory.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Heads of a cache: taken out as views, and put together."""
+"""Heads of a cache: sliced as views, and merged."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from omni_kvlink.topology.shards import (
     Payload,
     caches_of,
     first_head,
+    heads_in,
     heads_of,
-    held,
+    label,
     rank_of,
     request_of,
     shard_in,
     suffix,
-    words,
 )
 
 
 def slice_heads(data: P, start: int, stop: int) -> P:
-    """Some heads of a cache or bundle, as views of the same tensors or pages, `shard` set.
+    """Return some heads of a cache or bundle as views of the same tensors, with `shard` set.
 
     Of a payload it is the part to send, named by `Part.key`; of the receiver's own tensors it is
-    where such a part belongs. A bundle's prefixes and twins stay what they are.
+    the target of such a part. A bundle's references stay references.
 
     Args:
-        start, stop: numbered as in the whole model; without `shard`, the cache holds all heads.
+        data: the cache or bundle; without `shard` in its metadata it has all heads.
+        start: first head, numbered as in the whole model.
+        stop: the head after the last one.
 
     Raises:
-        SchemaError: the cache does not hold these heads, or has latents and not `0, 1` is wanted.
+        SchemaError: the cache does not have these heads, or has latents and they are not `0, 1`.
     """
     shard = Shard(*rank_of(data), (start, stop))
     request_id = request_of(data) + suffix(shard)
@@ -48,41 +50,41 @@ def slice_heads(data: P, start: int, stop: int) -> P:
 
 
 def head_targets(parts: Sequence[Payload], *, into: P) -> list[P]:
-    """Where each part belongs in the receiver's own tensors or pages: `received.scatter(target)`.
+    """Return the target of each part in the receiver's own tensors, for `received.scatter(target)`.
 
     Args:
         parts: of one request, in any order.
-        into: what they are to fill, of the same lengths; without `shard`, all heads.
+        into: the cache or bundle to be filled, with the same lengths; without `shard`, all heads.
 
     Raises:
         SchemaError: as for `merge_heads`, or `into` has other lengths, positions or branches.
     """
-    whole = Shard(*rank_of(into), held(into))
+    whole = Shard(*rank_of(into), heads_in(into))
     check_parts(parts, whole)
     check_target(parts[0], into)
     return [slice_heads(into, *shard_in(part).heads) for part in parts]
 
 
 def blank_heads(part: P, shard: Shard, *, device: torch.device) -> P:
-    """New tensors for all heads of `shard` of the cache or bundle that a part is of.
+    """Allocate tensors for all heads of `shard` of the cache or bundle that a part belongs to.
 
-    `head_targets(parts, into=…)` then says where each part belongs in them.
+    `head_targets(parts, into=…)` returns the targets of the parts in them.
     """
     heads = shard.heads[1] - shard.heads[0]
     request_id = request_of(part)
 
-    def blank(place: TensorView | None, *, has_heads: bool) -> TensorView | None:
-        if place is None:
+    def blank(view: TensorView | None, *, has_heads: bool) -> TensorView | None:
+        if view is None:
             return None
-        tokens, *row = place.shape
+        tokens, *row = view.shape
         row = [heads, *row[1:]] if has_heads else row
-        return torch.empty((tokens, *row), dtype=place.dtype, device=device)
+        return torch.empty((tokens, *row), dtype=view.dtype, device=device)
 
     caches = {}
     for name, cache in caches_of(part).items():
         has_heads = cache.metadata.layout != "ND"
         blocks = {
-            kind: [blank(place, has_heads=has_heads) for place in layers]
+            kind: [blank(view, has_heads=has_heads) for view in layers]
             for kind, layers in cache.layer_blocks.items()
         }
         metadata = dataclasses.replace(cache.metadata, shard=shard)
@@ -91,16 +93,16 @@ def blank_heads(part: P, shard: Shard, *, device: torch.device) -> P:
 
 
 def merge_heads(parts: Sequence[P], shard: Shard) -> P:
-    """All heads of `shard` in one cache or bundle; one part alone is borrowed, more are copied.
+    """Merge parts into one cache or bundle; a single part is borrowed, several are copied.
 
-    Where the tensors exist already, `head_targets` saves this copy.
+    If the target tensors exist already, `head_targets` avoids this copy.
 
     Args:
         parts: of one request, in any order.
-        shard: what the receiver holds, such as `Topology.receiver` gives.
+        shard: of the receiver, such as `Topology.receiver` returns.
 
     Raises:
-        SchemaError: heads are missing, come twice or are not wanted, or the parts are of several
+        SchemaError: heads are missing, repeated or outside the shard, or the parts are of several
             requests, lengths or positions; names rank and heads.
     """
     request_id = check_parts(parts, shard)
@@ -113,7 +115,7 @@ def merge_heads(parts: Sequence[P], shard: Shard) -> P:
 
 
 def _rebuilt(data: P, caches: dict[str, KVCacheTransferData], request_id: str, shard: Shard) -> P:
-    """The same with other tensors; its references are of other heads now, too."""
+    """Return the payload with other tensors, and its references' shard changed."""
     if isinstance(data, KVCacheTransferData):
         return caches[SINGLE]
     branches: dict[str, BundleBranch] = {}
@@ -134,12 +136,12 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
     is_latent = cache.metadata.layout == "ND"
     if is_latent and (start, stop) != (0, 1):
         raise SchemaError(
-            f"{words(shard)}: a latent has no heads to slice, every rank holds all of it; "
+            f"{label(shard)}: a latent has no heads to slice, every rank holds all of it; "
             "give the topology heads=1"
         )
     if not first <= start < stop <= last:
         raise SchemaError(
-            f"{words(shard)}: the cache holds heads {first}…{last}; metadata.shard says which"
+            f"{label(shard)}: the cache holds heads {first}…{last}; metadata.shard says which"
         )
     blocks = {
         name: [
@@ -152,27 +154,27 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
     return KVCacheTransferData(request_id, blocks, cache.block_ids, metadata)
 
 
-def _views(place: TensorView, start: int, stop: int) -> TensorView:
-    if isinstance(place, PagedTensor):
-        return PagedTensor(place.pool[:, :, start:stop], place.pages, place.where)
-    return place[:, start:stop]
+def _views(view: TensorView, start: int, stop: int) -> TensorView:
+    if isinstance(view, PagedTensor):
+        return PagedTensor(view.pool[:, :, start:stop], view.pages, view.where)
+    return view[:, start:stop]
 
 
 def _merged(
     parts: Sequence[KVCacheTransferData], shard: Shard, request_id: str
 ) -> KVCacheTransferData:
-    """The parts are checked, and in the order of the heads."""
+    """Merge checked parts, given in the order of their heads."""
     blocks: dict[str, list[TensorView | None]] = {}
     for name in parts[0].layer_blocks:
         layers = zip(*(part.layer_blocks[name] for part in parts), strict=True)
-        blocks[name] = [_joined(places) for places in layers]
+        blocks[name] = [_joined(views) for views in layers]
     metadata = dataclasses.replace(parts[0].metadata, shard=shard)
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
-def _joined(places: Sequence[TensorView | None]) -> TensorView | None:
-    """None where the caches are empty."""
-    found = [place for place in places if place is not None]
+def _joined(views: Sequence[TensorView | None]) -> TensorView | None:
+    """Concatenate views along the heads; None if the caches are empty."""
+    found = [view for view in views if view is not None]
     if len(found) < 2:
         return found[0] if found else None
-    return torch.cat([dense(place) for place in found], dim=1)
+    return torch.cat([dense(view) for view in found], dim=1)

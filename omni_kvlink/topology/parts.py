@@ -1,4 +1,4 @@
-"""Which rank sends which heads to which: numbers only."""
+"""Which rank sends which heads to which rank."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branch import Shard
 from omni_kvlink.topology.heads import slice_heads
-from omni_kvlink.topology.shards import P, rank_of, suffix, words
+from omni_kvlink.topology.shards import P, label, rank_of, suffix
 
 
 def shard_of(rank: int, world: int, *, heads: int) -> Shard:
-    """What a tensor-parallel rank holds of a model with so many KV heads.
+    """Return the KV heads that a tensor-parallel rank has.
 
-    Each rank has as many as the others; where there are fewer heads than ranks, `world / heads`
-    neighbours hold the same one.
+    All ranks have equally many; if there are fewer heads than ranks, `world / heads` neighbours
+    have the same head.
 
     Raises:
-        SchemaError: there is no such rank, or the heads cannot be dealt evenly.
+        SchemaError: there is no such rank, or the heads cannot be divided evenly.
     """
     if world < 1 or not 0 <= rank < world:
         raise SchemaError(f"rank {rank} of {world}; ranks count from 0")
@@ -29,22 +29,22 @@ def shard_of(rank: int, world: int, *, heads: int) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Heads that one rank sends as one payload, to one rank of the other stage or to several.
+    """Heads that one rank sends as one payload, to one or several ranks of the other stage.
 
     Attributes:
         shard: the sender's rank and world, and the heads sent.
-        receivers: who gets it; `put` wants as many `readers`.
+        receivers: ranks that get it; `put` takes their number as `readers`.
     """
 
     shard: Shard
     receivers: tuple[int, ...]
 
     def key(self, request_id: str) -> str:
-        """Under which the part is put and got."""
+        """Return the key under which the part is put and got."""
         return request_id + suffix(self.shard)
 
     def of(self, data: P) -> P:
-        """The part as a payload, borrowed from the sender's cache; its `request_id` is the key.
+        """Return the part as a payload of borrowed tensors; its `request_id` is the key.
 
         Raises:
             SchemaError: the cache is another rank's by its `shard`, or lacks these heads.
@@ -52,8 +52,8 @@ class Part:
         found = rank_of(data)
         if found != (self.shard.rank, self.shard.world):
             raise SchemaError(
-                f"the cache is that of rank {found[0]} of {found[1]}, {words(self.shard)} is "
-                "wanted; metadata.shard says whose it is, and Topology.sender gives it"
+                f"the cache is that of rank {found[0]} of {found[1]}, {label(self.shard)} is "
+                "required; set metadata.shard to Topology.sender(rank)"
             )
         return slice_heads(data, *self.shard.heads)
 
@@ -64,11 +64,11 @@ class Topology:
 
     Args:
         heads: KV heads of the whole model; 1 for latents.
-        senders: tensor-parallel ranks of the producer.
-        receivers: those of the consumer.
+        senders: number of tensor-parallel ranks of the producer.
+        receivers: number of tensor-parallel ranks of the consumer.
 
     Raises:
-        SchemaError: the heads cannot be dealt evenly to one of the stages.
+        SchemaError: the heads cannot be divided evenly over one of the stages.
     """
 
     heads: int
@@ -80,29 +80,29 @@ class Topology:
         self.receiver(0)
 
     def sender(self, rank: int) -> Shard:
-        """What a rank of the producer holds."""
+        """Return the shard of a rank of the producer."""
         return shard_of(rank, self.senders, heads=self.heads)
 
     def receiver(self, rank: int) -> Shard:
-        """What a rank of the consumer holds."""
+        """Return the shard of a rank of the consumer."""
         return shard_of(rank, self.receivers, heads=self.heads)
 
     def sent_to(self, rank: int) -> tuple[Part, ...]:
-        """What a rank of the consumer gets, in the order of the heads."""
+        """Return the parts that a rank of the consumer gets, in the order of the heads."""
         return tuple(part for part in self.parts() if rank in part.receivers)
 
     def sent_by(self, rank: int) -> tuple[Part, ...]:
-        """What a rank of the producer sends: nothing if others hold the same and suffice."""
+        """Return the parts that a rank of the producer sends; may be none."""
         return tuple(part for part in self.parts() if part.shard.rank == rank)
 
     def parts(self) -> tuple[Part, ...]:
-        """All of them, in the order of the heads; who need the same share one payload."""
+        """Return all parts by heads; receivers of the same heads share a part."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.receivers):
-            wanted = self.receiver(rank).heads
+            needed = self.receiver(rank).heads
             for sender in self._sources(rank):
-                held = self.sender(sender).heads
-                heads = max(held[0], wanted[0]), min(held[1], wanted[1])
+                sent = self.sender(sender).heads
+                heads = max(sent[0], needed[0]), min(sent[1], needed[1])
                 found.setdefault((*heads, sender), []).append(rank)
         return tuple(
             Part(Shard(sender, self.senders, (start, stop)), tuple(found[start, stop, sender]))
@@ -110,10 +110,10 @@ class Topology:
         )
 
     def _sources(self, rank: int) -> range:
-        """One sender for each head; where several hold it, they share the receivers evenly."""
+        """Return one sender for each head; senders of the same head share the receivers evenly."""
         start, stop = self.receiver(rank).heads
         same = max(1, self.senders // self.heads)
-        twins = max(1, self.receivers // self.heads)
-        mine = rank % twins * same // twins
+        sharing = max(1, self.receivers // self.heads)
+        mine = rank % sharing * same // sharing
         each = max(1, self.heads // self.senders)
         return range(start // each * same + mine, (stop - 1) // each * same + mine + 1, same)

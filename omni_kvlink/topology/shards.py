@@ -1,4 +1,4 @@
-"""Whose heads a cache holds, by its metadata, and how a part of it is named."""
+"""The heads that a cache has according to its metadata, and the names of its parts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)
 
 
 def suffix(shard: Shard) -> str:
+    """Return what the key of a part adds to its request's id."""
     return f"/rank{shard.rank}of{shard.world}:{shard.heads[0]}-{shard.heads[1]}"
 
 
 def request_of(data: Payload) -> str:
-    """The request's own id, also of what is a part."""
+    """Return the id of the request that a payload, or a part, belongs to."""
     for cache in caches_of(data).values():
         if cache.metadata.shard is not None:
             return data.request_id.removesuffix(suffix(cache.metadata.shard))
     return data.request_id
 
 
-def words(shard: Shard) -> str:
+def label(shard: Shard) -> str:
+    """Name a shard in an error."""
     return f"rank {shard.rank} of {shard.world}, heads {shard.heads[0]}…{shard.heads[1]}"
 
 
 def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
-    """Those with tensors of their own, by branch."""
+    """Return the caches that have tensors of their own, by branch."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: data}
     branches = data.branches.items()
@@ -38,7 +40,11 @@ def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
 
 
 def rank_of(data: Payload) -> tuple[int, int]:
-    """Rank and world of all branches; an empty one need not say it."""
+    """Return rank and world of all branches; an empty one need not have them.
+
+    Raises:
+        SchemaError: the branches are of several ranks.
+    """
     shards = [
         cache.metadata.shard
         for cache in caches_of(data).values()
@@ -50,14 +56,14 @@ def rank_of(data: Payload) -> tuple[int, int]:
     return found.pop()
 
 
-def held(data: Payload) -> tuple[int, int]:
-    """The heads of the first branch that says so; slicing then checks every branch."""
+def heads_in(data: Payload) -> tuple[int, int]:
+    """Return the heads of the first branch that has any; slicing checks every branch."""
     found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
     return found[0] if found else (0, 1)
 
 
 def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
-    """None for an empty cache that says nothing."""
+    """Return the heads of a cache; None if it is empty and has no shard."""
     if cache.metadata.shard is not None:
         return cache.metadata.shard.heads
     if cache.is_empty:
@@ -66,7 +72,11 @@ def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
 
 
 def shard_in(part: Payload) -> Shard:
-    """The one shard of all its branches."""
+    """Return the one shard of all branches of a part.
+
+    Raises:
+        SchemaError: it is no part.
+    """
     found = {cache.metadata.shard for cache in caches_of(part).values()}
     shard = found.pop() if len(found) == 1 else None
     if shard is None:
@@ -75,4 +85,5 @@ def shard_in(part: Payload) -> Shard:
 
 
 def first_head(part: Payload) -> int:
+    """Return the first head of a part."""
     return shard_in(part).heads[0]

@@ -51,7 +51,7 @@ def empty() -> BagelContext:
 
 
 @pytest.mark.parametrize("kind", [dict, list])
-def test_a_cache_goes_out_and_in_without_a_copy(kind: type) -> None:
+def test_export_and_load_without_a_copy(kind: type) -> None:
     cache = naive(5, kind=kind)
     metadata = {"kv_lens": [5], "ropes": [3]}
     data = BagelAdapter().export(cache, request_id="r", metadata=metadata)
@@ -143,7 +143,7 @@ def test_views_of_the_same_memory_are_not_compared(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("part", ["key_cache", "value_cache"])
-def test_one_other_bit_makes_a_branch_its_own(layer: int, part: str) -> None:
+def test_a_branch_with_a_different_bit_is_sent_itself(layer: int, part: str) -> None:
     cache = naive(7)
     other = first(cache, 7)
     getattr(other, part)[layer].view(torch.uint8)[6, 1, 3] ^= 1
@@ -162,7 +162,7 @@ def test_contexts_may_be_dicts_and_gen_must_be_there() -> None:
         BagelAdapter().export_contexts({"cfg_text": as_dict}, request_id="r")
 
 
-def test_a_generator_goes_on_where_it_stood() -> None:
+def test_a_generator_is_restored() -> None:
     generator = torch.Generator().manual_seed(3)
     torch.randn(17, generator=generator)
     copy = unpack_generator(pack_generator(generator))

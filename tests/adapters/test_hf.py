@@ -100,21 +100,21 @@ def test_nothing_is_copied_on_either_way(batch: int, dtype: torch.dtype) -> None
     cache = filled(20, batch=batch, dtype=dtype)
     data = ADAPTER.export(cache, request_id="r")
     assert data.metadata.kv_lens == (20,) * batch == data.metadata.ropes
-    for place, (key, _) in zip(data.layer_blocks["key_cache"], layers(cache), strict=True):
-        memory = place.pool if isinstance(place, PagedTensor) else place
+    for view, (key, _) in zip(data.layer_blocks["key_cache"], layers(cache), strict=True):
+        memory = view.pool if isinstance(view, PagedTensor) else view
         assert memory.data_ptr() == key.data_ptr()
-        assert place.shape == (20 * batch, HEADS, DIM)
+        assert view.shape == (20 * batch, HEADS, DIM)
     received = KVCacheTransferData(
         "r",
         {
-            name: [torch.empty(place.shape, dtype=place.dtype) for place in places]
-            for name, places in data.layer_blocks.items()
+            name: [torch.empty(view.shape, dtype=view.dtype) for view in views]
+            for name, views in data.layer_blocks.items()
         },
         (),
         data.metadata,
     )
-    for place, tensor in zip(data.tensors(), received.tensors(), strict=True):
-        tensor.copy_(place.dense() if isinstance(place, PagedTensor) else place)
+    for view, tensor in zip(data.tensors(), received.tensors(), strict=True):
+        tensor.copy_(view.dense() if isinstance(view, PagedTensor) else view)
     loaded = ADAPTER.load(received, make_cache())
     for (key, _), tensor in zip(layers(loaded), received.layer_blocks["key_cache"], strict=True):
         assert key.data_ptr() == tensor.data_ptr()
@@ -134,7 +134,7 @@ def test_rows_of_a_batch_are_sequences() -> None:
 @pytest.mark.parametrize("kinds", ["ssss", "fsfs", "sfff"])
 @pytest.mark.parametrize("tokens", [4, WINDOW - 1, WINDOW, WINDOW + 1, 30])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_windows_are_restored_with_what_they_have_seen(kinds: str, tokens: int, batch: int) -> None:
+def test_windows_are_restored_with_the_tokens_seen(kinds: str, tokens: int, batch: int) -> None:
     cache = filled(tokens, kinds=kinds, batch=batch)
     payload = ADAPTER.pack(cache, request_id="r", extra={"a": 1})
     mixed = kinds != "ssss" and tokens > WINDOW - 1
@@ -170,7 +170,7 @@ def test_all_tokens_fit_into_a_window_and_not_the_other_way_round() -> None:
 
 
 @sliding
-def test_a_window_of_another_length_than_it_says_is_refused() -> None:
+def test_a_window_of_an_inconsistent_length_is_refused() -> None:
     cache = filled(20, kinds="ssss")
     cache.layers[2].cumulative_length = 5
     with pytest.raises(SchemaError, match="layer 2 keeps 7 tokens"):
@@ -179,7 +179,7 @@ def test_a_window_of_another_length_than_it_says_is_refused() -> None:
 
 @sliding
 @pytest.mark.parametrize(
-    ("said", "word"),
+    ("extra", "message"),
     [
         ({"layers": [0, 1, 2], "seen": [20] * 4}, "other than 4"),
         ({"layers": [0, 1, 2, 2], "seen": [20] * 4}, "make no cache"),
@@ -189,11 +189,11 @@ def test_a_window_of_another_length_than_it_says_is_refused() -> None:
         ([], "dynamic_cache"),
     ],
 )
-def test_what_the_other_side_says_is_checked(said: Any, word: str) -> None:
+def test_received_metadata_is_checked(extra: Any, message: str) -> None:
     data = ADAPTER.export(filled(20, kinds="ssss"), request_id="r")
-    metadata = dataclasses.replace(data.metadata, extra={"dynamic_cache": said})
+    metadata = dataclasses.replace(data.metadata, extra={"dynamic_cache": extra})
     wrong = KVCacheTransferData("r", data.layer_blocks, (), metadata)
-    with pytest.raises(SchemaError, match=word):
+    with pytest.raises(SchemaError, match=message):
         ADAPTER.unpack(wrong, config=config("ssss"))
 
 

@@ -1,4 +1,4 @@
-"""Without transformers: importing costs nothing, and using it says how it is installed."""
+"""Without transformers: importing works, and the error says how to install it."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def test_importing_the_adapters_touches_no_transformers() -> None:
     check_untouched(modules, "transformers", "tokenizers")
 
 
-def test_the_cure_is_named() -> None:
+def test_the_error_says_how_to_install_transformers() -> None:
     assert "pip install 'omni-kvlink[hf]'" in cure("transformers", USE)

@@ -50,7 +50,7 @@ LAYOUTS = (separate, stacked, packed)
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
         monkeypatch.setattr(host._part, "library", None)
@@ -67,7 +67,7 @@ def table(blocks: int, size: int, *, by_slot: bool, seed: int) -> dict[str, Any]
     return {"block_ids": chance.sample(range(blocks), -(-TOKENS // size))}
 
 
-def places(cache: PagedCache) -> list[tuple[int, int]]:
+def positions(cache: PagedCache) -> list[tuple[int, int]]:
     if cache.slot_mapping is not None:
         return [divmod(int(slot), cache.block_size) for slot in cache.slot_mapping]
     size, ids = cache.block_size, list(cache.block_ids)
@@ -77,7 +77,7 @@ def places(cache: PagedCache) -> list[tuple[int, int]]:
 def tokens_of(cache: PagedCache) -> list[bytes]:
     """Layer by layer, K before V, read a token at a time."""
     return [
-        b"".join(bits(pool[place]) for place in places(cache))
+        b"".join(bits(pool[position]) for position in positions(cache))
         for pools in zip(cache.key_cache, cache.value_cache, strict=True)
         for pool in pools
     ]
@@ -88,8 +88,8 @@ def canaries(cache: PagedCache) -> list[bytes]:
     found = []
     for pool in [*cache.key_cache, *cache.value_cache]:
         copy = pool.clone()
-        for place in places(cache):
-            copy[place] = 0
+        for position in positions(cache):
+            copy[position] = 0
         found.append(bits(copy))
     return found
 
@@ -103,7 +103,7 @@ def about(**other: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("into", LAYOUTS)
 @pytest.mark.parametrize("out_of", LAYOUTS)
 def test_from_pool_to_pool(
-    way: str,
+    backend: str,
     out_of: Callable[..., tuple[Any, Any]],
     into: Callable[..., tuple[Any, Any]],
     size: int,
@@ -127,9 +127,14 @@ def test_from_pool_to_pool(
 
 
 @pytest.fixture(params=["inproc", "shm"])
-def ends(request: pytest.FixtureRequest, sockets: str, way: str) -> Iterator[tuple[KVLink, KVLink]]:
+def ends(
+    request: pytest.FixtureRequest, sockets: str, backend: str
+) -> Iterator[tuple[KVLink, KVLink]]:
     url = f"{request.param}://adapter-{next(_numbers)}"
-    options: dict[str, Any] = {"directory": sockets, "copier": "auto" if way == "compiled" else way}
+    options: dict[str, Any] = {
+        "directory": sockets,
+        "copier": "auto" if backend == "compiled" else backend,
+    }
     with (
         KVLink.serve(url, **options) as producer,
         KVLink.connect(url, timeout=5, **options) as consumer,
@@ -153,7 +158,7 @@ def test_through_a_link_into_blocks(ends: tuple[KVLink, KVLink], by_slot: bool) 
     assert canaries(target) == before
 
 
-def test_the_rest_of_the_storage_stays(way: str) -> None:
+def test_the_rest_of_the_storage_is_not_written(backend: str) -> None:
     """Pools that are a window of larger memory: heads of more, in blocks of more slots."""
     whole = [noise(n, (BLOCKS, SIZE + 2, HEADS + 2, DIM + 1)) for n in range(4)]
     windows = [one[:, 1 : 1 + SIZE, 1 : 1 + HEADS, :DIM] for one in whole]
@@ -162,13 +167,13 @@ def test_the_rest_of_the_storage_stays(way: str) -> None:
     expected = [one.clone() for one in whole]
     for one, tensor in zip([expected[0], expected[2], expected[1], expected[3]], data.tensors(),
                            strict=True):  # fmt: skip
-        for token, (block, slot) in enumerate(places(target)):
+        for token, (block, slot) in enumerate(positions(target)):
             one[block, 1 + slot, 1 : 1 + HEADS, :DIM] = tensor[token]
     ADAPTER.load(data, target)
     assert [bits(one) for one in whole] == [bits(one) for one in expected]
 
 
-def test_latents(way: str) -> None:
+def test_latents(backend: str) -> None:
     data = cache(shape=(TOKENS, 6))
     pools = [noise(9 + n, (BLOCKS, SIZE, 6)) for n in range(2)]
     ADAPTER.inject(data, pools, None, block_size=SIZE, block_ids=[7, 0, 2, 5])
@@ -176,7 +181,7 @@ def test_latents(way: str) -> None:
         assert bits(torch.cat([pool[7], pool[0], pool[2, :2]])) == bits(tokens)
 
 
-def test_any_strides_of_the_data(way: str) -> None:
+def test_any_strides_of_the_data(backend: str) -> None:
     turned = [noise(n, (HEADS, TOKENS, DIM)).transpose(0, 1) for n in range(4)]
     blocks = {"key_cache": turned[:2], "value_cache": turned[2:]}
     data = KVCacheTransferData("r", blocks, (), about(num_layers=2))
@@ -226,7 +231,7 @@ def value(layer: int, make: Callable[[torch.Tensor], Any]) -> Callable[[PagedCac
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "parts"),
     [
         (changed(block_ids=[1, 2, 1]), ["K and V of every layer", "block id 1", "twice"]),
         (changed(block_ids=[1, 2, 8]), ["layer 0, K", "block id 8", "8 blocks"]),
@@ -253,13 +258,13 @@ def value(layer: int, make: Callable[[torch.Tensor], Any]) -> Callable[[PagedCac
     ],
 )  # fmt: skip
 def test_refused_before_a_byte_is_written(
-    way: str, change: Callable[[PagedCache], PagedCache], words: list[str]
+    backend: str, change: Callable[[PagedCache], PagedCache], parts: list[str]
 ) -> None:
     good = PagedCache(*separate(BLOCKS, SIZE, "float32", 7), SIZE, block_ids=[1, 2, 0])
     before = [bits(pool) for pool in [*good.key_cache, *good.value_cache]]
     with pytest.raises(SchemaError) as caught:
         ADAPTER.load(cache(shape=(TOKENS, HEADS, DIM)), change(good))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert [bits(pool) for pool in [*good.key_cache, *good.value_cache]] == before
 
 
@@ -270,7 +275,7 @@ def test_pools_of_other_tokens_are_refused() -> None:
         ADAPTER.load(data, target)
 
 
-def test_data_in_the_same_pools_is_refused(way: str) -> None:
+def test_data_in_the_same_pools_is_refused(backend: str) -> None:
     """Half of it would be overwritten before it is read."""
     target = PagedCache(*stacked(BLOCKS, SIZE, "float32", 7), SIZE, block_ids=[1, 2, 0])
     other = dataclasses.replace(target, block_ids=[2, 1, 4])

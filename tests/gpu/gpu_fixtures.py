@@ -1,4 +1,4 @@
-"""What the tests on a device share: the reason to skip, and tensors moved with their strides."""
+"""Fixtures of the tests on a device: the reason to skip, and tensors moved with their strides."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ REASON = _reason()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
-def moved(place: TensorView) -> TensorView:
+def moved(view: TensorView) -> TensorView:
     """The same strides, offset and bytes, gaps included, on the device."""
-    if isinstance(place, PagedTensor):
-        pool = moved(place.pool)
+    if isinstance(view, PagedTensor):
+        pool = moved(view.pool)
         assert isinstance(pool, torch.Tensor)
-        return PagedTensor(pool, place.pages, place.where)
-    storage = _bytes_of(place).to(DEVICE).untyped_storage()
-    blank = torch.empty(0, dtype=place.dtype, device=DEVICE)
-    return blank.set_(storage, place.storage_offset(), place.shape, place.stride())
+        return PagedTensor(pool, view.pages, view.where)
+    storage = _bytes_of(view).to(DEVICE).untyped_storage()
+    blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
+    return blank.set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
 def bring_back(source: TensorView, target: TensorView) -> None:
@@ -60,7 +60,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThroughDevice(Copier):
-    """A copier whose every tensor lies on the device: what `check_copier` asks, asked of it."""
+    """Runs the conformance kit's host tensors through the device: moves them there and back."""
 
     name = "through-device"
 
@@ -71,6 +71,9 @@ class ThroughDevice(Copier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         return self.copier.gather([moved(source) for source in sources], manifest, region)
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        return self.copier.digest(manifest, region)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         there = [moved(target) for target in targets]

@@ -1,4 +1,4 @@
-"""The other process: takes a payload to its device, and says what it found there."""
+"""A consumer process: copies a payload to its device and prints the digests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def main(url: str, directory: str) -> None:
     with KVLink.connect(url, timeout=30, directory=directory) as link:
         received = link.get("r", timeout=60, verify="full")
         with received as data:
-            places = data.tensors()
-            targets = [torch.zeros_like(place, device=DEVICE) for place in places]
+            views = data.tensors()
+            targets = [torch.zeros_like(view, device=DEVICE) for view in views]
             region = received._delivery.region
             PinnedCopier().scatter(received.manifest, region, targets)
         for target in targets:

@@ -53,7 +53,7 @@ def test_pages(layout, by_slot: bool) -> None:  # type: ignore[no-untyped-def]
         )
         plan = data.plan()
         region = Mapping.anonymous(plan.nbytes).region
-        digests = PinnedCopier().gather([moved(place) for place in data.tensors()], plan, region)
+        digests = PinnedCopier().gather([moved(view) for view in data.tensors()], plan, region)
         manifest = plan.with_digests(digests)
         TorchCopier().verify(manifest, region)
         ThroughDevice().scatter(manifest, region, into.tensors())
@@ -66,10 +66,10 @@ def test_a_cache_of_bagels_size() -> None:
     order = torch.randperm(blocks)[: tokens // size]
     pages = BlockTable.of_blocks(order, block_size=size, tokens=tokens)
     pools = [noise(seed, (blocks, size, 4, 128), "bfloat16").to(DEVICE) for seed in range(56)]
-    places = [PagedTensor(pool, pages) for pool in pools]
+    views = [PagedTensor(pool, pages) for pool in pools]
     data = KVCacheTransferData(
         "r",
-        {"key_cache": places[::2], "value_cache": places[1::2]},
+        {"key_cache": views[::2], "value_cache": views[1::2]},
         (),
         about(tokens, num_layers=28),
     )
@@ -77,7 +77,7 @@ def test_a_cache_of_bagels_size() -> None:
     mapping = Mapping.shared("kv", plan.nbytes)
     manifest = plan.with_digests(PinnedCopier().gather(data.tensors(), plan, mapping.region))
     TorchCopier().verify(manifest, mapping.region)
-    back = [torch.zeros(tokens, 4, 128, dtype=torch.bfloat16, device=DEVICE) for _ in places]
+    back = [torch.zeros(tokens, 4, 128, dtype=torch.bfloat16, device=DEVICE) for _ in views]
     PinnedCopier().scatter(manifest, mapping.region, back)
     for got, source in zip(back, data.tensors(), strict=True):
         assert isinstance(source, PagedTensor)
@@ -94,7 +94,7 @@ def test_host_and_device_in_one_payload() -> None:
     region = Mapping.anonymous(plan.nbytes).region
     manifest = plan.with_digests(PinnedCopier().gather(data.tensors(), plan, region))
     TorchCopier().verify(manifest, region)
-    targets = [torch.zeros_like(place) for place in reversed(mixed)]  # the other way round
+    targets = [torch.zeros_like(view) for view in reversed(mixed)]  # the other way round
     PinnedCopier().scatter(manifest, region, targets)
     for got, source in zip(targets, data.tensors(), strict=True):
         assert isinstance(source, torch.Tensor)

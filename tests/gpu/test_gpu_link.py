@@ -32,5 +32,5 @@ def test_two_processes(sockets: str, mode: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         receipt.wait(timeout=10)
-    wanted = [hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest() for part in parts]
-    assert done.stdout.split() == wanted
+    expected = [hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest() for part in parts]
+    assert done.stdout.split() == expected

@@ -72,7 +72,7 @@ def test_what_the_stream_still_writes_is_overwritten() -> None:
         assert torch.equal(got.view(torch.int16), source.view(torch.int16))
 
 
-def test_another_streams_kernel_holds_nothing_up() -> None:
+def test_another_streams_kernel_does_not_delay_copies() -> None:
     sources, plan, region = payload()
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     PinnedCopier().scatter(manifest, region, sources)
@@ -88,7 +88,7 @@ def test_another_streams_kernel_holds_nothing_up() -> None:
     torch.cuda.synchronize()
 
 
-def test_layers_land_while_the_next_one_is_computed() -> None:
+def test_layers_are_copied_while_the_next_one_is_computed() -> None:
     sources, plan, region = payload(layers=4)
     copier, landings = PinnedCopier(), []
     for layer in range(4):
@@ -109,7 +109,7 @@ def test_layers_land_while_the_next_one_is_computed() -> None:
         assert landed(plan, region, number) == bits(source.cpu())
 
 
-def test_a_dropped_landing_has_landed() -> None:
+def test_a_dropped_handle_waits_for_its_copies() -> None:
     sources, plan, region = payload()
     torch.cuda._sleep(LONG // 4)
     for source in sources:

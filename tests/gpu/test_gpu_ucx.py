@@ -17,7 +17,7 @@ missing = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="u
 pytestmark = [*GPU, missing]
 
 
-def test_device_tensors_leave_from_where_they_lie() -> None:
+def test_device_tensors_are_sent_in_place() -> None:
     parts = [noise(seed, (1000, 4, 128), "bfloat16") for seed in range(6)]
     there = [part.to(DEVICE) for part in parts]
     about = {"kv_lens": [1000], "ropes": [7], "num_layers": 3}
@@ -32,7 +32,7 @@ def test_device_tensors_leave_from_where_they_lie() -> None:
         putting = pool.submit(producer.put, cache, direct=True, digests=False, timeout=30)
         received = reader.get("r", timeout=30)
         with received as data:
-            found = [hashlib.sha256(place.view(torch.uint8).numpy()) for place in data.tensors()]
+            found = [hashlib.sha256(view.view(torch.uint8).numpy()) for view in data.tensors()]
         assert putting.result(30).ledger.copies == 0
-    wanted = [hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest() for part in parts]
-    assert [one.hexdigest() for one in found] == wanted
+    expected = [hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest() for part in parts]
+    assert [one.hexdigest() for one in found] == expected

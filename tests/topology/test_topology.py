@@ -1,4 +1,4 @@
-"""Heads between ranks of unequal number: who sends which, as views, refused where wrong."""
+"""Heads between stages with different numbers of ranks: the plan, views, refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def whole(request_id: str = "r", *, heads: int = 4, **fields: Any) -> KVCacheTra
     return cache(request_id, shape=(5, heads, 3), dtype="bfloat16", **fields)
 
 
-def held(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
+def shard_of_cache(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
     """What one rank has of a model's cache: tensors of its own, as its engine has them."""
     blocks = {
         name: [
@@ -51,7 +51,7 @@ def held(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
     return KVCacheTransferData(data.request_id, blocks, (), metadata)
 
 
-def held_latent(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
+def shard_of_latent(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
     metadata = dataclasses.replace(data.metadata, shard=shard)
     return KVCacheTransferData(data.request_id, data.layer_blocks, (), metadata)
 
@@ -65,13 +65,14 @@ def blank_like(data: KVCacheTransferData) -> KVCacheTransferData:
 
 
 def contents(data: KVCacheTransferData | KVCacheBundle) -> list[bytes]:
-    return [bits(dense(place)) for place in data.tensors()]
+    return [bits(dense(view)) for view in data.tensors()]
 
 
 def sent(data: KVCacheTransferData, topology: Topology, rank: int) -> list[KVCacheTransferData]:
     """What a receiver gets, made by each sender from its own cache."""
     return [
-        part.of(held(data, topology.sender(part.shard.rank))) for part in topology.sent_to(rank)
+        part.of(shard_of_cache(data, topology.sender(part.shard.rank)))
+        for part in topology.sent_to(rank)
     ]
 
 
@@ -108,7 +109,7 @@ def test_both_sides_see_the_same_parts(topology: Topology) -> None:
 
 
 @given(topologies())
-def test_who_holds_the_same_shares_the_work(topology: Topology) -> None:
+def test_ranks_with_the_same_heads_share_the_receivers(topology: Topology) -> None:
     served = [
         sum(len(part.receivers) for part in topology.sent_by(rank))
         for rank in range(topology.senders)
@@ -120,7 +121,7 @@ def test_who_holds_the_same_shares_the_work(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "wanted"),
+    ("numbers", "expected"),
     [
         ((4, 1, 2), [(0, (0, 2), (0,)), (0, (2, 4), (1,))]),
         ((4, 2, 1), [(0, (0, 2), (0,)), (1, (2, 4), (0,))]),
@@ -131,13 +132,13 @@ def test_who_holds_the_same_shares_the_work(topology: Topology) -> None:
         ((1, 4, 1), [(0, (0, 1), (0,))]),
     ],
 )
-def test_the_plan_in_numbers(numbers: tuple[int, int, int], wanted: list[Any]) -> None:
+def test_the_plan_in_numbers(numbers: tuple[int, int, int], expected: list[Any]) -> None:
     parts = Topology(*numbers).parts()
-    assert [(part.shard.rank, part.shard.heads, part.receivers) for part in parts] == wanted
+    assert [(part.shard.rank, part.shard.heads, part.receivers) for part in parts] == expected
 
 
 @pytest.mark.parametrize(
-    ("rank", "world", "heads", "words"),
+    ("rank", "world", "heads", "message"),
     [
         (0, 4, 6, "6 KV heads on 4 ranks"),
         (0, 2, 3, "3 KV heads on 2 ranks"),
@@ -147,8 +148,10 @@ def test_the_plan_in_numbers(numbers: tuple[int, int, int], wanted: list[Any]) -
         (0, 0, 4, "rank 0 of 0"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(rank: int, world: int, heads: int, words: str) -> None:
-    with pytest.raises(SchemaError, match=words):
+def test_heads_that_cannot_be_divided_are_refused(
+    rank: int, world: int, heads: int, message: str
+) -> None:
+    with pytest.raises(SchemaError, match=message):
         shard_of(rank, world, heads=heads)
 
 
@@ -170,7 +173,7 @@ def test_merged_is_what_the_rank_would_have(senders: int, receivers: int, heads:
         shard = topology.receiver(rank)
         parts = sent(data, topology, rank)[::-1]  # in any order
         merged = merge_heads(parts, shard)
-        assert merged.difference(held(data, shard)) == ""
+        assert merged.difference(shard_of_cache(data, shard)) == ""
         assert merged.metadata.shard == shard
 
 
@@ -182,12 +185,12 @@ def test_targets_are_views_of_the_receivers_tensors(
     topology = Topology(heads, senders, receivers)
     data = whole(heads=heads)
     for rank in range(receivers):
-        wanted = held(data, topology.receiver(rank))
-        mine, parts = blank_like(wanted), sent(data, topology, rank)
+        expected = shard_of_cache(data, topology.receiver(rank))
+        mine, parts = blank_like(expected), sent(data, topology, rank)
         for part, target in zip(parts, head_targets(parts, into=mine), strict=True):
-            for source, place in zip(part.tensors(), target.tensors(), strict=True):
-                dense(place).view(torch.int16).copy_(dense(source).view(torch.int16))
-        assert contents(mine) == contents(wanted)
+            for source, view in zip(part.tensors(), target.tensors(), strict=True):
+                dense(view).view(torch.int16).copy_(dense(source).view(torch.int16))
+        assert contents(mine) == contents(expected)
 
 
 def test_a_slice_borrows() -> None:
@@ -211,10 +214,10 @@ def test_one_part_is_not_copied() -> None:
 
 def test_heads_are_numbered_as_in_the_model() -> None:
     data = whole()
-    mine = held(data, shard_of(1, 2, heads=4))
-    wanted = [bits(dense(place)[:, 3:4]) for place in data.tensors()]
-    assert contents(slice_heads(mine, 3, 4)) == wanted
-    assert contents(slice_heads(slice_heads(mine, 2, 4), 3, 4)) == wanted
+    mine = shard_of_cache(data, shard_of(1, 2, heads=4))
+    expected = [bits(dense(view)[:, 3:4]) for view in data.tensors()]
+    assert contents(slice_heads(mine, 3, 4)) == expected
+    assert contents(slice_heads(slice_heads(mine, 2, 4), 3, 4)) == expected
     assert slice_heads(slice_heads(mine, 2, 4), 3, 4).request_id == "r/rank1of2:3-4"
 
 
@@ -238,14 +241,14 @@ def test_latents_are_replicated() -> None:
     data = cache(shape=(5, 6))
     for rank in range(4):
         (part,) = topology.sent_to(rank)
-        mine = held_latent(data, topology.sender(part.shard.rank))
+        mine = shard_of_latent(data, topology.sender(part.shard.rank))
         merged = merge_heads([part.of(mine)], topology.receiver(rank))
         assert all(a is b for a, b in zip(merged.tensors(), data.tensors(), strict=True))
     with pytest.raises(SchemaError, match="a latent has no heads to slice"):
         slice_heads(data, 0, 2)
 
 
-def test_empty_caches_too() -> None:
+def test_empty_caches() -> None:
     data = empty()
     parts = [slice_heads(data, 0, 1), slice_heads(data, 1, 2)]
     merged = merge_heads(parts, Shard(0, 1, (0, 2)))
@@ -260,8 +263,8 @@ def test_bundles_stay_bundles() -> None:
     for part, (start, stop) in zip(parts, ((0, 1), (1, 4)), strict=True):
         assert len(part.tensors()) == len(data.tensors())
         for name in data:
-            wanted = [bits(dense(place)[:, start:stop]) for place in data[name].tensors()]
-            assert contents(part[name]) == wanted
+            expected = [bits(dense(view)[:, start:stop]) for view in data[name].tensors()]
+            assert contents(part[name]) == expected
             assert part[name].metadata.shard == Shard(0, 1, (start, stop))
     merged = merge_heads(parts, Shard(0, 1, (0, 4)))
     assert isinstance(merged.branches["cfg_text"], PrefixOf)
@@ -285,7 +288,7 @@ FIRST, SECOND = ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(
-    ("slices", "words"),
+    ("slices", "message"),
     [
         ([], "rank 0 of 1, heads 0…4: no parts"),
         ([FIRST], "rank 0 of 1, heads 0…4: heads 2…4 are missing"),
@@ -296,17 +299,17 @@ FIRST, SECOND = ((0, 2), (2, 4))
         ([FIRST, (2, 5)], "rank 0 of 1, heads 2…5: they are outside 0…4"),
     ],
 )
-def test_heads_complete_and_once(slices: list[tuple[int, int]], words: str) -> None:
+def test_heads_complete_and_once(slices: list[tuple[int, int]], message: str) -> None:
     data = whole(heads=5)
     parts = [slice_heads(data, *heads) for heads in slices]
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         merge_heads(parts, Shard(0, 1, (0, 4)))
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         head_targets(parts, into=whole())
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"ropes": (9,)}, r"rank 0 of 1, heads 2…4: .*ropes \(9,\), in a part \(5,\)"),
         ({"kv_lens": (2, 3), "ropes": (1, 1)}, r"kv_lens \(2, 3\), in a part \(5,\)"),
@@ -315,15 +318,15 @@ def test_heads_complete_and_once(slices: list[tuple[int, int]], words: str) -> N
         ({"block_size": 4}, "block_size"),
     ],
 )
-def test_parts_of_different_caches(changes: dict[str, Any], words: str) -> None:
+def test_parts_of_different_caches(changes: dict[str, Any], message: str) -> None:
     data = whole()
     parts = [slice_heads(data, *FIRST), renamed(slice_heads(data, *SECOND), **changes)]
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         merge_heads(parts, Shard(0, 1, (0, 4)))
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
         (cache("r", shape=(6, 4, 3), dtype="bfloat16"), "kv_lens"),
         (cache("r", shape=(5, 4, 3), dtype="float16"), "dtype"),
@@ -333,13 +336,13 @@ def test_parts_of_different_caches(changes: dict[str, Any], words: str) -> None:
     ],
     ids=["length", "dtype", "layers", "head_dim", "request"],
 )
-def test_parts_that_do_not_belong_together(other: KVCacheTransferData, words: str) -> None:
+def test_parts_that_do_not_belong_together(other: KVCacheTransferData, message: str) -> None:
     parts = [slice_heads(whole(), *FIRST), slice_heads(other, *SECOND)]
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         merge_heads(parts, Shard(0, 1, (0, 4)))
 
 
-def test_a_part_says_which() -> None:
+def test_a_part_has_a_key_and_a_shard() -> None:
     with pytest.raises(SchemaError, match=r"metadata.shard is missing"):
         merge_heads([whole()], Shard(0, 1, (0, 4)))
 
@@ -361,18 +364,18 @@ def test_targets_must_fit(into: KVCacheTransferData) -> None:
 
 
 @pytest.mark.parametrize("heads", [(1, 3), (3, 5), (2, 2), (3, 2)])
-def test_heads_that_are_not_here(heads: tuple[int, int]) -> None:
-    mine = held(whole(), shard_of(1, 2, heads=4))
+def test_heads_that_the_cache_does_not_have(heads: tuple[int, int]) -> None:
+    mine = shard_of_cache(whole(), shard_of(1, 2, heads=4))
     with pytest.raises(SchemaError, match=f"rank 1 of 2, heads {heads[0]}…{heads[1]}.*2…4"):
         slice_heads(mine, *heads)
 
 
 def test_a_sender_sends_its_own_heads_only() -> None:
     first, second = Topology(heads=4, senders=2, receivers=1).parts()
-    mine = held(whole(), first.shard)
-    with pytest.raises(SchemaError, match=r"rank 0 of 2, rank 1 of 2, heads 2…4 is wanted"):
+    mine = shard_of_cache(whole(), first.shard)
+    with pytest.raises(SchemaError, match=r"rank 0 of 2, rank 1 of 2, heads 2…4 is required"):
         second.of(mine)
-    with pytest.raises(SchemaError, match=r"rank 0 of 1, .* is wanted; metadata.shard says whose"):
+    with pytest.raises(SchemaError, match=r"rank 0 of 1, .* is required; set metadata.shard"):
         first.of(whole())
 
 
@@ -384,12 +387,12 @@ def test_bundles_of_other_branches() -> None:
     assert isinstance(prefix, PrefixOf)
     shorter = KVMetadata((1,), (1,), num_layers=2, block_size=16, image_shape=(64, 48))
     moved = KVCacheBundle("b", {**data.branches, "cfg_text": PrefixOf("other", 1, shorter)})
-    for other, words in ((fewer, "branches gen, other"), (moved, "not the same reference")):
-        with pytest.raises(SchemaError, match=words):
+    for other, message in ((fewer, "branches gen, other"), (moved, "not the same reference")):
+        with pytest.raises(SchemaError, match=message):
             merge_heads([part, slice_heads(other, 1, 2)], Shard(0, 1, (0, 2)))
     single = slice_heads(whole("b", heads=2), 1, 2)
     with pytest.raises(SchemaError, match="is a KVCacheTransferData, a part KVCacheBundle"):
         merge_heads(list[KVCacheTransferData | KVCacheBundle]([part, single]), Shard(0, 1, (0, 2)))
-    mixed = KVCacheBundle("r", {"a": held(whole(), Shard(1, 2, (0, 4))), "b": whole()})
+    mixed = KVCacheBundle("r", {"a": shard_of_cache(whole(), Shard(1, 2, (0, 4))), "b": whole()})
     with pytest.raises(SchemaError, match="of several ranks"):
         slice_heads(mixed, 0, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import COPIERS
-from test_topology import blank_like, contents, held, held_latent, whole
+from test_topology import blank_like, contents, shard_of_cache, shard_of_latent, whole
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
@@ -68,16 +68,18 @@ def test_bit_exact(scheme: str, heads: int, senders: int, receivers: int, socket
         stages = Stages(scheme, sockets, topology, stack)
         receipts = []
         for rank, link in enumerate(stages.served):
-            mine = held(data, topology.sender(rank))
-            for part in topology.sent_by(rank):
-                receipts.append(link.put(part.of(mine), readers=len(part.receivers)))
-            for place in mine.tensors():
-                dense(place).zero_()  # committed: the tensors are the engine's again
+            mine = shard_of_cache(data, topology.sender(rank))
+            receipts += [
+                link.put(part.of(mine), readers=len(part.receivers))
+                for part in topology.sent_by(rank)
+            ]
+            for view in mine.tensors():
+                dense(view).zero_()  # committed: the tensors are the engine's again
         for rank in range(receivers):
-            wanted = held(data, topology.receiver(rank))
-            mine = blank_like(wanted)
+            expected = shard_of_cache(data, topology.receiver(rank))
+            mine = blank_like(expected)
             fill(stages.get(rank, "r"), mine)
-            assert contents(mine) == contents(wanted)
+            assert contents(mine) == contents(expected)
         for receipt in receipts:
             receipt.wait(timeout=5)
             assert receipt.ledger.copies == 1
@@ -122,7 +124,7 @@ def test_pages_into_other_pages(sockets: str) -> None:
         stages = Stages("shm", sockets, topology, stack)
         for rank, link in enumerate(stages.served):
             engine, shard = pools(2, 2), topology.sender(rank)
-            PagedAdapter().load(held(data, shard), engine)
+            PagedAdapter().load(shard_of_cache(data, shard), engine)
             cache = PagedAdapter().export(
                 engine, request_id="r", metadata={**where, "shard": shard}
             )
@@ -165,7 +167,7 @@ def test_a_latent_reaches_every_rank(sockets: str) -> None:
         stages = Stages("shm", sockets, topology, stack)
         for rank, link in enumerate(stages.served):
             (part,) = topology.sent_by(rank)
-            link.put(part.of(held_latent(data, topology.sender(rank))), readers=2)
+            link.put(part.of(shard_of_latent(data, topology.sender(rank))), readers=2)
         for rank in range(4):
             got, shard = stages.get(rank, "m"), topology.receiver(rank)
             mine = blank_heads(got[0].data, shard, device=torch.device("cpu"))
@@ -226,15 +228,17 @@ def test_receivers_in_processes_of_their_own(
         ]
         receipts = [
             link.put(
-                part.of(held(data, topology.sender(rank))), readers=len(part.receivers), ttl=60
+                part.of(shard_of_cache(data, topology.sender(rank))),
+                readers=len(part.receivers),
+                ttl=60,
             )
             for rank, link in enumerate(links)
             for part in topology.sent_by(rank)
         ]
         for rank, reader in enumerate(readers):
             found, _ = reader.communicate(timeout=60)
-            wanted = contents(held(data, topology.receiver(rank)))
-            assert json.loads(found) == [hashlib.sha256(one).hexdigest() for one in wanted]
+            expected = contents(shard_of_cache(data, topology.receiver(rank)))
+            assert json.loads(found) == [hashlib.sha256(one).hexdigest() for one in expected]
         for receipt in receipts:
             receipt.wait(timeout=5)
 

@@ -1,8 +1,8 @@
 """The reference BAGEL: prompts of texts and images in, images and texts out, plain PyTorch.
 
 It reads published BAGEL checkpoints (`BagelPipeline.from_pretrained`) and writes tiny ones with
-random weights (`make_tiny_checkpoint`). Its KV cache is what crosses between two stages:
-`prefill` makes a `BagelContexts`, `render` needs nothing else but the parameters and the noise.
+random weights (`make_tiny_checkpoint`). Two stages exchange its KV cache: `prefill` returns a
+`BagelContexts`, from which `render` makes the image, given the parameters and the noise.
 """
 
 from omni_kvlink.models.bagel.cache import BagelContext as BagelContext

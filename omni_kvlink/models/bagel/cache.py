@@ -16,21 +16,23 @@ Layer: TypeAlias = tuple[Tensor, Tensor]
 
 
 class LayerCache(Protocol):
-    """Anything with keys and values by layer, as dicts or as lists, is a cache to this model."""
+    """Keys and values by layer, as dicts or as lists: what the model reads as a cache."""
 
     @property
-    def key_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]: ...
+    def key_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]:
+        """K of each layer, or None."""
 
     @property
-    def value_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]: ...
+    def value_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]:
+        """V of each layer, or None."""
 
 
 class NaiveCache:
     """Keys and values by layer: `{layer: [tokens, kv_heads, head_dim] or None}`.
 
     K is stored after qk-norm and RoPE, V as projected, both in the model's dtype. An update puts a
-    new merged tensor in the dict and never writes into an old one, so tensors may be shared between
-    caches and may be views of read-only memory.
+    new merged tensor into the dict and never writes into an old one, so that caches may share
+    tensors, and tensors may be views of readonly memory.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -39,33 +41,34 @@ class NaiveCache:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.key_cache)
 
     @property
     def seq_lens(self) -> int:
-        """Cached tokens."""
+        """Number of cached tokens."""
         keys = self.key_cache.get(0)
         return 0 if keys is None else keys.shape[0]
 
     def after(self, rows: int) -> NaiveCache:
-        """The cache that this one and so many new rows are to be merged into."""
+        """Return the cache that this one and `rows` new rows are to be merged into."""
         return NaiveCache(self.num_layers)
 
     def merge(self, layer: int, past: Layer | None, k: Tensor, v: Tensor) -> Layer:
-        """Keeps, and returns, the past of a layer with its new rows behind it."""
+        """Store, and return, the past of a layer followed by its new rows."""
         self.key_cache[layer], self.value_cache[layer] = merged = joined(past, k, v)
         return merged
 
     def snapshot(self) -> NaiveCache:
-        """A cache that later updates of this one do not reach. Copies no tensor."""
+        """Return a cache that later updates of this one do not change. Copies no tensor."""
         return snapshot(self)
 
 
 class ElsewhereCache:
-    """A guidance branch's cache on a rank that another one computes this branch for.
+    """Stands for a guidance branch's cache that is on another rank, which computes the branch.
 
     Raises:
-        SchemaError: of whoever reads it.
+        SchemaError: when it is read.
     """
 
     def __init__(self, branch: str) -> None:
@@ -73,6 +76,7 @@ class ElsewhereCache:
 
     @property
     def key_cache(self) -> Mapping[int, Tensor | None]:
+        """Raise SchemaError."""
         raise SchemaError(f"the KV of branch {self._branch!r} is on another guidance rank")
 
     value_cache = key_cache
@@ -80,13 +84,13 @@ class ElsewhereCache:
 
 @dataclass
 class BagelContext:
-    """One cache with its length and its next position.
+    """A cache with its length and its next position.
 
     Attributes:
         kv_lens: cached tokens, one entry.
-        ropes: next position, one entry. An image adds many tokens and one position a block, so it
-            is smaller than `kv_lens` as soon as an image is in the context.
-        past_key_values: the cache; a `NaiveCache` unless it came from elsewhere.
+        ropes: next position, one entry. An image block has many tokens and one position, so `ropes`
+            is smaller than `kv_lens` once the context has an image.
+        past_key_values: the cache; a `NaiveCache` unless another stage made it.
     """
 
     kv_lens: list[int]
@@ -95,21 +99,22 @@ class BagelContext:
 
     @classmethod
     def empty(cls, num_layers: int) -> BagelContext:
+        """Return a context without tokens."""
         return cls([0], [0], NaiveCache(num_layers))
 
     @classmethod
     def elsewhere(cls, branch: str) -> BagelContext:
-        """In the place of one that another guidance rank has."""
+        """Return the placeholder of a context that is on another guidance rank."""
         return cls([0], [0], ElsewhereCache(branch))
 
     def snapshot(self) -> BagelContext:
-        """A context that later updates of this one do not reach. Copies no tensor."""
+        """Return a context that later updates of this one do not change. Copies no tensor."""
         past = self.past_key_values
         cache = past.snapshot() if isinstance(past, NaiveCache) else snapshot(past)
         return BagelContext(list(self.kv_lens), list(self.ropes), cache)
 
     def moved(self, into: NaiveCache) -> BagelContext:
-        """The same context with its rows in another, empty cache."""
+        """Copy the rows into another, empty cache and return the context with it."""
         cache = into.after(self.kv_lens[0])
         for layer in range(cache.num_layers):
             pair = layer_tensors(self.past_key_values, layer)
@@ -120,15 +125,15 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """All that a request's image is made from: what the AR stage hands to the DiT stage.
+    """Everything that a request's image is made from: what the AR stage sends to the DiT stage.
 
     Attributes:
         gen: the whole prompt.
-        cfg_text: an earlier snapshot of `gen`, without the last text: always a prefix of it.
+        cfg_text: an earlier snapshot of `gen`, without the last text; always a prefix of it.
         cfg_img: the texts without the images; the same as `gen` for plain text-to-image.
-        image_shape: height and width in pixels, or None where no image is asked for.
-        text: what the model wrote in think mode, otherwise None.
-        extra: what came with them from another stage, as JSON values.
+        image_shape: height and width in pixels, or None if no image is to be made.
+        text: the model's text in think mode, otherwise None.
+        extra: JSON values that another stage sent along.
     """
 
     gen: BagelContext
@@ -140,7 +145,7 @@ class BagelContexts:
 
 
 def snapshot(of: LayerCache) -> NaiveCache:
-    """A cache with the same tensors."""
+    """Return a cache with the same tensors."""
     cache = NaiveCache(len(of.key_cache))
     for layer in range(cache.num_layers):
         cache.key_cache[layer] = of.key_cache[layer]
@@ -149,12 +154,12 @@ def snapshot(of: LayerCache) -> NaiveCache:
 
 
 def joined(past: Layer | None, k: Tensor, v: Tensor) -> Layer:
-    """New rows of K and V behind the past ones, in new tensors."""
+    """Concatenate new rows of K and V to the past ones, in new tensors."""
     return (k, v) if past is None else (torch.cat([past[0], k]), torch.cat([past[1], v]))
 
 
 def layer_tensors(cache: LayerCache, layer: int) -> Layer | None:
-    """K and V of a layer, or None where the cache is empty."""
+    """Return K and V of a layer, or None if the cache is empty."""
     keys, values = cache.key_cache[layer], cache.value_cache[layer]
     return None if keys is None or values is None else (keys, values)
 
@@ -169,9 +174,9 @@ def check_context(
     dtype: dtype,
     device: device,
 ) -> None:
-    """Raises SchemaError unless the context is complete and fits the model.
+    """Raise SchemaError unless the context is complete and fits the model.
 
-    A partial cache would still give an image, only another one; so nothing is guessed here.
+    An incomplete cache would give a plausible, wrong image.
     """
     if len(context.kv_lens) != 1 or len(context.ropes) != 1:
         raise SchemaError(f"{name}: kv_lens and ropes must have one entry each (one request)")
@@ -187,9 +192,9 @@ def check_context(
                 if tokens:
                     raise SchemaError(f"{where} is missing, kv_lens says {tokens} tokens")
                 continue
-            wanted = (tokens, heads, head_dim)
-            if tuple(tensor.shape) != wanted:
-                raise SchemaError(f"{where} has shape {tuple(tensor.shape)}, wanted {wanted}")
+            expected = (tokens, heads, head_dim)
+            if tuple(tensor.shape) != expected:
+                raise SchemaError(f"{where} has shape {tuple(tensor.shape)}, wanted {expected}")
             if tensor.dtype != dtype:
                 raise SchemaError(f"{where} is {tensor.dtype}, the model computes in {dtype}")
             if tensor.device != device:

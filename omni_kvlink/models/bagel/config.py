@@ -1,4 +1,4 @@
-"""What a BAGEL checkpoint says about itself: the four JSON files, read and validated."""
+"""A BAGEL checkpoint's configuration: the four JSON files, read and validated."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_dim(self) -> int:
+        """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_used(self) -> int:
-        """The checkpoint has no last layer: the features come from the one before it."""
+        """Layers that are built; the checkpoint lacks the last one."""
         return self.num_hidden_layers - 1
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class AutoencoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def downsample(self) -> int:
-        """Image pixels to one latent cell, along one side."""
+        """Image pixels per latent cell, along one side."""
         return int(2 ** (len(self.ch_mult) - 1))
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class AutoencoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Root(msgspec.Struct, frozen=True, kw_only=True):
-    """`config.json`: how the parts fit together. Unknown fields are not ours to judge."""
+    """`config.json`: how the parts fit together. Unknown fields are ignored."""
 
     latent_patch_size: int = 2
     max_latent_size: int = 64
@@ -113,7 +114,7 @@ class _Root(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BagelConfig(_Root, frozen=True, kw_only=True):
-    """A whole checkpoint's configuration."""
+    """A checkpoint's whole configuration."""
 
     llm: LanguageConfig
     vit: VisionConfig
@@ -121,21 +122,21 @@ class BagelConfig(_Root, frozen=True, kw_only=True):
 
     @property
     def latent_stride(self) -> int:
-        """Image pixels to one latent token, along one side."""
+        """Image pixels per latent token, along one side."""
         return self.ae.downsample * self.latent_patch_size
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one latent token."""
+        """Numbers per latent token."""
         return self.latent_patch_size**2 * self.ae.z_channels
 
     @classmethod
     def load(cls, directory: str | Path) -> BagelConfig:
-        """Reads the JSON files of a checkpoint.
+        """Read the JSON files of a checkpoint.
 
         Raises:
             FileNotFoundError: a required file is missing.
-            SchemaError: a file is not JSON, lacks a field, or asks for an unsupported variant.
+            SchemaError: a file is not JSON, lacks a field, or names an unsupported variant.
         """
         root = Path(directory)
         parts = msgspec.structs.asdict(_read(root / "config.json", _Root))

@@ -27,16 +27,19 @@ def denoise_rows(
     *,
     hooks: DenoiseHooks,
 ) -> list[Tensor]:
-    """Integrates the flow from noise [h * w, patch_dim] to each latent's rows, float32.
+    """Integrate the flow from noise [h * w, patch_dim] to each latent's rows, float32.
 
-    The caches are read, never changed. Several requests go through the model together.
+    The caches are only read. Several requests run through the model in one batch.
 
     Args:
+        model: of a stage that denoises.
         contexts: of each request.
         markers: the rows [2, hidden] before and after the latent rows.
         noise: of each request.
         grid: h and w.
-        on_step: called after each step with (steps done, steps in all).
+        params: the schedule and the guidance.
+        on_step: called after each step with (steps done, all steps).
+        hooks: callbacks of an engine.
     """
     alone = len(contexts) == 1
     x = noise[0] if alone else torch.stack([own.to(model.device) for own in noise], dim=1)
@@ -63,7 +66,7 @@ def _flows(
     step: int,
     hooks: DenoiseHooks,
 ) -> dict[str, Tensor]:
-    """The flow of every branch, computed or had from a hook."""
+    """Return the flow of every branch, computed or returned by a hook."""
 
     def through(branch: str, rows: Tensor, run: RunLayers, count: int) -> Tensor:
         assert hooks.layers is not None
@@ -87,7 +90,7 @@ def _flows(
 
 
 def _guided(flows: dict[str, Tensor], params: DenoiseParams, *, alone: bool) -> Tensor:
-    """One flow of all branches; norms are taken over each request by itself."""
+    """Combine the flows of all branches; norms are computed per request."""
     flow, text, image = (flows.get(branch) for branch in ("gen", "cfg_text", "cfg_img"))
     assert flow is not None
     if text is None:

@@ -1,4 +1,4 @@
-"""Where an engine may step into the denoising loop: to reuse work, or to share it."""
+"""Callbacks of an engine in the denoising loop, to reuse work or to distribute it."""
 
 from __future__ import annotations
 
@@ -9,47 +9,66 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 RunLayers: TypeAlias = Callable[[Tensor, int, int], Tensor]
-"""Rows through the layers `start` to `stop` of the decoder: `run(x, start, stop)`."""
+"""Runs rows through the decoder's layers `start` to `stop`: `run(x, start, stop)`."""
 
 
 class VelocityHook(Protocol):
+    """Wraps the computation of a flow."""
+
     def __call__(
         self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]
     ) -> Tensor:
-        """The flow of a branch ("gen", "cfg_text", "cfg_img") at a step: computed, or reused.
+        """Return the flow of a branch at a step, computed or reused.
 
         Args:
-            rows: what goes into the decoder, marker, latent rows and marker.
-            compute: the flow [n, patch_dim], by a whole pass.
+            branch: "gen", "cfg_text" or "cfg_img".
+            step: number of the step.
+            rows: input of the decoder: marker, latent rows and marker.
+            compute: computes the flow [n, patch_dim] by a whole pass.
         """
 
 
 class LayersHook(Protocol):
+    """Wraps the computation of the decoder's layers."""
+
     def __call__(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
-        """The rows behind the last of `count` layers: all run, or some of them reused."""
+        """Return the rows after the last of `count` layers; all of them are run, or some reused."""
 
 
 class BranchesHook(Protocol):
+    """Distributes branches over ranks."""
+
     def __call__(
         self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
     ) -> dict[str, Tensor]:
-        """The flows of all branches: each computed here, or by another rank.
+        """Return the flows of all branches, each computed here or by another rank.
 
         Args:
-            like: of the form of a flow.
+            branches: their names.
+            compute: computes the flow of one.
+            like: a tensor with the shape, dtype and device of a flow.
         """
 
 
 class SettleHook(Protocol):
+    """Shares the errors of requests between ranks."""
+
     def __call__(self, errors: Mapping[str, Exception]) -> Mapping[str, Exception]:
-        """Errors of requests, by id: those of this rank in, those of all ranks out."""
+        """Take the errors of this rank by request id; return those of all ranks."""
 
 
 @dataclass
 class DenoiseHooks:
-    """Untouched: each step computes each branch with every layer, and latents become images.
+    """Callbacks of an engine in the denoising loop; without any, every branch is computed in full.
 
-    Flows and rows have their row dimension first; of a batch, the requests' dimension second.
+    Flows and rows have their row dimension first; in a batch, the requests' dimension second.
+
+    Attributes:
+        velocity: wraps a branch's flow.
+        layers: wraps a branch's decoder layers.
+        branches: distributes branches over ranks.
+        settle: shares errors between ranks.
+        decode: whether latents are decoded to images here.
     """
 
     velocity: VelocityHook | None = None

@@ -16,7 +16,7 @@ from omni_kvlink.models.bagel.tokenizer import INSTALL
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What a caller may pass: a PIL image, a uint8 tensor [H, W, 3], or a float tensor [3, H, W] within
+# An input: a PIL image, a uint8 tensor [H, W, 3], or a float tensor [3, H, W] within
 # [-1, 1].
 ImageLike = Union["Image", Tensor]
 
@@ -25,14 +25,14 @@ _MAX_PIXELS = 14 * 14 * 9 * 1024
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """Into which size an image is brought: sides within two bounds, and multiples of a stride."""
+    """The size that an image is resized to: sides within two bounds, multiples of a stride."""
 
     longest: int
     shortest: int
     stride: int
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The new height and width. The bound on the longest side wins over the shortest."""
+        """Return the new height and width. The bound on the longest side has priority."""
         scale = min(self.longest / max(height, width), 1.0)
         scale = max(scale, self.shortest / min(height, width))
         height, width = self._scaled(height, width, scale)
@@ -50,7 +50,7 @@ class ResizeRule:
 
 
 def load_image(image: ImageLike) -> ImageLike:
-    """An RGB PIL image (transparency becomes white), or a checked float tensor [3, H, W].
+    """Return an RGB PIL image (transparency becomes white), or a checked float tensor [3, H, W].
 
     Raises:
         ImportError: a PIL image or uint8 tensor was given and Pillow is not installed.
@@ -67,8 +67,8 @@ def load_image(image: ImageLike) -> ImageLike:
         raise ImportError(f"reading an image needs the Pillow package: {INSTALL}") from error
     if isinstance(image, Tensor):
         if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
-            wanted = "uint8 [H, W, 3] or float [3, H, W]"
-            raise SchemaError(f"an image is {wanted}, not {image.dtype} {tuple(image.shape)}")
+            expected = "uint8 [H, W, 3] or float [3, H, W]"
+            raise SchemaError(f"an image is {expected}, not {image.dtype} {tuple(image.shape)}")
         return Image.fromarray(image.cpu().numpy())
     if not isinstance(image, Image.Image):
         raise TypeError(f"a prompt is made of texts and images, not {type(image).__name__}")
@@ -81,14 +81,14 @@ def load_image(image: ImageLike) -> ImageLike:
 
 
 def image_size(image: ImageLike) -> tuple[int, int]:
-    """Height and width in pixels of a loaded image."""
+    """Return height and width in pixels of a loaded image."""
     if isinstance(image, Tensor):
         return image.shape[1], image.shape[2]
     return image.height, image.width
 
 
 def resize(image: ImageLike, rule: ResizeRule) -> ImageLike:
-    """Bicubic, with antialiasing."""
+    """Resize by bicubic interpolation with antialiasing."""
     height, width = rule.size(*image_size(image))
     if isinstance(image, Tensor):
         if image_size(image) == (height, width):
@@ -101,7 +101,7 @@ def resize(image: ImageLike, rule: ResizeRule) -> ImageLike:
 
 
 def to_pixels(image: ImageLike) -> Tensor:
-    """A loaded image as float32 [3, H, W] in [-1, 1]."""
+    """Convert a loaded image to float32 [3, H, W] in [-1, 1]."""
     if isinstance(image, Tensor):
         return image
     levels = torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""A cache that grows where it lies, in memory made for more tokens than there are yet."""
+"""A cache that grows in place, in memory allocated for more tokens."""
 
 from __future__ import annotations
 
@@ -11,67 +11,68 @@ from omni_kvlink.models.bagel.cache import Layer, NaiveCache
 
 
 class InPlaceCache(NaiveCache):
-    """A NaiveCache whose new rows are written behind the old ones; nothing else is moved.
+    """A NaiveCache that writes new rows behind the old ones, in memory allocated in advance.
 
-    What extends it gives is again a cache of its own: a view of more rows of the same room. Rows
-    are claimed once and never change after that, so every earlier cache stays what it was. A cache
-    that does not end where the claimed rows end (because another one was made from it before, or
-    an extension failed half-way) is continued in new memory, as every NaiveCache is.
+    `after` returns a new cache: a view of more rows of the same memory. Rows are claimed once and
+    never change afterwards, so that every earlier cache keeps its content. A cache that does not
+    end where the claimed rows end (another cache was made from it before, or an extension failed)
+    is continued in new memory, as every NaiveCache is.
 
     Args:
-        key_cache: `[capacity, kv_heads, head_dim]` a layer, contiguous, in the model's dtype.
-        value_cache: the same.
+        key_cache: `[capacity, kv_heads, head_dim]` for each layer, contiguous, in the model's
+            dtype.
+        value_cache: the same for V.
 
     Raises:
-        SchemaError: they do not make a cache.
+        SchemaError: the tensors do not make a cache.
     """
 
     def __init__(self, key_cache: Sequence[Tensor], value_cache: Sequence[Tensor]) -> None:
         super().__init__(len(key_cache))
         if len(value_cache) != len(key_cache):
             raise SchemaError(f"K has {len(key_cache)} layers, V {len(value_cache)}")
-        self._room = _Room(list(zip(key_cache, value_cache, strict=True)))
+        self._memory = _RowMemory(list(zip(key_cache, value_cache, strict=True)))
         self._rows = range(0)
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self._room.capacity
+        """Tokens that fit into the memory."""
+        return self._memory.capacity
 
     def after(self, rows: int) -> NaiveCache:
-        """A view of the claimed rows and so many more, which are claimed with this.
+        """Claim `rows` more rows and return a view of all claimed ones.
 
         Raises:
             SchemaError: more than the capacity; nothing was claimed.
         """
         start = self.seq_lens
-        if start != self._room.claimed or not self._lies_in_room(start):
+        if start != self._memory.claimed or not self._is_in_place(start):
             return super().after(rows)
         cache = InPlaceCache.__new__(InPlaceCache)
         NaiveCache.__init__(cache, self.num_layers)
-        cache._room, cache._rows = self._room, self._room.claim(rows)
+        cache._memory, cache._rows = self._memory, self._memory.claim(rows)
         return cache
 
     def merge(self, layer: int, past: Layer | None, k: Tensor, v: Tensor) -> Layer:
-        """Writes the new rows behind the past ones, which are there already."""
-        merged = self._room.write(layer, self._rows, k, v)
+        """Write the new rows behind the past ones."""
+        merged = self._memory.write(layer, self._rows, k, v)
         self.key_cache[layer], self.value_cache[layer] = merged
         return merged
 
-    def _lies_in_room(self, tokens: int) -> bool:
-        """Whether the dicts, which anybody may write to, still hold the room's rows."""
-        for layer, capacity in enumerate(self._room.layers):
+    def _is_in_place(self, tokens: int) -> bool:
+        """Whether the dicts, which callers may change, still hold this memory's rows."""
+        for layer, capacity in enumerate(self._memory.layers):
             found = self.key_cache[layer], self.value_cache[layer]
-            for tensor, place in zip(found, capacity, strict=True):
+            for tensor, target in zip(found, capacity, strict=True):
                 if tensor is None:
                     if tokens:
                         return False
-                elif tensor.data_ptr() != place.data_ptr() or tensor.shape[0] != tokens:
+                elif tensor.data_ptr() != target.data_ptr() or tensor.shape[0] != tokens:
                     return False
         return True
 
 
-class _Room:
+class _RowMemory:
     """The rows of all layers, and how many of them are claimed."""
 
     def __init__(self, layers: list[Layer]) -> None:
@@ -96,10 +97,10 @@ class _Room:
 
     def write(self, layer: int, rows: range, k: Tensor, v: Tensor) -> Layer:
         for new, capacity in zip((k, v), self.layers[layer], strict=True):
-            place = capacity[rows.start : rows.stop]
-            if _form(new) != _form(place):  # a copy would widen, round or repeat it in silence
-                raise SchemaError(f"layer {layer}: new rows are {_form(new)}, not {_form(place)}")
-            place.copy_(new)
+            target = capacity[rows.start : rows.stop]
+            if _form(new) != _form(target):  # a copy would convert or repeat it silently
+                raise SchemaError(f"layer {layer}: new rows are {_form(new)}, not {_form(target)}")
+            target.copy_(new)
         keys, values = self.layers[layer]
         return keys[: rows.stop], values[: rows.stop]
 

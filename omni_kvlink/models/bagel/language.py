@@ -24,15 +24,15 @@ from omni_kvlink.models.bagel.shards import WHOLE, CutLinear, Split
 
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
-"""New rows of a layer's K and V in, the whole of both out."""
+"""Takes new rows of a layer's K and V, returns all rows of both."""
 Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
-"""Takes rows through the layers, or past them: `through(x, run, count)`."""
+"""Runs all or some of the layers: `through(x, run, count)`."""
 
 
 def by_expert(
     mode: Mode, x: Tensor, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Applies `und` to all rows, or, in mode "gen", `gen` to all but the first and last row."""
+    """Apply `und` to all rows; in mode "gen", apply `gen` to all but the first and last row."""
     if mode == "und":
         return und(x)
     markers = und(x[[0, -1]])
@@ -48,6 +48,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         out: Tensor = self.weight * wide.to(x.dtype)
@@ -55,16 +56,17 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU; of a split, its share of the sum."""
+    """SwiGLU; with a split, this rank's part of the sum."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
-        hidden, inner, held = config.hidden_size, config.intermediate_size, split.inner(config)
-        self.gate_proj = CutLinear(hidden, inner, rows=held)
-        self.up_proj = CutLinear(hidden, inner, rows=held)
-        self.down_proj = CutLinear(inner, hidden, columns=held)
+        hidden, inner, local = config.hidden_size, config.intermediate_size, split.inner(config)
+        self.gate_proj = CutLinear(hidden, inner, rows=local)
+        self.up_proj = CutLinear(hidden, inner, rows=local)
+        self.down_proj = CutLinear(inner, hidden, columns=local)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map rows [..., hidden] to rows of the same shape."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -72,7 +74,7 @@ class MLP(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim].
 
-    The queries are the last n of the m tokens: a causal query sees all before itself, and itself.
+    The queries are the last n of the m tokens; a causal query attends to itself and all before it.
     """
     n, m = q.shape[0], k.shape[0]
     groups = q.shape[1] // k.shape[1]
@@ -89,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
-    """`attend` for each sequence of a batch, over its own past: [n, batch, heads * dim]."""
+    """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
     rows = []
     for i, merge in enumerate(merges):
         keys, values = merge(k[:, i], v[:, i])
@@ -100,7 +102,7 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Ten
 class Attention(nn.Module):
     """Grouped-query attention with a norm on q and k; every projection exists once per expert.
 
-    Of a split, only its heads, and their share of the sum.
+    With a split, only this rank's heads and their part of the sum.
     """
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
@@ -131,7 +133,7 @@ class Attention(nn.Module):
         mode: Mode,
         causal: bool,
     ) -> Tensor:
-        """Rows [n, hidden] that have seen the past rows too; of a batch, each its own."""
+        """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
@@ -162,12 +164,12 @@ class Attention(nn.Module):
 
 
 def _of_heads(heads: range, dim: int) -> range:
-    """The rows of some heads."""
+    """Return the projection rows of some heads."""
     return range(heads.start * dim, heads.stop * dim)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm, summed over the split and added to its input."""
+    """Attention and MLP, each after a norm, summed over all ranks and added to its input."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
@@ -189,6 +191,7 @@ class DecoderLayer(nn.Module):
         mode: Mode,
         causal: bool,
     ) -> Tensor:
+        """Map rows [n, hidden] to rows of the same shape."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
         x = x + self._total(self.self_attn(normed, rotary, merge, mode, causal))
         return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
@@ -203,7 +206,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings, layers and the final norms; only the layers are split."""
+    """Embeddings, layers and the final norms; only the layers are split over ranks."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
@@ -226,11 +229,15 @@ class Decoder(nn.Module):
         causal: bool,
         into: NaiveCache | None = None,
     ) -> Tensor:
-        """Runs rows x [n, hidden] at positions [n] after the cached tokens.
+        """Run rows after the cached tokens.
 
         Args:
-            past: read only; its rows are never written to.
-            into: what `past.after(n)` gave, to merge every layer; None keeps nothing.
+            x: [n, hidden].
+            positions: [n].
+            past: only read.
+            mode: which expert reads the rows.
+            causal: whether a row attends only to itself and rows before it.
+            into: returned by `past.after(n)`, every layer is merged into it; None stores nothing.
 
         Returns:
             Normed hidden rows [n, hidden].
@@ -249,12 +256,12 @@ class Decoder(nn.Module):
         pasts: Sequence[LayerCache],
         through: Through | None = None,
     ) -> Tensor:
-        """Runs latent rows between their markers; keeps nothing of them.
+        """Run latent rows between their markers; stores nothing.
 
         Args:
             x: [n, hidden] of one sequence, or [n, batch, hidden].
             positions: [n], or [n, batch].
-            pasts: a cache for each sequence; read only.
+            pasts: a cache for each sequence; only read.
             through: decides which layers run.
 
         Returns:
@@ -275,7 +282,7 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The decoder and, where text is to be written, the head that names the next token."""
+    """The decoder and, for a stage that writes text, the head that predicts the next token."""
 
     def __init__(self, config: LanguageConfig, *, head: bool, split: Split = WHOLE) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ AUTOENCODER_FILE = "ae.safetensors"
 
 
 def load_config(directory: Path) -> BagelConfig:
-    """The configuration, with the sizes of the position tables as the weights have them."""
+    """Load the configuration, with the position tables' sizes taken from the weights."""
     config = BagelConfig.load(directory)
     path = directory / MODEL_FILE
     latent = table_side(path, "latent_pos_embed.pos_embed", config.max_latent_size)
@@ -34,7 +34,7 @@ def load_model(
     device: torch.device,
     split: Split = WHOLE,
 ) -> BagelModel:
-    """Loads what the stage, and this rank of it, needs of `ema.safetensors`.
+    """Load the tensors of `ema.safetensors` that this stage, and this rank of it, needs.
 
     Raises:
         ValueError: the model cannot be split like this.
@@ -56,7 +56,7 @@ def load_model(
 def load_autoencoder(
     directory: Path, config: BagelConfig, stage: Stage, dtype: torch.dtype, device: torch.device
 ) -> Autoencoder:
-    """Loads what the stage needs of `ae.safetensors`: the encoder, the decoder or both."""
+    """Load the encoder, the decoder or both from `ae.safetensors`, as the stage needs."""
     with torch.device("meta"):
         autoencoder = Autoencoder(config.ae, encoder=stage != "dit", decoder=stage != "ar")
         known = Autoencoder(config.ae, encoder=True, decoder=True)

@@ -1,4 +1,4 @@
-"""The network of a checkpoint, with the published names, whole or one stage's share of it."""
+"""The network of a checkpoint, with the published names, whole or one stage's part of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class BagelModel(nn.Module):
     DiT stage the marker rows run through the understanding expert.
 
     Args:
-        split: which rank of the language model this is; all other networks are whole on each.
+        config: of the checkpoint.
+        stage: which networks are built.
+        split: the rank of the language model; all other networks are whole on each rank.
     """
 
     def __init__(self, config: BagelConfig, stage: Stage, split: Split = WHOLE) -> None:
@@ -46,51 +48,55 @@ class BagelModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
         return self.language_model.model.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.language_model.model.embed_tokens.weight.device
 
     def embed(self, token_ids: list[int]) -> Tensor:
-        """Token rows [n, hidden]."""
+        """Return the embeddings [n, hidden] of token ids."""
         rows: Tensor = self.language_model.model.embed_tokens(
             torch.tensor(token_ids, dtype=torch.long, device=self.device)
         )
         return rows
 
     def latent_rows(self, tokens: Tensor, height: int, width: int, t: Tensor) -> Tensor:
-        """Latent tokens [n, patch_dim] of a grid, at time t [1], as rows [n, hidden].
+        """Embed latent tokens [n, patch_dim] of a grid at time t [1] as rows [n, hidden].
 
-        Of a batch, [n, batch, patch_dim] as [n, batch, hidden].
+        In a batch, [n, batch, patch_dim] as [n, batch, hidden].
         """
         rows: Tensor = self.vae2llm(tokens.to(self.dtype)) + self.time_embedder(t)
-        places = self.latent_pos_embed(height, width)
-        rows = rows + (places if rows.ndim == 2 else places[:, None])
+        position_rows = self.latent_pos_embed(height, width)
+        rows = rows + (position_rows if rows.ndim == 2 else position_rows[:, None])
         return rows
 
     def encoded_latent_rows(self, latent: Tensor) -> Tensor:
-        """A noiseless latent [z, H, W], as an input image has, as rows [h * w, hidden]."""
+        """Embed a noiseless latent [z, H, W] of an input image as rows [h * w, hidden]."""
         patch = self.config.latent_patch_size
         height, width = latent.shape[1] // patch, latent.shape[2] // patch
         clean = torch.zeros(1, device=self.device)
         return self.latent_rows(patchify(latent.to(self.device), patch), height, width, clean)
 
     def vit_rows(self, pixels: Tensor) -> Tensor:
-        """Pixels [3, H, W] in [-1, 1] as rows [h * w, hidden]."""
+        """Embed pixels [3, H, W] in [-1, 1] as rows [h * w, hidden]."""
         patch, positions = self.config.vit.patch_size, self.vit_pos_embed
         height, width = pixels.shape[1] // patch, pixels.shape[2] // patch
-        places = positions(height, width)  # first: it refuses an image that is too large
+        position_rows = positions(
+            height, width
+        )  # first, since it refuses an image that is too large
         features = self.vit_model(pixels.to(self.device), positions.side)
-        rows: Tensor = self.connector(features) + places
+        rows: Tensor = self.connector(features) + position_rows
         return rows
 
     def extend(
         self, context: BagelContext, x: Tensor, *, mode: Mode, causal: bool
     ) -> tuple[BagelContext, Tensor]:
-        """Runs rows x [n, hidden] after a context.
+        """Run rows x [n, hidden] after a context.
 
-        Text (causal) takes one position a row; an image block takes one for all of it.
+        Text (causal) takes one position per row; an image block takes one for all rows.
 
         Returns:
             A new context, with the rows in its cache, and the hidden rows [n, hidden].
@@ -110,9 +116,9 @@ class BagelModel(nn.Module):
         x: Tensor,
         through: Through | None = None,
     ) -> Tensor:
-        """The flow [n, patch_dim] at rows x: marker, n latent rows, marker. Caches nothing.
+        """Return the flow [n, patch_dim] at rows x: marker, n latent rows, marker. Caches nothing.
 
-        Of a batch, rows [n + 2, batch, hidden] and a context each: [n, batch, patch_dim].
+        In a batch, rows [n + 2, batch, hidden] and a context each: [n, batch, patch_dim].
         """
         contexts = [context] if isinstance(context, BagelContext) else context
         ropes = torch.tensor([one.ropes[0] for one in contexts], device=self.device)

@@ -36,8 +36,8 @@ THINK_TEXT_PROMPT = _THINK.format(task="answer")
 class BagelPipeline(BagelSteps):
     """Whole requests, on top of the single steps.
 
-    The think prompts are this library's wording. A checkpoint that was trained with a certain
-    wording does best with it: pass it as `system_prompt`.
+    The think prompts are this library's wording. A checkpoint that was trained with another wording
+    gives the best results with that: pass it as `system_prompt`.
     """
 
     _last: BagelContexts | None = None
@@ -56,20 +56,22 @@ class BagelPipeline(BagelSteps):
         temperature: float = 0.3,
         caches: Mapping[str, NaiveCache] | None = None,
     ) -> BagelContexts:
-        """Reads a prompt: the AR half of a request.
+        """Read a prompt: the AR half of a request.
 
         Args:
             inputs: a text, an image, or a list of both in their order.
-            think: lets the model write a plan first, which becomes part of `gen`.
+            think: let the model write a plan first, which becomes part of `gen`.
             understanding: the answer will be a text (`generate_text(contexts.gen)`): images are
                 read by the ViT alone.
-            image_shape: height and width in pixels of the image to make; an image in the prompt
-                decides instead, and without either it is the largest square.
-            generator: consumed by image encoding and by sampled text; `render` goes on with it.
+            image_shape: height and width in pixels of the image to make. An image in the prompt
+                decides instead; the default is the largest square.
+            generator: used for encoding images and for sampled text; pass it on to `render`.
             system_prompt: replaces the text that think mode puts first.
-            max_think_tokens, do_sample, temperature: of the plan, as in `generate_text`.
-            caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of
-                "cfg_img" is used only if texts follow an image: before, it shares the rows of gen.
+            max_think_tokens: of the plan; see `generate_text`.
+            do_sample: of the plan; see `generate_text`.
+            temperature: of the plan; see `generate_text`.
+            caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of "cfg_img"
+                is used only if a text follows an image; until then it shares the rows of gen.
         """
         gen, own_cfg_img = self._beginnings(caches or {})
         cfg_text, cfg_img = self.empty_context(), self.empty_context()
@@ -117,14 +119,15 @@ class BagelPipeline(BagelSteps):
         noise: Tensor | None = None,
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """Makes the image of a prefilled prompt: the DiT half of a request.
+        """Make the image of a prefilled prompt: the DiT half of a request.
 
         Args:
+            contexts: returned by `prefill`.
             params: the text-to-image defaults if None.
             generator: the one that `prefill` used, or one set to its state.
-            noise: the initial noise itself, instead of a generator.
-            on_step: called after each step with (steps done, steps in all); what it raises ends
-                the request.
+            noise: the initial noise, instead of a generator.
+            on_step: called after each step with (steps done, all steps); an exception that it
+                raises ends the request.
 
         Returns:
             uint8 [H, W, 3] on the CPU.
@@ -146,10 +149,13 @@ class BagelPipeline(BagelSteps):
         on_step: OnStep | None = None,
         **prefill: Any,
     ) -> Tensor:
-        """Makes an image of a prompt: `render(prefill(...))` with one generator.
+        """Make an image of a prompt: `render(prefill(...))` with one generator.
 
         Args:
+            inputs: see `prefill`.
             params: if None, the published defaults for a prompt with, or without, an image.
+            generator: see `prefill`.
+            on_step: see `render`.
             prefill: further arguments of `prefill`.
         """
         if params is None:
@@ -166,10 +172,10 @@ class BagelPipeline(BagelSteps):
         system_prompt: str | None = None,
         max_think_tokens: int = 1000,
     ) -> dict[str, int]:
-        """The most tokens that `prefill` can put into "gen" and "cfg_img" for an image.
+        """Return the most tokens that `prefill` can put into "gen" and "cfg_img" for an image.
 
-        Without think mode these are the tokens exactly, but for a "cfg_img" that shares the rows of
-        gen until a text follows an image.
+        Exact without think mode, except that "cfg_img" shares the rows of gen until a text follows
+        an image.
         """
         gen = texts = 0
         if think:
@@ -184,11 +190,11 @@ class BagelPipeline(BagelSteps):
         return {"gen": gen, "cfg_img": texts}
 
     def get_past_key_values(self) -> LayerCache:
-        """The `gen` cache of the last request."""
+        """Return the `gen` cache of the last request."""
         return self._last_contexts().gen.past_key_values
 
     def get_kv_metadata(self) -> dict[str, Any]:
-        """What belongs to `get_past_key_values`: kv_lens, ropes, num_layers, image_shape."""
+        """Return the kv_lens, ropes, num_layers and image_shape of that cache."""
         last = self._last_contexts()
         return {
             "kv_lens": list(last.gen.kv_lens),
@@ -198,13 +204,13 @@ class BagelPipeline(BagelSteps):
         }
 
     def forget(self) -> None:
-        """Lets go of the last request's caches: what lies in a link's memory holds it till then."""
+        """Drop the last request's caches, which keep a link's memory reserved if they are in it."""
         self._last = None
 
     def _beginnings(
         self, caches: Mapping[str, NaiveCache]
     ) -> tuple[BagelContext, NaiveCache | None]:
-        """The empty `gen`, and the cache for `cfg_img` if one is given."""
+        """Return the empty `gen`, and the cache for `cfg_img` if one is given."""
         for name, cache in caches.items():
             if name not in ("gen", "cfg_img"):
                 raise SchemaError(f"caches are for gen and cfg_img, not for {name}")
@@ -230,7 +236,7 @@ class BagelPipeline(BagelSteps):
         return self.append_vit_image(context, to_pixels(resize(image, self._vit_rule())))
 
     def _count_image(self, item: ImageLike) -> int:
-        """Tokens of an image's two blocks, with their markers."""
+        """Return the tokens of an image's two blocks, with their markers."""
         height, width = self._vae_rule().size(*image_size(load_image(item)))
         stride, patch = self.config.latent_stride, self.config.vit.patch_size
         latent = (height // stride) * (width // stride)

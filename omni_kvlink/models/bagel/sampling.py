@@ -17,12 +17,12 @@ class DenoiseParams:
     """How an image is denoised. The defaults are those of plain text-to-image.
 
     Attributes:
-        cfg_text_scale: guidance away from the prompt without its last text; 1 or less is none at
-            all, whatever `cfg_img_scale` says.
-        cfg_img_scale: guidance away from the prompt without its images; 1 or less is none.
+        cfg_text_scale: guidance away from the prompt without its last text; 1 or less disables all
+            guidance, whatever `cfg_img_scale` is.
+        cfg_img_scale: guidance away from the prompt without its images; 1 or less disables it.
         cfg_interval: guidance at times t with low < t <= high; time runs from 1 down to 0.
-        cfg_renorm_min: lower bound of the factor that shrinks a guided flow to a plain one's norm.
-        cfg_renorm_type: over which numbers that norm is taken: all, each row, or each row before
+        cfg_renorm_min: lower bound of the factor that reduces a guided flow to the unguided norm.
+        cfg_renorm_type: what that norm is computed over: all numbers, each row, or each row before
             image guidance.
         timestep_shift: above 1, more of the steps are spent at high noise.
         num_timesteps: points of the schedule; one more than the steps taken.
@@ -55,16 +55,17 @@ class DenoiseParams:
 
     @classmethod
     def for_text_to_image(cls) -> DenoiseParams:
-        """The published defaults for a prompt without an image."""
+        """Return the published defaults for a prompt without an image."""
         return cls()
 
     @classmethod
     def for_edit(cls) -> DenoiseParams:
-        """The published defaults for a prompt with an image."""
+        """Return the published defaults for a prompt with an image."""
         return cls(cfg_img_scale=2.0, cfg_interval=(0.0, 1.0), cfg_renorm_type="text_channel")
 
     @property
     def num_steps(self) -> int:
+        """Number of denoising steps."""
         return self.num_timesteps - 1
 
     @property
@@ -74,11 +75,11 @@ class DenoiseParams:
 
     @property
     def needs_cfg_img(self) -> bool:
-        """Whether the `cfg_img` context is ever read: image guidance rests on text guidance."""
+        """Whether the `cfg_img` context is ever read; image guidance requires text guidance."""
         return self.needs_cfg_text and self.cfg_img_scale > 1
 
     def branches(self, *, guided: bool) -> list[str]:
-        """The contexts that a step with, or without, guidance reads."""
+        """Return the contexts that a step with, or without, guidance reads."""
         if not (guided and self.needs_cfg_text):
             return ["gen"]
         return ["gen", "cfg_text", "cfg_img"] if self.needs_cfg_img else ["gen", "cfg_text"]
@@ -90,9 +91,9 @@ class DenoiseParams:
 
 
 def schedule(params: DenoiseParams) -> tuple[Tensor, Tensor]:
-    """Times and time steps, [num_steps] float32 each, always computed on the CPU.
+    """Return times and time steps, [num_steps] float32 each, always computed on the CPU.
 
-    A GPU's linspace may differ in the last bit; two processes must not.
+    A GPU's linspace may differ in the last bit; two processes must agree.
     """
     times = torch.linspace(1, 0, params.num_timesteps, dtype=torch.float32)
     times = params.timestep_shift * times / (1 + (params.timestep_shift - 1) * times)
@@ -100,12 +101,13 @@ def schedule(params: DenoiseParams) -> tuple[Tensor, Tensor]:
 
 
 def guide(flow: Tensor, text: Tensor, image: Tensor | None, params: DenoiseParams) -> Tensor:
-    """Combines the flows [n, patch_dim] of the three contexts.
+    """Combine the flows [n, patch_dim] of the three contexts.
 
     Args:
-        flow: over the whole prompt.
-        text: over the prompt without its last text.
-        image: over the prompt without its images; None for no image guidance.
+        flow: for the whole prompt.
+        text: for the prompt without its last text.
+        image: for the prompt without its images; None for no image guidance.
+        params: the scales and the kind of norm.
     """
     guided = text + params.cfg_text_scale * (flow - text)
     if params.cfg_renorm_type == "text_channel":
@@ -118,7 +120,7 @@ def guide(flow: Tensor, text: Tensor, image: Tensor | None, params: DenoiseParam
 
 
 def _shrink(flow: Tensor, guided: Tensor, params: DenoiseParams) -> Tensor:
-    """The factor, float32, that brings `guided` down to the norm of `flow`, never up."""
+    """Return the factor, float32, that reduces `guided` to the norm of `flow`, never above 1."""
     if params.cfg_renorm_type == "global":
         norm, guided_norm = flow.float().norm(), guided.float().norm()
     else:

@@ -11,7 +11,7 @@ from omni_kvlink.models.bagel.config import LanguageConfig
 
 
 def alone(x: Tensor) -> Tensor:
-    """The sum over a single rank."""
+    """Return the sum over a single rank: the rows themselves."""
     return x
 
 
@@ -20,8 +20,9 @@ class Split:
     """One rank of those that hold a language model together.
 
     Attributes:
-        rank, of: which of how many.
-        total: the sum of all ranks' rows, the same bits on each; called in the same order by all.
+        rank: of this one.
+        of: number of ranks.
+        total: sums rows over all ranks, with the same bits on each; all call it in the same order.
     """
 
     rank: int = 0
@@ -29,7 +30,7 @@ class Split:
     total: Callable[[Tensor], Tensor] = alone
 
     def check(self, config: LanguageConfig) -> None:
-        """Raises ValueError unless every rank gets as much as the others."""
+        """Raise ValueError unless every rank gets as much as the others."""
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
         if (kv_heads % self.of and self.of % kv_heads) or heads % self.of:
             raise ValueError(
@@ -43,15 +44,15 @@ class Split:
             )
 
     def heads(self, config: LanguageConfig) -> range:
-        """Of the queries."""
+        """Return the query heads of this rank."""
         return self._piece(config.num_attention_heads)
 
     def kv_heads(self, config: LanguageConfig) -> range:
-        """Of K and V; where there are fewer than ranks, neighbours hold the same one."""
+        """Return the K and V heads of this rank; neighbours share one if there are fewer."""
         return self._piece(config.num_key_value_heads)
 
     def inner(self, config: LanguageConfig) -> range:
-        """Columns inside the MLP."""
+        """Return the MLP's inner columns of this rank."""
         return self._piece(config.intermediate_size)
 
     def _piece(self, whole: int) -> range:
@@ -64,11 +65,11 @@ WHOLE = Split()
 
 @dataclass(frozen=True)
 class Cut:
-    """A piece of a checkpoint's tensor.
+    """A part of a checkpoint's tensor.
 
     Attributes:
         whole: the shape of the tensor.
-        index: the piece.
+        index: the part.
     """
 
     whole: tuple[int, ...]
@@ -76,12 +77,14 @@ class Cut:
 
 
 class CutLinear(nn.Linear):
-    """Some rows, or some columns, of a Linear that several ranks hold together.
+    """Some rows, or some columns, of a Linear that is split over ranks.
 
     Args:
-        inputs, outputs: of the whole.
-        rows: outputs that are here; all if None.
-        columns: inputs that are here; all if None.
+        inputs: of the whole Linear.
+        outputs: of the whole Linear.
+        bias: whether it has a bias.
+        rows: the outputs of this rank; all if None.
+        columns: the inputs of this rank; all if None.
     """
 
     def __init__(
@@ -95,16 +98,16 @@ class CutLinear(nn.Linear):
     ) -> None:
         rows, columns = rows or range(outputs), columns or range(inputs)
         super().__init__(len(columns), len(rows), bias=bias)
-        places = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        self.cuts = {"weight": Cut((outputs, inputs), places), "bias": Cut((outputs,), places[:1])}
+        index = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        self.cuts = {"weight": Cut((outputs, inputs), index), "bias": Cut((outputs,), index[:1])}
 
 
 def cuts_of(module: nn.Module) -> dict[str, Cut]:
-    """What is to be read of each tensor that is not held as a whole, by name."""
+    """Return the part to read of each tensor that this rank does not hold as a whole, by name."""
     return {
         f"{path}.{name}": child.cuts[name]
         for path, child in module.named_modules()
         if isinstance(child, CutLinear)
-        for name, held in child.named_parameters()
-        if tuple(held.shape) != child.cuts[name].whole
+        for name, local in child.named_parameters()
+        if tuple(local.shape) != child.cuts[name].whole
     }

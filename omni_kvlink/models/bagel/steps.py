@@ -1,4 +1,4 @@
-"""The steps of a request, one method each, to be compared with other implementations."""
+"""The steps of a request, one method each."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _Steps = TypeVar("_Steps", bound="BagelSteps")
 
 
 class BagelSteps:
-    """A loaded checkpoint, or one stage's share of it.
+    """A loaded checkpoint, or one stage's part of it.
 
     Attributes:
         config: the checkpoint's configuration.
         stage: "all"; "ar" reads prompts and writes text; "dit" denoises and decodes.
-        hooks: what an engine put into the denoising loop; none at first.
+        hooks: an engine's callbacks in the denoising loop; none by default.
     """
 
     def __init__(
@@ -63,17 +63,19 @@ class BagelSteps:
         stage: Stage = "all",
         split: Split = WHOLE,
     ) -> _Steps:
-        """Loads a checkpoint in the published layout.
+        """Load a checkpoint in the published layout.
 
         Args:
+            directory: of the checkpoint.
             dtype: bfloat16 computes as the published model does; float32 is exact throughout.
+            device: of the model.
             stage: which networks are built and read from the files.
-            split: which rank of the language model is.
+            split: the rank of the language model.
 
         Raises:
             FileNotFoundError: a file is missing.
             SchemaError: a configuration file does not fit.
-            CheckpointError: a weights file does not hold what the stage needs.
+            CheckpointError: a weights file lacks what the stage needs.
             ValueError: the model cannot be split like this.
         """
         if dtype not in (torch.bfloat16, torch.float32):
@@ -98,25 +100,28 @@ class BagelSteps:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.model.device
 
     @property
     def num_layers(self) -> int:
+        """Number of layers of the language model."""
         return self.config.llm.num_hidden_layers
 
     def empty_context(self) -> BagelContext:
+        """Return a context without tokens."""
         return BagelContext.empty(self.num_layers)
 
-    # Steps. Each returns a new context and leaves the given one, and its tensors, as they are.
+    # Steps: each returns a new context; the given one and its tensors are not changed.
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The token ids of a text, between its begin and end markers."""
-        marks = self.special_tokens
-        return [marks.bos, *self.tokenizer.encode(text), marks.eos]
+        """Return the token ids of a text, between its begin and end markers."""
+        special = self.special_tokens
+        return [special.bos, *self.tokenizer.encode(text), special.eos]
 
     @torch.no_grad()
     def append_text(self, context: BagelContext, token_ids: Sequence[int]) -> BagelContext:
-        """Reads token ids (markers included): n tokens, n positions, causal."""
+        """Read token ids (markers included): n tokens, n positions, causal."""
         ids = [int(token) for token in token_ids]
         if not ids or min(ids) < 0 or max(ids) >= self.config.llm.vocab_size:
             raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
@@ -126,7 +131,7 @@ class BagelSteps:
 
     @torch.no_grad()
     def append_vae_latent(self, context: BagelContext, latent: Tensor) -> BagelContext:
-        """Reads an encoded image [z, H, W]: h * w + 2 tokens, one position."""
+        """Read an encoded image [z, H, W]: h * w + 2 tokens, one position."""
         z = self.config.ae.z_channels
         if latent.ndim != 3 or latent.shape[0] != z:
             raise SchemaError(f"a latent has shape [{z}, H, W], not {tuple(latent.shape)}")
@@ -136,21 +141,22 @@ class BagelSteps:
 
     @torch.no_grad()
     def append_vit_image(self, context: BagelContext, pixels: Tensor) -> BagelContext:
-        """Reads pixels [3, H, W] in [-1, 1] through the ViT: h * w + 2 tokens, one position."""
+        """Read pixels [3, H, W] in [-1, 1] through the ViT: h * w + 2 tokens, one position."""
         self._require("ViT", self.stage != "dit")
         patch = self.config.vit.patch_size
         if pixels.ndim != 3 or pixels.shape[0] != 3 or any(n % patch for n in pixels.shape[1:]):
-            wanted = f"[3, H, W] with H and W multiples of {patch}"
-            raise SchemaError(f"pixels have shape {wanted}, not {tuple(pixels.shape)}")
+            expected = f"[3, H, W] with H and W multiples of {patch}"
+            raise SchemaError(f"pixels have shape {expected}, not {tuple(pixels.shape)}")
         self._check("context", context)
         rows = self._between_markers(self.model.vit_rows(pixels))
         return self.model.extend(context, rows, mode="und", causal=False)[0]
 
     @torch.no_grad()
     def encode_image(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
-        """Samples the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
+        """Sample the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
 
-        Draws z * H / d * W / d random numbers: a seed alone no longer names the noise after this.
+        Draws z * H / d * W / d random numbers, so that a seed alone no longer determines the noise
+        that is drawn afterwards.
         """
         self._require("autoencoder's encoder", self.stage != "dit")
         return self.autoencoder.encode(pixels, generator)
@@ -158,7 +164,7 @@ class BagelSteps:
     def initial_noise(
         self, image_shape: tuple[int, int] | None, generator: Generator | None = None
     ) -> Tensor:
-        """Noise [h * w, patch_dim] float32 for an image, drawn on the generator's device."""
+        """Draw noise [h * w, patch_dim] float32 for an image on the generator's device."""
         height, width = self._grid(image_shape)
         origin = "cpu" if generator is None else generator.device
         shape = (height * width, self.config.patch_dim)
@@ -172,16 +178,19 @@ class BagelSteps:
         params: DenoiseParams,
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """Turns noise [h * w, patch_dim] into a latent [z, H / d, W / d] float32.
+        """Denoise noise [h * w, patch_dim] to a latent [z, H / d, W / d] float32.
 
-        Only the contexts that the parameters call for are read, and none is changed.
+        Only the contexts that the parameters require are read; none is changed.
 
         Args:
-            on_step: called after each step with (steps done, steps in all).
+            contexts: of the request.
+            noise: see `initial_noise`.
+            params: the schedule and the guidance.
+            on_step: called after each step with (steps done, all steps).
 
         Raises:
-            SchemaError: a context is incomplete or does not fit the model, or the noise has
-                another shape than `contexts.image_shape` asks for.
+            SchemaError: a context is incomplete or does not fit the model, or the noise does not
+                have the shape for `contexts.image_shape`.
         """
         return self.denoise_batch([contexts], [noise], params, on_step)[0]
 
@@ -193,9 +202,9 @@ class BagelSteps:
         params: DenoiseParams,
         on_step: OnStep | None = None,
     ) -> list[Tensor]:
-        """`denoise` for several requests with images of one size, in one pass.
+        """Denoise several requests with images of one size in one pass.
 
-        In float32 a latent differs from that of `denoise` by less than 1e-5 of its largest value;
+        In float32 a latent differs from that of `denoise` by less than 1e-5 of its largest value:
         products of larger matrices may be summed in another order.
 
         Raises:
@@ -205,7 +214,7 @@ class BagelSteps:
         shapes = {one.image_shape for one in contexts}
         if len(shapes) != 1:
             raise SchemaError(
-                f"one batch for images of {sorted(map(str, shapes))}; wanted one size"
+                f"one batch for images of {sorted(map(str, shapes))}; they must have one size"
             )
         height, width = self._grid(contexts[0].image_shape)
         for one, own in zip(contexts, noise, strict=True):
@@ -224,11 +233,11 @@ class BagelSteps:
         return [unpatchify(own, height, width, patch) for own in rows]
 
     def check_request(self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams) -> None:
-        """Raises SchemaError unless `denoise` has all it needs here for this request."""
+        """Raise SchemaError unless `denoise` has all it needs for this request."""
         height, width = self._grid(contexts.image_shape)
         if tuple(noise.shape) != (height * width, self.config.patch_dim):
-            wanted = (height * width, self.config.patch_dim)
-            raise SchemaError(f"the noise has shape {tuple(noise.shape)}, wanted {wanted}")
+            expected = (height * width, self.config.patch_dim)
+            raise SchemaError(f"the noise has shape {tuple(noise.shape)}, wanted {expected}")
         for name in params.branches(guided=True):
             context: BagelContext = getattr(contexts, name)
             if not isinstance(context.past_key_values, ElsewhereCache):
@@ -236,7 +245,7 @@ class BagelSteps:
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
-        """The image of a latent [z, H / d, W / d]: uint8 [H, W, 3] on the CPU."""
+        """Decode a latent [z, H / d, W / d] to an image: uint8 [H, W, 3] on the CPU."""
         self._require("autoencoder's decoder", self.stage != "ar")
         image = self.autoencoder.decode(latent)
         levels = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
@@ -252,17 +261,20 @@ class BagelSteps:
         temperature: float = 0.3,
         generator: Generator | None = None,
     ) -> str:
-        """Continues a context with text, until the end marker. The context stays as it is.
+        """Continue a context with text until the end marker. The context is not changed.
 
         Args:
+            context: to be continued.
             max_length: tokens at most, the begin marker included.
-            do_sample: draws each token at `temperature`; otherwise takes the likeliest.
+            do_sample: draw each token at `temperature`; otherwise take the most probable one.
+            temperature: of the draws.
+            generator: of the draws.
         """
         self._require("text head", self.stage != "dit")
         if max_length < 1 or (do_sample and not temperature > 0):
             raise ValueError(f"max_length {max_length} or temperature {temperature} is too small")
         self._check("context", context)
-        context = context.snapshot()  # a text that is thrown away claims no rows in place
+        context = context.snapshot()  # a discarded text must not claim rows in place
         token, written = self.special_tokens.bos, list[int]()
         while len(written) < max_length and not (written and token == self.special_tokens.eos):
             written.append(token)
@@ -277,11 +289,11 @@ class BagelSteps:
         return torch.cat([markers[:1], rows, markers[1:]])
 
     def _markers(self) -> Tensor:
-        marks = self.special_tokens
-        return self.model.embed([marks.start_of_image, marks.end_of_image])
+        special = self.special_tokens
+        return self.model.embed([special.start_of_image, special.end_of_image])
 
     def _grid(self, image_shape: tuple[int, int] | None) -> tuple[int, int]:
-        """Latent tokens down and across."""
+        """Return the latent tokens down and across."""
         stride, side = self.config.latent_stride, self.config.max_latent_size
         if image_shape is None:
             raise SchemaError("the contexts have no image_shape")
@@ -310,7 +322,7 @@ class BagelSteps:
 
 
 def _pick(logits: Tensor, temperature: float | None, generator: Generator | None) -> int:
-    """The next token of logits [vocab]: the likeliest, or drawn where there is a temperature."""
+    """Return the next token of logits [vocab]: drawn at a temperature, or the most probable."""
     if temperature is None:
         return int(logits.argmax())
     chances = (logits / temperature).float().softmax(-1)

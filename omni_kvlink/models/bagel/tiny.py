@@ -27,12 +27,12 @@ from omni_kvlink.models.bagel.vae import Autoencoder
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("Ġ", "a"), ("Ġ", "the"), ("in", "g")]
 
-# Sharper and louder attention than chance gives: otherwise the prompt is a whisper in the image.
+# Random weights alone give too weak attention for the prompt to be visible in the image.
 _GAINS = {"self_attn.q_norm": 3.0, "self_attn.v_proj": 2.0, "self_attn.o_proj": 6.0}
 
 
 def tiny_config() -> BagelConfig:
-    """3 layers, 2 KV heads of 16; images up to 64 x 64 pixels, one latent token per 4 x 4."""
+    """Return 3 layers, 2 KV heads of 16; images up to 64 x 64, a latent token per 4 x 4."""
     return BagelConfig(
         latent_patch_size=2,
         max_latent_size=16,
@@ -62,12 +62,14 @@ def tiny_config() -> BagelConfig:
 def make_tiny_checkpoint(
     directory: str | Path, seed: int = 0, config: BagelConfig | None = None
 ) -> Path:
-    """Writes a checkpoint in the published layout; the same seed gives the same bytes.
+    """Write a checkpoint in the published layout; the same seed gives the same bytes.
 
     Weights are bfloat16, the autoencoder's float32, as published. They are scaled so that an image
     varies from cell to cell and depends on the prompt, the noise and every layer of the cache.
 
     Args:
+        directory: created if it does not exist.
+        seed: of the weights.
         config: other sizes than `tiny_config`'s, with the same vocabulary.
 
     Returns:
@@ -117,7 +119,7 @@ def _weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def _weight(name: str, like: Tensor, seed: int) -> Tensor:
-    """Random numbers that depend on the name and the seed only, at a scale that fits the role."""
+    """Draw random numbers that depend on name and seed only, at a scale that fits the role."""
     if name.endswith("pos_embed"):
         return sincos_table(math.isqrt(like.shape[0]), like.shape[1])
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

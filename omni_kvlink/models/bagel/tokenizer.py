@@ -34,7 +34,7 @@ class SpecialTokens:
 
     @classmethod
     def load(cls, directory: str | Path) -> SpecialTokens:
-        """Reads them from `tokenizer.json`, without any tokenizer library.
+        """Read them from `tokenizer.json`, without a tokenizer library.
 
         Raises:
             FileNotFoundError: there is no `tokenizer.json`.
@@ -69,11 +69,11 @@ class BagelTokenizer:
         self._loaded: Tokenizer | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without markers."""
+        """Return the token ids of a text, without markers."""
         return list(self._tokenizer().encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, markers included."""
+        """Return the text of token ids, markers included."""
         return str(self._tokenizer().decode(token_ids, skip_special_tokens=False))
 
     def _tokenizer(self) -> Tokenizer:
@@ -89,6 +89,6 @@ class BagelTokenizer:
 
 
 def written_text(decoded: str) -> str:
-    """What the model wrote: the part of a decoded text between its first two markers."""
+    """Return the part of a decoded text between its first two markers."""
     body = decoded.split(_MARKERS["eos"])[0]
     return body.split(_MARKERS["bos"])[1]

@@ -24,6 +24,7 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(_GROUPS, channels, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize in float32."""
         return super().forward(x.float())
 
 
@@ -35,7 +36,7 @@ class _Conv(nn.Conv2d):
 
 
 def _exact(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU: convolutions give the same result every time, and in unshortened float32."""
+    """Make convolutions on a GPU deterministic and in full float32."""
     if device.type != "cuda":
         return nullcontext()
     flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
@@ -153,6 +154,7 @@ class Encoder(nn.Module):
         self.conv_out = _conv3(widths[-1], 2 * config.z_channels)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Encode pixels [n, 3, H, W] to the latent's mean and log variance."""
         x = self.conv_in(x)
         for level in self.down:
             x = level(x)
@@ -178,6 +180,7 @@ class Decoder(nn.Module):
         self.conv_out = _conv3(widths[0], config.out_ch)
 
     def forward(self, z: Tensor) -> Tensor:
+        """Decode a latent [n, z, h, w] to pixels [n, 3, H, W]."""
         x = self.mid(self.conv_in(z))
         for level in reversed(self.up):
             x = level(x)
@@ -197,7 +200,7 @@ class Autoencoder(nn.Module):
             self.decoder = Decoder(config)
 
     def encode(self, pixels: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Samples the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
+        """Sample the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
 
         The random numbers are drawn on the generator's device, so that a CPU generator gives the
         same ones wherever the model runs.
@@ -213,7 +216,7 @@ class Autoencoder(nn.Module):
         return scaled
 
     def decode(self, latent: Tensor) -> Tensor:
-        """The image [3, H, W], about [-1, 1], of a latent [z, H / d, W / d]."""
+        """Decode a latent [z, H / d, W / d] to the image [3, H, W], about [-1, 1]."""
         z = latent.to(self.decoder.conv_in.weight)
         z = z / self.config.scale_factor + self.config.shift_factor
         with _exact(z.device):

@@ -1,4 +1,4 @@
-"""The image reader: a SigLIP encoder for any height and width, and its connector."""
+"""The image encoder: SigLIP for any height and width, and its connector."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class LayerNorm(nn.LayerNorm):
     """Layer norm in float32; the result has the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize in float32."""
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
@@ -43,6 +44,7 @@ class TwoLayerMLP(nn.Module):
         self.fc2 = nn.Linear(inner_size, out_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map rows [..., in_size] to [..., out_size]."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
         return out
 
@@ -99,7 +101,7 @@ class VisionModel(nn.Module):
         self.vision_model = _Transformer(config)
 
     def forward(self, pixels: Tensor, side: int) -> Tensor:
-        """Pixels [3, H, W] in [-1, 1] to features [h * w, hidden].
+        """Encode pixels [3, H, W] in [-1, 1] to features [h * w, hidden].
 
         `side` is the row length in which patches are numbered.
         """

@@ -17,11 +17,11 @@ from omni_kvlink.models.bagel.shards import Cut
 
 
 class CheckpointError(SchemaError):
-    """A checkpoint file does not hold the tensors that its configuration calls for."""
+    """A checkpoint file lacks tensors that its configuration requires."""
 
 
 def table_side(path: Path, key: str, default: int) -> int:
-    """Cells along one side of the square position table `key`; the default where there is none."""
+    """Return the cells along one side of the square position table `key`, or the default."""
     with _open(path, "cpu") as file:
         if key not in file.keys():  # noqa: SIM118 - the file is no mapping
             return default
@@ -42,27 +42,30 @@ def load_weights(
     float32: frozenset[str] = frozenset(),
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
-    """Fills a module that was built on the meta device.
+    """Load the tensors of a module that was built on the meta device.
 
     Args:
-        known: all names that may be in the file, those that this module does not use included.
-        dtype: of the loaded weights, whatever the file holds.
-        float32: names that stay float32 instead.
-        cuts: of which tensors a piece is wanted; nothing else of them is read.
+        module: to be filled.
+        path: the safetensors file.
+        known: all names that the file may have, including those that this module does not use.
+        dtype: of the loaded weights, whatever the file has.
+        device: of the loaded weights.
+        float32: names that stay float32.
+        cuts: the parts to read of tensors that are not needed as a whole.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: a name is missing or unknown, or a tensor has another shape; all are named.
+        CheckpointError: names are missing or unknown, or tensors have other shapes; lists all.
     """
-    wanted = {
+    expected = {
         name: cuts[name].whole if name in cuts else tuple(tensor.shape)
         for name, tensor in module.state_dict().items()
     }
     with _open(path, str(device)) as file:
-        _check(path.name, file, wanted, set(known))
+        _check(path.name, file, expected, set(known))
         tensors: dict[str, Tensor] = {
             name: _read(file, name, cuts.get(name)).to(torch.float32 if name in float32 else dtype)
-            for name in wanted
+            for name in expected
         }
     module.requires_grad_(False)
     module.load_state_dict(tensors, assign=True)
@@ -74,19 +77,19 @@ def _read(file: Any, name: str, cut: Cut | None) -> Tensor:
     return read.contiguous()
 
 
-def _check(where: str, file: Any, wanted: dict[str, tuple[int, ...]], known: set[str]) -> None:
+def _check(where: str, file: Any, expected: dict[str, tuple[int, ...]], known: set[str]) -> None:
     present = set(file.keys())
     complaints = []
     for title, names in (
-        ("missing", wanted.keys() - present),
-        ("unexpected", present - known - wanted.keys()),
+        ("missing", expected.keys() - present),
+        ("unexpected", present - known - expected.keys()),
     ):
         if names:
             complaints.append(f"{len(names)} {title}: {_few(sorted(names))}")
-    for name in sorted(wanted.keys() & present):
+    for name in sorted(expected.keys() & present):
         shape = tuple(file.get_slice(name).get_shape())
-        if shape != wanted[name]:
-            complaints.append(f"{name} has shape {shape}, wanted {wanted[name]}")
+        if shape != expected[name]:
+            complaints.append(f"{name} has shape {shape}, wanted {expected[name]}")
     if complaints:
         raise CheckpointError(f"{where}: {_few(complaints, '; ')}")
 

@@ -80,6 +80,6 @@ def test_the_vit_is_a_siglip_without_its_last_layer(exact: BagelPipeline) -> Non
 
     pixels = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():
-        wanted = model(pixels[None]).last_hidden_state[0]
+        expected = model(pixels[None]).last_hidden_state[0]
         got = exact.model.vit_model(pixels, exact.config.vit_max_num_patch_per_side)
-    assert torch.allclose(got, wanted, atol=1e-4)
+    assert torch.allclose(got, expected, atol=1e-4)

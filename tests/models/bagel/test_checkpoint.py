@@ -83,13 +83,13 @@ def test_autoencoder_names_are_the_published_ones(checkpoint: Path) -> None:
     blocks += [
         f"{side}.mid.{block}" for side in ("encoder", "decoder") for block in ("block_1", "block_2")
     ]
-    wanted = {f"{block}.{part}" for block in blocks for part in res}
+    expected = {f"{block}.{part}" for block in blocks for part in res}
     for side in ("encoder", "decoder"):
-        wanted |= {f"{side}.{part}" for part in ("conv_in", "norm_out", "conv_out")}
-        wanted |= {f"{side}.mid.attn_1.{part}" for part in ("norm", "q", "k", "v", "proj_out")}
-    wanted |= {"encoder.down.0.downsample.conv", "decoder.up.1.upsample.conv"}
-    wanted |= {"encoder.down.1.block.0.nin_shortcut", "decoder.up.0.block.0.nin_shortcut"}
-    assert names == wanted
+        expected |= {f"{side}.{part}" for part in ("conv_in", "norm_out", "conv_out")}
+        expected |= {f"{side}.mid.attn_1.{part}" for part in ("norm", "q", "k", "v", "proj_out")}
+    expected |= {"encoder.down.0.downsample.conv", "decoder.up.1.upsample.conv"}
+    expected |= {"encoder.down.1.block.0.nin_shortcut", "decoder.up.0.block.0.nin_shortcut"}
+    assert names == expected
 
 
 def test_published_sizes_are_the_defaults(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_published_sizes_are_the_defaults(tmp_path: Path) -> None:
     assert (config.ae.scale_factor, config.ae.shift_factor) == (0.3611, 0.1159)
 
 
-def test_a_seed_names_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_seed_determines_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
     again = make_tiny_checkpoint(tmp_path / "again")
     other = make_tiny_checkpoint(tmp_path / "other", seed=1)
     for file in sorted(path.name for path in checkpoint.iterdir()):
@@ -129,12 +129,12 @@ def test_a_seed_names_the_bytes(checkpoint: Path, tmp_path: Path) -> None:
     assert weights != (checkpoint / "ema.safetensors").read_bytes()
 
 
-def test_weights_are_loaded_in_the_asked_dtype(exact: BagelPipeline, short: BagelPipeline) -> None:
+def test_weights_are_loaded_in_the_given_dtype(exact: BagelPipeline, short: BagelPipeline) -> None:
     for pipeline in (exact, short):
         assert {t.dtype for t in pipeline.model.state_dict().values()} == {pipeline.dtype}
         for name, tensor in pipeline.autoencoder.state_dict().items():
-            wanted = torch.float32 if "norm" in name else pipeline.dtype
-            assert tensor.dtype == wanted, name
+            expected = torch.float32 if "norm" in name else pipeline.dtype
+            assert tensor.dtype == expected, name
         assert not any(p.requires_grad for p in pipeline.model.parameters())
         assert not pipeline.model.training
 
@@ -151,7 +151,7 @@ NORM = "language_model.model.layers.1.self_attn.k_norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("file", "spoil", "words"),
+    ("file", "spoil", "message"),
     [
         ("ema", lambda t: t.pop(NORM), f"ema.safetensors: 1 missing: {NORM}"),
         ("ema", lambda t: t.update(extra=torch.ones(1)), "1 unexpected: extra"),
@@ -162,10 +162,10 @@ NORM = "language_model.model.layers.1.self_attn.k_norm.weight"
     ],
 )
 def test_a_wrong_checkpoint_is_named_before_anything_is_read(
-    checkpoint: Path, tmp_path: Path, file: str, spoil: Callable[[Tensors], Any], words: str
+    checkpoint: Path, tmp_path: Path, file: str, spoil: Callable[[Tensors], Any], message: str
 ) -> None:
     copy = _spoiled(checkpoint, tmp_path, f"{file}.safetensors", spoil)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         BagelPipeline.from_pretrained(copy)
     assert issubclass(CheckpointError, SchemaError)
 
@@ -198,7 +198,7 @@ def test_a_stage_needs_only_its_own_tensors(
         BagelPipeline.from_pretrained(copy, stage=stage)
 
 
-def test_position_tables_are_as_large_as_the_weights_say(checkpoint: Path, tmp_path: Path) -> None:
+def test_position_tables_have_the_size_of_the_weights(checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     fields = json.loads((copy / "config.json").read_text())
     fields |= {"max_latent_size": 7, "vit_max_num_patch_per_side": 9}
@@ -208,7 +208,7 @@ def test_position_tables_are_as_large_as_the_weights_say(checkpoint: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "words"),
+    ("file", "change", "message"),
     [
         ("llm_config", {"hidden_size": None}, "llm_config.json: .*hidden_size"),
         ("llm_config", {"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
@@ -222,12 +222,12 @@ def test_position_tables_are_as_large_as_the_weights_say(checkpoint: Path, tmp_p
     ],
 )
 def test_an_unsupported_configuration_is_named(
-    checkpoint: Path, tmp_path: Path, file: str, change: dict[str, Any], words: str
+    checkpoint: Path, tmp_path: Path, file: str, change: dict[str, Any], message: str
 ) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     path = copy / f"{file}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         BagelPipeline.from_pretrained(copy)
 
 

@@ -63,8 +63,8 @@ def test_an_empty_context_has_no_tensors(exact: BagelPipeline) -> None:
 
 def test_text_takes_a_token_and_a_position_each(exact: BagelPipeline) -> None:
     ids = exact.encode_prompt("a tree")
-    marks = exact.special_tokens
-    assert (ids[0], ids[-1]) == (marks.bos, marks.eos)
+    special_tokens = exact.special_tokens
+    assert (ids[0], ids[-1]) == (special_tokens.bos, special_tokens.eos)
     assert exact.tokenizer.decode(ids[1:-1]) == "a tree"
     context = exact.append_text(exact.empty_context(), ids)
     assert lens(context) == (len(ids), len(ids))
@@ -145,10 +145,10 @@ def test_the_latent_comes_before_the_vit_block(
     pixels = photo.permute(2, 0, 1).float() / 127.5 - 1
     context = exact.append_vae_latent(exact.empty_context(), exact.encode_image(pixels, seeded(3)))
     context = exact.append_vit_image(context, pixels)
-    wanted = exact.append_text(context, exact.encode_prompt("go"))
+    expected = exact.append_text(context, exact.encode_prompt("go"))
     gen = exact.prefill([photo, "go"], generator=seeded(3)).gen
-    for got, want in zip(tensors(gen), tensors(wanted), strict=True):
-        assert torch.allclose(got, want, atol=1e-4)
+    for got, expected_tensor in zip(tensors(gen), tensors(expected), strict=True):
+        assert torch.allclose(got, expected_tensor, atol=1e-4)
 
 
 def test_think_puts_the_plan_into_gen_only(pipeline: BagelPipeline) -> None:
@@ -208,9 +208,9 @@ def test_a_snapshot_shares_tensors_but_no_containers(exact: BagelPipeline) -> No
     assert raw(copy) == before
 
 
-def test_steps_leave_the_given_context_alone(pipeline: BagelPipeline) -> None:
+def test_steps_do_not_change_the_given_context(pipeline: BagelPipeline) -> None:
     context = pipeline.append_text(pipeline.empty_context(), [1, 2, 3])
-    before, held = raw(context), tensors(context)
+    before, tensors_before = raw(context), tensors(context)
     pipeline.append_text(context, [4, 5])
     pipeline.append_vae_latent(context, torch.randn(4, 4, 4))
     pipeline.append_vit_image(context, torch.rand(3, 16, 16))
@@ -218,7 +218,7 @@ def test_steps_leave_the_given_context_alone(pipeline: BagelPipeline) -> None:
     pipeline.render(BagelContexts(context, context, context, (8, 8)), EDIT, noise=torch.ones(4, 16))
     assert lens(context) == (3, 3)
     assert raw(context) == before
-    assert all(a is b for a, b in zip(tensors(context), held, strict=True))
+    assert all(a is b for a, b in zip(tensors(context), tensors_before, strict=True))
 
 
 def _as_lists(context: BagelContext) -> Any:
@@ -265,7 +265,7 @@ def test_lists_views_and_read_only_memory_give_the_same_latent(
 ) -> None:
     contexts = pipeline.prefill(["look:", photo, "blue"], generator=seeded(1))
     noise = pipeline.initial_noise(contexts.image_shape, seeded(2))
-    wanted = pipeline.denoise(contexts, noise, EDIT)
+    expected = pipeline.denoise(contexts, noise, EDIT)
     gen = BagelContext(contexts.gen.kv_lens, contexts.gen.ropes, _as_lists(contexts.gen))
     view = _prefix_view(contexts.cfg_text, contexts.gen)
     for other in (
@@ -276,13 +276,13 @@ def test_lists_views_and_read_only_memory_give_the_same_latent(
             contexts.image_shape,
         ),
     ):
-        assert torch.equal(pipeline.denoise(other, noise, EDIT), wanted)
+        assert torch.equal(pipeline.denoise(other, noise, EDIT), expected)
 
 
 def test_read_only_memory_can_be_continued(pipeline: BagelPipeline) -> None:
     context = pipeline.append_text(pipeline.empty_context(), [1, 2, 3])
-    wanted = pipeline.append_text(context, [4, 5])
-    assert raw(pipeline.append_text(_read_only(context), [4, 5])) == raw(wanted)
+    expected = pipeline.append_text(context, [4, 5])
+    assert raw(pipeline.append_text(_read_only(context), [4, 5])) == raw(expected)
 
 
 def test_an_empty_cache_may_be_none_or_tensors_without_tokens(
@@ -290,20 +290,20 @@ def test_an_empty_cache_may_be_none_or_tensors_without_tokens(
 ) -> None:
     contexts = exact.prefill("a fox", image_shape=(8, 8))
     noise, none = exact.initial_noise((8, 8), seeded(2)), [None] * 3
-    wanted = exact.denoise(contexts, noise, EDIT)
+    expected = exact.denoise(contexts, noise, EDIT)
     zero = [torch.empty(0, 2, 16)] * 3
     for empty in (none, zero):
         cache: Any = SimpleNamespace(key_cache=empty, value_cache=empty)
         cfg_text = BagelContext([0], [0], cache)
         other = BagelContexts(contexts.gen, cfg_text, contexts.cfg_img, (8, 8))
-        assert torch.equal(exact.denoise(other, noise, EDIT), wanted)
+        assert torch.equal(exact.denoise(other, noise, EDIT), expected)
 
 
 Spoil = Callable[[NaiveCache], Any]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("spoil", "message"),
     [
         (lambda c: c.key_cache.update({1: None}), "gen: K of layer 1 is missing"),
         (lambda c: c.value_cache.update({2: c.value_cache[2][:-1]}), "gen: V of layer 2 has shape"),
@@ -314,16 +314,16 @@ Spoil = Callable[[NaiveCache], Any]
     ],
 )
 def test_a_partial_cache_is_an_error_and_never_an_image(
-    exact: BagelPipeline, spoil: Spoil, words: str
+    exact: BagelPipeline, spoil: Spoil, message: str
 ) -> None:
     contexts = exact.prefill("a fox", image_shape=(8, 8))
     cache = contexts.gen.past_key_values
     assert isinstance(cache, NaiveCache)
     spoil(cache)
     noise = torch.zeros(4, 16)
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=message):
         exact.denoise(contexts, noise, EDIT)
-    with pytest.raises(SchemaError, match=words.removeprefix("gen: ")):
+    with pytest.raises(SchemaError, match=message.removeprefix("gen: ")):
         exact.append_text(contexts.gen, [1])
 
 

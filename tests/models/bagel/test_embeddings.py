@@ -29,9 +29,9 @@ def test_rotation_is_a_complex_product_of_the_two_halves() -> None:
         for head in range(2):
             for i in range(dim // 2):
                 pair = complex(x[row, head, i], x[row, head, i + dim // 2])
-                wanted = pair * cmath.exp(1j * position / theta ** (2 * i / dim))
+                expected = pair * cmath.exp(1j * position / theta ** (2 * i / dim))
                 got = complex(turned[row, head, i], turned[row, head, i + dim // 2])
-                assert abs(got - wanted) < 1e-5
+                assert abs(got - expected) < 1e-5
 
 
 def test_rotation_tables_take_the_dtype_of_the_rows() -> None:
@@ -45,8 +45,8 @@ def test_patches_are_ordered_pixel_row_pixel_column_channel() -> None:
     assert rows.shape == (6, 12)
     for patch in range(6):
         top, left = patch // 3 * 2, patch % 3 * 2
-        wanted = [image[c, top + p, left + q] for p in (0, 1) for q in (0, 1) for c in range(3)]
-        assert rows[patch].tolist() == wanted
+        expected = [image[c, top + p, left + q] for p in (0, 1) for q in (0, 1) for c in range(3)]
+        assert rows[patch].tolist() == expected
 
 
 @pytest.mark.parametrize("patch", [1, 2, 3])
@@ -69,11 +69,11 @@ def test_sincos_table_tells_the_column_first_then_the_row() -> None:
     table = sincos_table(side, hidden)
     for row in range(side):
         for column in range(side):
-            wanted = []
+            expected = []
             for place in (column, row):
                 angles = [place / 10000 ** (i / 4) for i in range(4)]
-                wanted += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            assert torch.allclose(table[row * side + column], torch.tensor(wanted), atol=1e-6)
+                expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            assert torch.allclose(table[row * side + column], torch.tensor(expected), atol=1e-6)
 
 
 def test_a_position_table_refuses_a_larger_grid() -> None:
@@ -93,6 +93,6 @@ def test_time_is_256_waves_and_stays_float32_up_to_the_weights() -> None:
     torch.nn.init.constant_(second.bias, -20.0)
     waves = embedder(torch.tensor([0.7]))[0]
     angles = [0.7 * 10000 ** (-i / 128) for i in range(128)]
-    wanted = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
-    assert torch.allclose(waves, torch.tensor(wanted), atol=1e-5)
+    expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
+    assert torch.allclose(waves, torch.tensor(expected), atol=1e-5)
     assert embedder.to(torch.bfloat16)(torch.tensor([0.7])).dtype == torch.bfloat16

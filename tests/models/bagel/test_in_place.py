@@ -1,4 +1,4 @@
-"""A cache that grows in place: the same bytes, no row moved, and nobody else's rows touched."""
+"""A cache that grows in place: the same bytes, no row moved, no other rows written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(cache: NaiveCache) -> BagelContext:
 
 def lies_in(context: BagelContext, cache: InPlaceCache) -> bool:
     """Whether every K and V is a view of the room from its first row on."""
-    layers = [pair for part in zip(*cache._room.layers, strict=True) for pair in part]
+    layers = [pair for part in zip(*cache._memory.layers, strict=True) for pair in part]
     return len(tensors(context)) == len(layers) and all(
         mine.data_ptr() == theirs.data_ptr()
         for mine, theirs in zip(tensors(context), layers, strict=True)
@@ -54,7 +54,7 @@ def test_a_prefill_in_place_has_the_same_bytes(
         "interleaved": ["like this:", photo, "but blue", "or green"],
     }
     how: dict[str, Any] = {"think": True, "max_think_tokens": 6} if kind == "think" else {}
-    wanted = pipeline.prefill(inputs[kind], image_shape=SHAPE, generator=seeded(1), **how)
+    expected = pipeline.prefill(inputs[kind], image_shape=SHAPE, generator=seeded(1), **how)
     gen, cfg_img = capacity(pipeline), capacity(pipeline)
     got = pipeline.prefill(
         inputs[kind],
@@ -64,31 +64,31 @@ def test_a_prefill_in_place_has_the_same_bytes(
         **how,
     )
     for name in ("gen", "cfg_text", "cfg_img"):
-        mine, theirs = getattr(got, name), getattr(wanted, name)
+        mine, theirs = getattr(got, name), getattr(expected, name)
         assert (mine.kv_lens, mine.ropes) == (theirs.kv_lens, theirs.ropes)
         assert raw(mine) == raw(theirs)
     assert lies_in(got.gen, gen)
     assert lies_in(got.cfg_img, cfg_img if kind in ("edit", "interleaved") else gen)
     assert got.cfg_text.kv_lens == [0] or lies_in(got.cfg_text, gen)
-    assert got.text == wanted.text
+    assert got.text == expected.text
 
 
 def test_only_new_rows_are_written(exact: BagelPipeline) -> None:
     cache = capacity(exact)
     one = exact.append_text(start(cache), [1, 2, 3])
-    for keys, values in cache._room.layers:
+    for keys, values in cache._memory.layers:
         keys[3:], values[3:] = 7, 7
     before = raw(one)
     two = exact.append_text(one, [4, 5])
     assert raw(one) == before
     assert lies_in(two, cache)
     assert tensors(two)[0].shape[0] == 5
-    for keys, values in cache._room.layers:
+    for keys, values in cache._memory.layers:
         assert bool((keys[5:] == 7).all())
         assert bool((values[5:] == 7).all())
 
 
-def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
+def test_a_second_continuation_gets_new_memory(exact: BagelPipeline) -> None:
     """Two texts after the same context, and a third after an older one."""
     cache, plain = capacity(exact), exact.empty_context()
     trunk = exact.append_text(start(cache), [1, 2, 3])
@@ -106,7 +106,7 @@ def test_whoever_comes_second_gets_rows_elsewhere(exact: BagelPipeline) -> None:
     assert raw(last) == raw(exact.append_text(exact.append_text(trunk, [4, 5]), [6]))
 
 
-def test_a_snapshot_is_continued_elsewhere_and_left_alone(exact: BagelPipeline) -> None:
+def test_a_snapshot_is_continued_in_new_memory_and_not_changed(exact: BagelPipeline) -> None:
     cache = capacity(exact)
     context = exact.append_text(start(cache), [1, 2, 3])
     copy, before = context.snapshot(), raw(context)
@@ -146,17 +146,17 @@ def test_a_layer_that_was_replaced_is_respected(exact: BagelPipeline) -> None:
 def test_over_capacity_is_refused_before_a_row_is_written(exact: BagelPipeline) -> None:
     cache = capacity(exact, capacity=5)
     context = exact.append_text(start(cache), [1, 2, 3])
-    whole = [t.clone() for pair in cache._room.layers for t in pair]
+    whole = [t.clone() for pair in cache._memory.layers for t in pair]
     with pytest.raises(SchemaError, match="capacity of 5 tokens, wanted 6"):
         exact.append_text(context, [4, 5, 6])
-    for now, then in zip((t for pair in cache._room.layers for t in pair), whole, strict=True):
+    for now, then in zip((t for pair in cache._memory.layers for t in pair), whole, strict=True):
         assert torch.equal(now.view(torch.int32), then.view(torch.int32))
     full = exact.append_text(context, [4, 5])
     assert lies_in(full, cache)
     assert raw(full) == raw(exact.append_text(branch_of(exact, [1, 2, 3]), [4, 5]))
 
 
-def test_an_extension_that_failed_half_way_is_done_again_elsewhere(
+def test_a_failed_extension_is_repeated_in_new_memory(
     exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = capacity(exact)
@@ -174,7 +174,7 @@ def test_an_extension_that_failed_half_way_is_done_again_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "words"),
+    ("keys", "values", "message"),
     [
         ([], [], "made of"),
         ([torch.empty(4, 32)], [torch.empty(4, 32)], "made of"),
@@ -184,8 +184,8 @@ def test_an_extension_that_failed_half_way_is_done_again_elsewhere(
         ([torch.empty(1, 2, 16).expand(4, 2, 16)], [torch.empty(4, 2, 16)], "contiguous"),
     ],
 )
-def test_tensors_that_make_no_cache(keys: list[Tensor], values: list[Tensor], words: str) -> None:
-    with pytest.raises(SchemaError, match=words):
+def test_tensors_that_make_no_cache(keys: list[Tensor], values: list[Tensor], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
         InPlaceCache(keys, values)
 
 

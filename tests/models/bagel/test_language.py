@@ -123,8 +123,8 @@ def test_cache_and_hidden_rows_equal_one_forward_without_a_cache(
             context, hidden = exact.model.extend(
                 context, block.rows, mode=mode, causal=block.causal
             )
-    wanted, keys, values = reference(exact, blocks)
-    assert torch.allclose(hidden, wanted[-len(hidden) :], atol=1e-3)
+    expected, keys, values = reference(exact, blocks)
+    assert torch.allclose(hidden, expected[-len(hidden) :], atol=1e-3)
     cache = context.past_key_values
     for layer in range(exact.num_layers):
         assert torch.allclose(cache.key_cache[layer], keys[layer], atol=1e-3)
@@ -141,8 +141,8 @@ def test_velocity_is_the_generation_experts_view_of_all_before(exact: BagelPipel
             )
         flow = exact.model.velocity(context, blocks[-1].rows)
         hidden = reference(exact, blocks)[0][-7:-1]
-        wanted = hidden @ exact.model.llm2vae.weight.T + exact.model.llm2vae.bias
-    assert torch.allclose(flow, wanted, atol=1e-3)
+        expected = hidden @ exact.model.llm2vae.weight.T + exact.model.llm2vae.bias
+    assert torch.allclose(flow, expected, atol=1e-3)
 
 
 def test_one_token_at_a_time_gives_the_cache_of_one_block(exact: BagelPipeline) -> None:
@@ -203,6 +203,6 @@ def test_bfloat16_rounds_where_the_published_model_does(short: BagelPipeline, ex
     angles = at / llm.rope_theta ** (torch.arange(half) / half)
     cos, sin = (wave.repeat(2).bfloat16() for wave in (angles.cos(), angles.sin()))
     swapped = torch.cat([-keys[..., half:], keys[..., :half]], -1)
-    wanted = (keys * cos + swapped * sin).bfloat16()
+    expected = (keys * cos + swapped * sin).bfloat16()
     got = context.past_key_values.key_cache[0][at + 1 : -1]
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)

@@ -88,9 +88,7 @@ def test_the_latent_depends_on_each_branchs_position(
     assert not torch.equal(exact.denoise(contexts, noise, params), latent)
 
 
-def test_guidance_is_applied_only_where_it_is_asked_for(
-    exact: BagelPipeline, seeded: Seeded
-) -> None:
+def test_guidance_is_applied_only_in_its_interval(exact: BagelPipeline, seeded: Seeded) -> None:
     contexts = exact.prefill(["a fox", "in the snow"], image_shape=(8, 8))
     noise = exact.initial_noise((8, 8), seeded(0))
 
@@ -114,9 +112,9 @@ def test_one_step_is_noise_minus_velocity_times_the_span(
     params = DenoiseParams(cfg_text_scale=1.0, num_timesteps=2)
     latent = pipeline.denoise(contexts, noise, params)
     assert latent.dtype == torch.float32
-    marks = pipeline.special_tokens
+    special_tokens = pipeline.special_tokens
     with torch.no_grad():
-        ends = pipeline.model.embed([marks.start_of_image, marks.end_of_image])
+        ends = pipeline.model.embed([special_tokens.start_of_image, special_tokens.end_of_image])
         rows = pipeline.model.latent_rows(noise, 2, 2, torch.ones(1))
         flow = pipeline.model.velocity(contexts.gen, torch.cat([ends[:1], rows, ends[1:]]))
     cells = (noise - flow.float()).view(2, 2, 2, 2, 4)  # h, w, p, q, c
@@ -166,20 +164,20 @@ def test_two_stages_give_the_image_of_one(
     assert torch.equal(image, pipeline.generate([photo, "blue"], params, generator=seeded(4)))
 
 
-def test_a_stage_says_what_it_has_not(checkpoint: Path, exact: BagelPipeline) -> None:
+def test_a_stage_names_the_part_that_it_lacks(checkpoint: Path, exact: BagelPipeline) -> None:
     ar, dit = (
         BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32, stage=stage)
         for stage in ("ar", "dit")
     )
     contexts = exact.prefill("a fox", image_shape=(8, 8))
-    for call, words in (
+    for call, message in (
         (lambda: ar.denoise(contexts, torch.zeros(4, 16), FEW), "stage='ar': no flow head"),
         (lambda: ar.decode(torch.zeros(4, 4, 4)), "stage='ar': no autoencoder's decoder"),
         (lambda: dit.encode_image(torch.zeros(3, 8, 8)), "stage='dit': no autoencoder's encoder"),
         (lambda: dit.append_vit_image(contexts.gen, torch.zeros(3, 8, 8)), "stage='dit': no ViT"),
         (lambda: dit.generate_text(contexts.gen), "stage='dit': no text head"),
     ):
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=message):
             call()
     names = set(dit.model.state_dict())
     assert not [n for n in names if n.startswith(("vit", "connector")) or "lm_head" in n]
@@ -188,7 +186,7 @@ def test_a_stage_says_what_it_has_not(checkpoint: Path, exact: BagelPipeline) ->
     assert "llm2vae.weight" not in ar.model.state_dict()
 
 
-def test_the_last_request_can_be_handed_over(exact: BagelPipeline, checkpoint: Path) -> None:
+def test_the_last_requests_caches_are_returned(exact: BagelPipeline, checkpoint: Path) -> None:
     fresh = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="no request"):
         fresh.get_kv_metadata()
@@ -292,9 +290,9 @@ def test_encoding_samples_around_the_mean(exact: BagelPipeline, seeded: Seeded) 
         moments = exact.autoencoder.encoder(pixels[None])[0]
     mean, logvar = moments[: ae.z_channels], moments[ae.z_channels :]
     noise = torch.randn(mean.shape, generator=seeded(1))
-    wanted = ae.scale_factor * (mean + (logvar / 2).exp() * noise - ae.shift_factor)
+    expected = ae.scale_factor * (mean + (logvar / 2).exp() * noise - ae.shift_factor)
     assert latent.shape == (4, 8, 12)
-    assert torch.allclose(latent, wanted, atol=1e-6)
+    assert torch.allclose(latent, expected, atol=1e-6)
 
 
 def test_decoding_truncates_to_bytes(exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

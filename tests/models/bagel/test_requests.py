@@ -96,7 +96,7 @@ def test_forward_of_a_batch_gives_each_its_own(exact: OmniBagelPipeline, seeded:
         assert (output.result()[0].int() - expected.int()).abs().max() <= 1
 
 
-def test_one_requests_fault_is_its_own(exact: OmniBagelPipeline) -> None:
+def test_one_requests_error_fails_only_that_request(exact: OmniBagelPipeline) -> None:
     bad = request("bad")
     bad.need_kv_receive = True
     strange = request("strange")
@@ -109,12 +109,12 @@ def test_one_requests_fault_is_its_own(exact: OmniBagelPipeline) -> None:
     assert second.error is None
 
 
-def test_what_no_one_foresaw_is_request_failed(exact: OmniBagelPipeline) -> None:
+def test_an_unexpected_error_is_request_failed(exact: OmniBagelPipeline) -> None:
     with pytest.raises(RequestFailed, match="TypeError"):
         exact.forward(request("r", 7))[0].result()
 
 
-def test_who_is_cancelled_changes_nobodys_image(exact: OmniBagelPipeline) -> None:
+def test_a_cancelled_request_changes_no_other_image(exact: OmniBagelPipeline) -> None:
     batch = [request(name, seed=seed) for seed, name in enumerate("abc")]
     before = exact.forward(DiffusionRequestBatch(batch))
     again = [request(name, seed=seed) for seed, name in enumerate("abc")]

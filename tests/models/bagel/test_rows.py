@@ -36,38 +36,38 @@ def _table(weights: dict[str, Tensor], name: str, side: int, height: int, width:
     return table[:height, :width].reshape(height * width, -1)
 
 
-def test_latent_rows_are_projection_and_time_and_place(exact: BagelPipeline) -> None:
+def test_latent_rows_are_projection_and_time_and_position(exact: BagelPipeline) -> None:
     weights = exact.model.state_dict()
     tokens = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
-    place = _table(weights, "latent_pos_embed.pos_embed", 16, 2, 3)
-    wanted = _linear(weights, "vae2llm", tokens) + _time(weights, 0.7) + place
+    table = _table(weights, "latent_pos_embed.pos_embed", 16, 2, 3)
+    expected = _linear(weights, "vae2llm", tokens) + _time(weights, 0.7) + table
     with torch.no_grad():
         got = exact.model.latent_rows(tokens, 2, 3, torch.tensor([0.7]))
-    assert torch.allclose(got, wanted, atol=1e-4)
+    assert torch.allclose(got, expected, atol=1e-4)
 
 
 def test_an_encoded_image_is_at_time_zero_and_uses_the_generation_expert(
     exact: BagelPipeline,
 ) -> None:
-    weights, marks = exact.model.state_dict(), exact.special_tokens
+    weights, special_tokens = exact.model.state_dict(), exact.special_tokens
     latent = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(0))
-    place = _table(weights, "latent_pos_embed.pos_embed", 16, 2, 3)
-    rows = _linear(weights, "vae2llm", _patches(latent, 2)) + _time(weights, 0.0) + place
+    table = _table(weights, "latent_pos_embed.pos_embed", 16, 2, 3)
+    rows = _linear(weights, "vae2llm", _patches(latent, 2)) + _time(weights, 0.0) + table
     ends = weights["language_model.model.embed_tokens.weight"]
-    first, last = ends[[marks.start_of_image]], ends[[marks.end_of_image]]
+    first, last = ends[[special_tokens.start_of_image]], ends[[special_tokens.end_of_image]]
     start = exact.append_text(exact.empty_context(), [1, 2])
     with torch.no_grad():
-        wanted, _ = exact.model.extend(
+        expected, _ = exact.model.extend(
             start, torch.cat([first, rows, last]), mode="gen", causal=False
         )
     got = exact.append_vae_latent(start, latent)
-    assert (got.kv_lens, got.ropes) == (wanted.kv_lens, wanted.ropes)
+    assert (got.kv_lens, got.ropes) == (expected.kv_lens, expected.ropes)
     for layer in range(exact.num_layers):
-        one, two = (c.past_key_values.value_cache[layer] for c in (got, wanted))
+        one, two = (c.past_key_values.value_cache[layer] for c in (got, expected))
         assert torch.allclose(one, two, atol=1e-3)
 
 
-def test_vit_rows_are_the_encoder_the_connector_and_the_place(exact: BagelPipeline) -> None:
+def test_vit_rows_are_the_encoder_the_connector_and_the_position(exact: BagelPipeline) -> None:
     """The encoder is written out here with one head at a time."""
     weights, vit = exact.model.state_dict(), exact.config.vit
     prefix, dim = "vit_model.vision_model.", vit.hidden_size // vit.num_attention_heads
@@ -95,6 +95,6 @@ def test_vit_rows_are_the_encoder_the_connector_and_the_place(exact: BagelPipeli
         x = x + _linear(weights, f"{prefix}{layer}self_attn.out_proj", torch.cat(heads, -1))
         x = x + mlp(f"{prefix}{layer}mlp.", norm(f"{layer}layer_norm2", x))
     x = mlp("connector.", norm("post_layernorm", x))
-    wanted = x + _table(weights, "vit_pos_embed.pos_embed", 8, 2, 3)
+    expected = x + _table(weights, "vit_pos_embed.pos_embed", 8, 2, 3)
     with torch.no_grad():
-        assert torch.allclose(exact.model.vit_rows(pixels), wanted, atol=1e-4)
+        assert torch.allclose(exact.model.vit_rows(pixels), expected, atol=1e-4)

@@ -30,9 +30,9 @@ def test_published_defaults() -> None:
 
 def test_schedule_runs_from_one_to_zero_shifted_to_high_noise() -> None:
     times, spans = schedule(DenoiseParams(num_timesteps=5, timestep_shift=3.0))
-    wanted = [3 * t / (1 + 2 * t) for t in (1.0, 0.75, 0.5, 0.25, 0.0)]
-    assert times.tolist() == pytest.approx(wanted[:4])
-    assert spans.tolist() == pytest.approx([a - b for a, b in itertools.pairwise(wanted)])
+    expected = [3 * t / (1 + 2 * t) for t in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    assert times.tolist() == pytest.approx(expected[:4])
+    assert spans.tolist() == pytest.approx([a - b for a, b in itertools.pairwise(expected)])
     assert (times.dtype, spans.dtype, len(times)) == (torch.float32, torch.float32, 4)
 
 
@@ -64,8 +64,8 @@ def test_channel_renorm_is_per_row(flows: tuple[Tensor, Tensor, Tensor]) -> None
     v, text, image = flows
     params = DenoiseParams(3.0, 2.0, cfg_renorm_type="channel", cfg_renorm_min=0.4)
     w = image + 2 * (text + 3 * (v - text) - image)
-    wanted = torch.stack([_shrunk(v[i], w[i], 0.4) for i in range(6)])
-    assert torch.allclose(guide(v, text, image, params), wanted)
+    expected = torch.stack([_shrunk(v[i], w[i], 0.4) for i in range(6)])
+    assert torch.allclose(guide(v, text, image, params), expected)
 
 
 def test_text_channel_renorm_comes_before_image_guidance(

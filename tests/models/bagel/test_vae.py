@@ -21,8 +21,8 @@ def test_the_decoder_undoes_scale_and_shift(exact: BagelPipeline) -> None:
     ae = exact.config.ae
     z = latent / ae.scale_factor + ae.shift_factor
     with torch.no_grad():
-        wanted = exact.autoencoder.decoder(z[None])[0]
-    assert torch.equal(exact.autoencoder.decode(latent), wanted)
+        expected = exact.autoencoder.decoder(z[None])[0]
+    assert torch.equal(exact.autoencoder.decode(latent), expected)
 
 
 def test_attention_mixes_all_cells(exact: BagelPipeline) -> None:
@@ -58,8 +58,8 @@ def test_a_step_up_doubles_each_cell(exact: BagelPipeline) -> None:
     x = torch.randn(1, 64, 2, 3, generator=torch.Generator().manual_seed(0))
     doubled = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
     with torch.no_grad():
-        wanted = F.conv2d(doubled, step.conv.weight, step.conv.bias, padding=1)
-        assert torch.allclose(step(x), wanted, atol=1e-5)
+        expected = F.conv2d(doubled, step.conv.weight, step.conv.bias, padding=1)
+        assert torch.allclose(step(x), expected, atol=1e-5)
 
 
 def test_norms_stay_float32_in_a_bfloat16_autoencoder(short: BagelPipeline) -> None:
