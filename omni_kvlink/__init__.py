@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from omni_kvlink._version import __version__ as __version__
 from omni_kvlink.connectors.base import Receipt as Receipt
-from omni_kvlink.connectors.ledger import Ledger as Ledger
+from omni_kvlink.connectors.base import Ledger as Ledger
 from omni_kvlink.errors import BusyError as BusyError
 from omni_kvlink.errors import CapacityError as CapacityError
 from omni_kvlink.errors import ClosedError as ClosedError

@@ -34,7 +34,7 @@ def start(leaves_nothing: None) -> Iterator[Start]:
 
 
 @pytest.fixture
-def battlefield() -> Iterator[str]:
+def socket_dir() -> Iterator[str]:
     """A socket directory in which a killed producer may leave its socket, and nothing else."""
     directory = tempfile.mkdtemp(prefix="kvl-")
     elsewhere = _files()

@@ -25,7 +25,7 @@ from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Receipt
-from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.base import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.bundle import Payload
@@ -193,10 +193,12 @@ class Timestamps:
     def __enter__(self) -> Timestamps:
         self._point = fault_points.point
         fault_points.point = self._record
+        fault_points.enabled = True
         return self
 
     def __exit__(self, *exception: object) -> None:
         fault_points.point = self._point
+        fault_points.enabled = True
 
     def _record(self, name: str) -> None:
         self.at[name] = time.monotonic_ns()

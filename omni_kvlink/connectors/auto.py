@@ -16,8 +16,8 @@ from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.runtime.consumer import Session
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
-from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
-from omni_kvlink.connectors.shm.listener import ShmListener
+from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.transport import ShmListener
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
 from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
@@ -104,7 +104,7 @@ class AutoConsumer(ControlConsumer):
             raise ConnectorError(f"nobody serves {path} here") from None
         except OSError as error:  # it closed during the handshake
             raise ConnectorError(f"{path}: {error}") from None
-        if session.nonce != control.nonce:
+        if session.incarnation != control.incarnation:
             session.close()
             raise ConnectorError(f"behind {path} is another producer")
         return session, f"this producer answers at {path}, so both ends share a kernel"

@@ -132,7 +132,7 @@ class Producer(Connector):
             readers: that will have it.
         """
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
         return "readers look into the link's own memory here"
 
@@ -157,7 +157,7 @@ class Producer(Connector):
             nbytes: of the payload.
             readers: that will have it.
         """
-        raise KVLinkError(f"this end of the link cannot send directly: {self.refuses('cpu')}")
+        raise KVLinkError(f"this end of the link cannot send directly: {self.direct_refusal('cpu')}")
 
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
@@ -185,7 +185,6 @@ class Producer(Connector):
         ttl: float,
         ledger: Ledger,
         deadline: float = 0.0,
-        until: float = 0.0,
     ) -> Receipt:
         """Commit a payload and spend its lease; readers that wait are woken before this returns.
 
@@ -196,7 +195,6 @@ class Producer(Connector):
             ledger: for the receipt.
             deadline: of a direct transfer: when to give up waiting for the readers
                 (`time.monotonic`).
-            until: former name of `deadline`.
 
         Raises:
             TransferTimeout: readers still needed the caller's tensors at `deadline`.
@@ -223,14 +221,6 @@ class Producer(Connector):
             aborted: say that it was aborted, not that it failed.
         """
 
-    def begin(self, lease: Lease, draft: bytes, *, readers: int) -> None:
-        """Former name of `begin_stream`, for the other areas."""
-        self.begin_stream(lease, draft, readers=readers)
-
-    def give_up(self, lease: Lease, reason: str, *, soon: bool = False) -> None:
-        """Former name of `abort`, for the other areas."""
-        self.abort(lease, reason, deferred=soon)
-
 
 class PendingGet(ABC):
     """A payload that was requested and has not arrived yet.
@@ -243,7 +233,13 @@ class PendingGet(ABC):
 
     @abstractmethod
     def wait(self, *, timeout: float) -> Delivery:
-        """Block until it arrives; raises as `Consumer.receive`."""
+        """Block until it arrives; `timeout` seconds at most.
+
+        Raises:
+            TransferTimeout: it did not arrive in time; tells how far it was.
+            TransferFailed: the producer failed or aborted it, or it expired.
+            PeerLostError: the producer died, or closed the link.
+        ."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -267,35 +263,16 @@ class Consumer(Connector):
         """
 
     @abstractmethod
-    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
-        """Block until a payload arrives; request it again if only the connection broke.
-
-        Args:
-            key: of the payload.
-            timeout: seconds to wait at most.
-            streamed: take it while it is being written, layer by layer.
-
-        Raises:
-            TransferTimeout: it did not arrive in time; tells how far it was.
-            TransferFailed: the producer failed or aborted it, or it expired.
-            PeerLostError: the producer died, or closed the link.
-        """
-
-    @abstractmethod
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; waiting calls of this side raise TransferFailed."""
 
-    def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
+    def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether only the connection of a get broke, so that it can be requested again.
 
         Reconnects if need be, for `timeout` seconds at most. False if the producer is another one
         than that of the get: it does not have the payload.
         """
         return False
-
-    def begin(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
-        """Former name of `begin_get`, for the other areas."""
-        return self.begin_get(key, timeout=timeout, streamed=streamed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,8 +288,3 @@ class Backend:
     serve: Callable[[str, Options], Producer]
     connect: Callable[[str, Options, float], Consumer]
     unavailable: Callable[[], str | None] = lambda: None
-
-
-def wrong_side(verb: str, cure: str) -> KVLinkError:
-    """Return the error of a producer's method at a consumer, or the other way round."""
-    return KVLinkError(f"this end of the link cannot {verb}: {cure}")

@@ -43,9 +43,9 @@ class InprocListener(Listener):
             _changed.notify_all()
 
     @property
-    def nonce(self) -> str:
+    def incarnation(self) -> str:
         """Identifies the run of the producer."""
-        return self._producer.nonce
+        return self._producer.incarnation
 
     def open(self) -> None:
         """Do nothing: sessions come by calls."""
@@ -74,9 +74,9 @@ class InprocListener(Listener):
 
     def send(self, peer: InprocSession, message: Message) -> None:
         """Hand a message to the session, in the calling thread."""
-        peer.inbox.on_message(message)
+        peer.get_table.on_message(message)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Free the name and fail the gets of every session."""
         with _changed:
             if _listeners.get(self._name) is self:
@@ -100,13 +100,13 @@ class InprocSession(MappedSession, PeerHandle):
     def __init__(self, url: str, listener: InprocListener):
         PeerHandle.__init__(self, listener)
         self._url, self._closed = url, False
-        self.nonce = listener.nonce
+        self.incarnation = listener.incarnation
         post = partial(listener.handle, self)
-        self.inbox = GetTable(post, post)
+        self.get_table = GetTable(post, post)
         listener.add(self)
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether either side closed the link."""
         return self._closed
 
@@ -124,12 +124,12 @@ class InprocSession(MappedSession, PeerHandle):
     def on_disconnect(self, error: PeerLostError) -> None:
         """The producer closed the link: fail the gets."""
         self._closed = True
-        self.inbox.close(error)
+        self.get_table.close(error)
 
     def close(self) -> None:
         """Fail the gets; the views that exist stay valid."""
         self._closed = True
-        self.inbox.close(closed_here(self._url))
+        self.get_table.close(closed_here(self._url))
         self.listener.detach(self)
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, Delivery, PendingGet
-from omni_kvlink.connectors.ledger import Ledger
-from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.connectors.base import Ledger
+from omni_kvlink.connectors.protocol.get_table import Progress
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import (
     ClosedError,
@@ -150,7 +150,7 @@ def begin_get(
     if consumer._closed:
         raise consumer._closed_error()
     key, limit = check_request_id(request_id), min(timeout, MAX_TIMEOUT)
-    return consumer._end.begin(key, timeout=limit, streamed=streamed)
+    return consumer._end.begin_get(key, timeout=limit, streamed=streamed)
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
@@ -159,7 +159,7 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
     It can if only its connection broke and the same run of the producer answers within `timeout`
     seconds. Blocks for that long at most.
     """
-    return not consumer._closed and consumer._end.is_back(pending, timeout=timeout)
+    return not consumer._closed and consumer._end.can_retry(pending, timeout=timeout)
 
 
 def open_delivery(
@@ -286,12 +286,12 @@ class Received:
     def release(self) -> None:
         """Release the payload; tensors that are kept elsewhere keep its memory."""
         self.data.close()
-        self._delivery.drop()
+        self._delivery.release()
 
     def release_unread(self) -> None:
         """Release a payload that was not used, so that another reader receives it."""
         self.data.close()
-        self._delivery.give_back()
+        self._delivery.release_unread()
 
     def __enter__(self) -> Payload:
         return self.data
@@ -417,7 +417,7 @@ class ReceivedStream:
 
     def release(self) -> None:
         """Release the payload; tensors that are kept elsewhere keep its memory."""
-        self.delivery.drop()
+        self.delivery.release()
 
     def __enter__(self) -> ReceivedStream:
         return self
@@ -471,7 +471,7 @@ class ReceivedStream:
     def cancel_wait(self, future: Future[None]) -> None:
         """Cancel a wait for this future; it may be ended already."""
         if self.delivery.progress is not None:
-            self.delivery.progress.forget(future)
+            self.delivery.progress.cancel(future)
 
     def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from omni_kvlink.connectors.base import Producer, Receipt
-from omni_kvlink.connectors.ledger import Ledger
+from omni_kvlink.connectors.base import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
@@ -259,14 +259,16 @@ class PutOperation:
             announced: announce the tensors in steps, so that remote readers fetch them meanwhile.
         """
         with lease:
-            fault_points.point("put.reserved")
+            if fault_points.enabled:
+                fault_points.point("put.reserved")
             with self.ledger.phase("copy"):
                 if announced:
                     digests, copied = self._gather_in_steps(lease, views)
                 else:
                     digests, copied = gather_into(self.copier, views, self.plan, lease)
                 self.ledger.copies = int(copied)
-            fault_points.point("put.copied")
+            if fault_points.enabled:
+                fault_points.point("put.copied")
             return self.publish(lease, digests)
 
     def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
@@ -281,7 +283,7 @@ class PutOperation:
 
     def begin(self, lease: Lease) -> None:
         """Announce the payload before it is written."""
-        self.producer.begin(lease, self.plan.encode(), readers=self._readers)
+        self.producer.begin_stream(lease, self.plan.encode(), readers=self._readers)
 
     def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
         """Announce that the tensors from number `first` on are written; one digest for each."""
@@ -302,10 +304,11 @@ class PutOperation:
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
-            fault_points.point("put.encoded")
+            if fault_points.enabled:
+                fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, until=deadline
+                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, deadline=deadline
             )
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
@@ -328,7 +331,7 @@ class PutOperation:
                 self.ledger.copies = int(copied)
                 self.publish(lease, digests)
             except Exception as error:
-                self.producer.give_up(lease, f"it could not be committed: {error!r}")
+                self.producer.abort(lease, f"it could not be committed: {error!r}")
 
 
 class DirectPutOperation(PutOperation):
@@ -377,7 +380,7 @@ class DirectPutOperation(PutOperation):
         regions = list[Region]()
         for view, spec in zip(views, self.plan.tensors, strict=True):
             device = device_of(view)
-            problem = _direct_problem(view, spec) or self.producer.refuses(device)
+            problem = _direct_problem(view, spec) or self.producer.direct_refusal(device)
             if problem:
                 raise SchemaError(f"direct=True, {spec.where()}: {problem}")
             assert isinstance(view, torch.Tensor)
@@ -527,7 +530,8 @@ class PutStream:
             tensors, started = self._missing[layer_key], time.perf_counter()
             part = self.manifest.part(tensors)
             views = [key] if value is None else [key, value]
-            fault_points.point("stream.layer")
+            if fault_points.enabled:
+                fault_points.point("stream.layer")
             if any(map(is_on_device, views)):
                 handle = self._put.copier.begin_gather(views, part, lease.region)
                 self._queue.add(tensors, handle)
@@ -558,7 +562,7 @@ class PutStream:
             lease = self._lease
             if lease is not None:
                 self._close()
-                self._put.producer.give_up(lease, reason)
+                self._put.producer.abort(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self
@@ -579,7 +583,7 @@ class PutStream:
         lease = getattr(self, "_lease", None)
         if lease is not None:
             self._queue.drain()  # else a late copy would land in another payload
-            self._put.producer.give_up(lease, "its producer never committed it", soon=True)
+            self._put.producer.abort(lease, "its producer never committed it", deferred=True)
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
 

@@ -154,7 +154,7 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
 def can_put_direct(producer: KVProducer) -> bool:
     """Whether a producer can send from its caller's own tensors."""
     assert isinstance(producer._end, Producer)
-    return not producer._end.refuses("cpu")
+    return not producer._end.direct_refusal("cpu")
 
 
 def _start_direct_put(producer: KVProducer, data: Payload) -> Future[Receipt]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from fault_harness import Field
-from leak_checks import battlefield as battlefield
+from leak_checks import socket_dir as socket_dir
 from leak_checks import impatient as impatient
 from leak_checks import start as start
 from leak_checks import zmq_started as zmq_started
@@ -18,14 +18,14 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def field(battlefield: str, mode: str) -> Iterator[Field]:
-    field = Field(battlefield, mode)
+def field(socket_dir: str, mode: str) -> Iterator[Field]:
+    field = Field(socket_dir, mode)
     yield field
     field.close()
 
 
 @pytest.fixture
-def pooled(battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield)
+def pooled(socket_dir: str) -> Iterator[Field]:
+    field = Field(socket_dir)
     yield field
     field.close()

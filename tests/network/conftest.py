@@ -8,7 +8,7 @@ import pytest
 from cable import missing
 from hosts import Hosts
 from key_fixtures import KeyFiles
-from leak_checks import battlefield as battlefield
+from leak_checks import socket_dir as socket_dir
 from leak_checks import start as start
 from leak_checks import zmq_started as zmq_started
 

@@ -39,12 +39,12 @@ def address(transport: str, directory: str) -> str:
 
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
 def campaign(
-    request: pytest.FixtureRequest, forker: Forker, battlefield: str, tmp_path: Path
+    request: pytest.FixtureRequest, forker: Forker, socket_dir: str, tmp_path: Path
 ) -> Iterator[Campaign]:
     options: dict[str, Any] = {"quota": 32 << 20}
     if request.param == "shm":
-        options["directory"] = battlefield
-    campaign = Campaign(forker, tmp_path, address(request.param, battlefield), options)
+        options["directory"] = socket_dir
+    campaign = Campaign(forker, tmp_path, address(request.param, socket_dir), options)
     yield campaign
     campaign.close()
 

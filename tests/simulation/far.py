@@ -238,14 +238,14 @@ class FarConnection:
         self.to_reader = Wire(self.clock, self._on_message, wild=wild)
         self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
         self.session = FarSession(self, SimLoop(self.clock), reader.pool)
-        self.is_over = False
+        self.is_closed = False
         producer.connections.add(self)  # type: ignore[arg-type]
 
     def break_off(self) -> None:
         """Both sides learn of it in their own time."""
-        if self.is_over:
+        if self.is_closed:
             return
-        self.is_over = True
+        self.is_closed = True
         self.to_producer.cut()
         self.to_reader.cut()
         self.bytes_to_reader.cut()
@@ -264,7 +264,7 @@ class FarConnection:
             self.producer.handle(self, message)  # type: ignore[arg-type]
 
     def _on_message(self, message: Message, *beside: bytes) -> None:
-        if self.session.is_over:
+        if self.session.is_closed:
             return
         self.clock.record(f"  {self.name} hears:", message)
         try:
@@ -286,7 +286,7 @@ class FarConsumer(SimConsumer):
 
     def connect(self, producer: Producer) -> None:
         assert isinstance(producer, FarProducer)
-        if producer.alive and (self.far is None or self.far.session.is_over):
+        if producer.alive and (self.far is None or self.far.session.is_closed):
             self.far = FarConnection(self, producer, wild=self.is_wild)
 
     def die(self) -> None:
@@ -303,13 +303,13 @@ class FarConsumer(SimConsumer):
         return self.pool.blocks
 
     def abort(self, key: str) -> None:
-        if self.far is not None and not self.far.session.is_over:
+        if self.far is not None and not self.far.session.is_closed:
             self.far.session.send(Abort(key, "no longer wanted"))
             self.far.session.fail(key, TransferFailed("aborted here", key=key, reason=""))
 
     def get(self, key: str, timeout: float, *, streamed: bool) -> None:
         far = self.far
-        if far is None or far.session.is_over:
+        if far is None or far.session.is_closed:
             return
         self.open += 1
         FarGet(self, key, far.session.request(key, streamed=streamed), timeout)
@@ -388,7 +388,7 @@ class FarGet:
         if self._clock.chance.random() < 0.05:
             self._delivery.reject("it is not to my liking")
         else:
-            self._delivery.drop()
+            self._delivery.release()
         self._delivery = None
         self._finish(outcome)
 

@@ -158,17 +158,17 @@ class Connection:
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
         self.to_producer = Wire(clock, lambda message: producer.handle(self, message), wild=wild)
-        self.inbox = GetTable(self.to_producer.send, self.to_producer.send)
+        self.get_table = GetTable(self.to_producer.send, self.to_producer.send)
         self.to_reader = Wire(clock, self._handle, wild=wild)
-        self.is_over = self.is_deaf = False
+        self.is_closed = self.is_deaf = False
         self.holds = 0
         producer.connections.add(self)
 
     def break_off(self) -> None:
         """Both sides notice it after a while. The consumer may still read what it has."""
-        if self.is_over:
+        if self.is_closed:
             return
-        self.is_over = True
+        self.is_closed = True
         self.to_producer.cut()
         self.to_reader.cut()
         self.clock.soon(self._end, 0.3)
@@ -176,13 +176,13 @@ class Connection:
 
     def _end(self) -> None:
         self.is_deaf = True
-        self.inbox.end(PeerLostError("gone"))
+        self.get_table.close(PeerLostError("gone"))
 
     def _handle(self, message: Message) -> None:
         if self.is_deaf:
             return
         try:
-            self.inbox.on_message(message)
+            self.get_table.on_message(message)
         except WireError:  # repeated, or out of order: the connection ends
             self.break_off()
 
@@ -211,7 +211,7 @@ class SimConsumer:
         self._numbers = itertools.count()
 
     def connect(self, producer: Producer) -> None:
-        if producer.alive and (self.connection is None or self.connection.is_over):
+        if producer.alive and (self.connection is None or self.connection.is_closed):
             self.connection = Connection(self.clock, self.name, producer, wild=self.is_wild)
 
     def die(self) -> None:
@@ -230,16 +230,16 @@ class SimConsumer:
         return 0
 
     def abort(self, key: str) -> None:
-        if self.connection is not None and not self.connection.is_over:
+        if self.connection is not None and not self.connection.is_closed:
             self.connection.to_producer.send(Abort(key, "no longer wanted"))
-            self.connection.inbox.fail(key, TransferFailed("aborted here", key=key, reason=""))
+            self.connection.get_table.fail(key, TransferFailed("aborted here", key=key, reason=""))
 
     def get(self, key: str, timeout: float, *, streamed: bool) -> None:
         connection = self.connection
-        if connection is None or connection.is_over:
+        if connection is None or connection.is_closed:
             return
         try:
-            get_state = connection.inbox.request(key, streamed=streamed)
+            get_state = connection.get_table.request(key, streamed=streamed)
         except PeerLostError:
             return
         self.open += 1
@@ -257,7 +257,7 @@ class WaitingGet:
 
     def expire(self) -> None:
         """The deadline: withdrawn, unless the answer came first."""
-        if not self._is_over and self._connection.inbox.cancel(self._get_state):
+        if not self._is_over and self._connection.get_table.cancel(self._get_state):
             self._finish("timed out")
 
     def answered(self) -> None:
@@ -314,7 +314,7 @@ class WaitingGet:
             self._look(offer, layers)
             self._connection.holds -= 1
             reported = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.inbox.release(self._get_state.number, offer.epoch, reported)  # type: ignore[arg-type]
+            self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)  # type: ignore[arg-type]
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:

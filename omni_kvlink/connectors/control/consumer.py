@@ -57,7 +57,7 @@ class ControlConsumer(RemoteConsumer):
     def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
         """Connect a session, and wait until its handshake is done."""
         self._sessions_opened = [
-            *(one for one in self._sessions_opened if not one.is_over),
+            *(one for one in self._sessions_opened if not one.is_closed),
             session,
         ]
         session.no_wait = no_wait

@@ -22,18 +22,18 @@ from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
     FetchRange,
     Hello,
-    Meet,
+    TransportAddress,
     Message,
     Offer,
     Refused,
     Release,
-    agree,
+    common_version,
     decode,
     encode,
     unexpected,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
+from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
 from omni_kvlink.errors import ClosedError, WireError
 from omni_kvlink.memory.region import Region
 
@@ -56,7 +56,7 @@ class RangeSender(ABC):
     Attributes:
         transport: "zmq" or "ucx".
         max_in_flight: Bytes that may be on their way to one peer; as many more may be queued.
-        needs_address: Whether a peer must send `Meet` before it can use this sender.
+        needs_address: Whether a peer must send `TransportAddress` before it can use this sender.
     """
 
     transport: str
@@ -64,7 +64,7 @@ class RangeSender(ABC):
     needs_address = False
 
     @abstractmethod
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why this sender cannot send tensors of a device; "" if it can."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class RangeSender(ABC):
             WireError: The payload has no such bytes.
         """
 
-    def connect(self, peer: PeerConnection, address: Meet) -> Meet:
+    def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
         """Connect to the address that a peer sent; return the address of this side.
 
         Raises:
@@ -232,9 +232,9 @@ class ControlListener(Listener):
             **{one.transport: stats for one in self._senders if (stats := one.stats())},
         }
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent to every peer; "" if they can."""
-        return next(filter(None, (sender.refuses(device) for sender in self._senders)), "")
+        return next(filter(None, (sender.direct_refusal(device) for sender in self._senders)), "")
 
     @property
     def is_own_thread(self) -> bool:
@@ -277,7 +277,7 @@ class ControlListener(Listener):
         start, stop = message.first
         if stop - start > EAGER:
             return []
-        transfer = self.producer.leased(peer, message.get_id, message.epoch)
+        transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
         if transfer is None:
             return []
         return [bytes(self.producer.piece(transfer, start, stop).view())]
@@ -315,7 +315,7 @@ class ControlListener(Listener):
                 self.refuse(peer, "it sent what is no message of this protocol")
 
     def _on_message(self, peer: PeerConnection, message: Message) -> None:
-        if isinstance(message, Meet):
+        if isinstance(message, TransportAddress):
             self._on_address(peer, message)
         elif peer.sender is None:
             self._count("bad message")
@@ -334,7 +334,7 @@ class ControlListener(Listener):
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
         refusal = ""
-        if agree(message.versions) is None:
+        if common_version(message.versions) is None:
             self._count("other version")
             refusal = "no common version"
         elif len(self._peers) >= MAX_PEERS:
@@ -355,7 +355,7 @@ class ControlListener(Listener):
         self._by_descriptor[descriptor] = self._peers[identity] = peer
         self.send_frames(peer, [encode(self.producer.hello)])
 
-    def _on_address(self, peer: PeerConnection, address: Meet) -> None:
+    def _on_address(self, peer: PeerConnection, address: TransportAddress) -> None:
         sender = self._find_sender(needs_address=True)
         if sender is None:
             unexpected(address)
@@ -440,14 +440,14 @@ class ControlListener(Listener):
         """Send requested ranges until enough bytes are on their way."""
         while peer.pending and peer.in_flight < sender.max_in_flight:
             fetch = peer.pending.popleft()
-            transfer = self.producer.leased(peer, fetch.get_id, fetch.epoch)
+            transfer = self.producer.find_leased(peer, fetch.get_id, fetch.epoch)
             if transfer is None:
                 self.producer.transfers.counters["stale"] += 1
                 continue
             try:
                 sender.send_range(peer, fetch, transfer)
             except WireError as error:
-                if self.producer.leased(peer, fetch.get_id, fetch.epoch) is None:
+                if self.producer.find_leased(peer, fetch.get_id, fetch.epoch) is None:
                     continue  # the transfer ended meanwhile; a direct put's tensors are gone
                 self._count("bad message")
                 self.refuse(peer, f"it asked for {error}")
@@ -462,7 +462,7 @@ class ControlListener(Listener):
             WireError: The payload has no such bytes.
         """
         claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
-        piece = self.producer.borrow_piece(transfer, claim, start, stop, on_sent)
+        piece = self.producer.lend_piece(transfer, claim, start, stop, on_sent)
         peer.in_flight += piece.nbytes
         return piece
 
@@ -479,7 +479,7 @@ class ControlListener(Listener):
     def _count(self, reason: str) -> None:
         self._refused[reason] += 1
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Send the last messages, then close sockets and senders; in the producer's loop, once."""
         if self._context.closed:
             return

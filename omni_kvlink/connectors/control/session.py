@@ -24,7 +24,7 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
     unexpected,
 )
-from omni_kvlink.connectors.runtime.consumer import check_greeting
+from omni_kvlink.connectors.runtime.consumer import check_hello
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
@@ -174,14 +174,14 @@ class ControlSession(RemoteSession):
             self.disconnect(error)
 
     def _on_hello(self, message: Message) -> None:
-        hello = check_greeting(self._url, message)
-        if hello.nonce == self._hello.nonce:
+        hello = check_hello(self._url, message)
+        if hello.incarnation == self._hello.incarnation:
             # The kernel chose the port that we connect to as our own port, so that TCP connected
             # the socket with itself.
             self._close_connection()
             self.connect()
             return
-        self._is_greeted, self.nonce, self.transports = True, hello.nonce, hello.transports
+        self._is_greeted, self.incarnation, self.transports = True, hello.incarnation, hello.transports
         self._on_greeted()
 
     def _on_greeted(self) -> None:

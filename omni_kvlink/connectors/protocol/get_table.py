@@ -122,8 +122,6 @@ class Progress:
     def _has(self, tensors: range) -> bool:
         return all(tensor in self._digests for tensor in tensors)
 
-    end, forget = fail, cancel  # former names, for the other areas
-
 
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
@@ -177,8 +175,6 @@ class Delivery:
         if self.progress is not None:
             self.progress.fail(error)
 
-    drop, give_back = release, release_unread  # former names, for the other areas
-
 
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
@@ -202,12 +198,7 @@ class GetState:
         self.future: Future[Offer] = Future()
         self.future.set_running_or_notify_cancel()  # only the table ends it
 
-    @property
-    def number(self) -> int:
-        """Former name of `get_id`, for the other areas."""
-        return self.get_id
-
-    def timed_out(self) -> TransferTimeout:
+    def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
         waited = time.monotonic() - self.started
         return TransferTimeout(
@@ -282,7 +273,7 @@ class GetTable:
                 raise
             if not self.cancel(get_state):
                 return get_state.future.result()
-            raise get_state.timed_out() from None
+            raise get_state.timeout_error() from None
         except BaseException:
             if not self.cancel(get_state) and get_state.future.exception() is None:
                 self.release(get_state.get_id, get_state.future.result().epoch, "unread")
@@ -326,11 +317,11 @@ class GetTable:
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
-                get_state.future.set_exception(failure(get_state.key, message))
+                get_state.future.set_exception(get_error(get_state.key, message))
                 return
             get_state = self._streams.pop(message.get_id, None)
             if get_state is not None and get_state.progress is not None:
-                get_state.progress.fail(failure(get_state.key, message))
+                get_state.progress.fail(get_error(get_state.key, message))
         elif isinstance(message, (Layer, Committed)):
             get_state = self._streams.get(message.get_id)
             if get_state is None or get_state.progress is None:
@@ -367,8 +358,6 @@ class GetTable:
         self._fail_streams(error)
         return waiting
 
-    end = close  # former name, for the other areas
-
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
             get_state = self._streams.get(get_id)
@@ -385,7 +374,7 @@ class GetTable:
             return self._waiting.pop(get_id, None)
 
 
-def failure(key: str, message: Failed) -> KVLinkError:
+def get_error(key: str, message: Failed) -> KVLinkError:
     """Return the error that a get of `key` raises when the producer sends this message."""
     if message.ending == "closed":
         return PeerLostError(f"the producer closed the link while {key!r} was awaited")

@@ -52,7 +52,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     boot_id: Text
     pid: Number
     started: Number
-    nonce: Text
+    incarnation: Text
     library: Text
     transports: tuple[Text, ...] = ()
 
@@ -201,7 +201,7 @@ class Chunk(_Message, frozen=True, array_like=True, tag=True):
     start: Number
 
 
-class Meet(_Message, frozen=True, array_like=True, tag=True):
+class TransportAddress(_Message, frozen=True, array_like=True, tag=True):
     """Both sides: the address of this side in the transport that carries the bytes.
 
     Attributes:
@@ -235,7 +235,7 @@ Message: TypeAlias = (
     | Release
     | FetchRange
     | Chunk
-    | Meet
+    | TransportAddress
     | Abort
 )
 
@@ -261,18 +261,18 @@ def decode(data: bytes) -> Message:
     return message
 
 
-def short(reason: str) -> str:
+def shorten(reason: str) -> str:
     """Return a reason cut to what a message may carry."""
     return reason if len(reason) <= MAX_TEXT else reason[: MAX_TEXT - 3] + "..."
 
 
-def own_hello(nonce: str = "", transports: tuple[str, ...] = ()) -> Hello:
+def own_hello(incarnation: str = "", transports: tuple[str, ...] = ()) -> Hello:
     """Return the Hello of this process: boot id, pid and start time together are unique."""
-    nonce = nonce or os.urandom(8).hex()
-    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), nonce, __version__, transports)
+    incarnation = incarnation or os.urandom(8).hex()
+    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), incarnation, __version__, transports)
 
 
-def agree(theirs: tuple[int, int]) -> int | None:
+def common_version(theirs: tuple[int, int]) -> int | None:
     """Return the highest protocol version that both sides speak, or None."""
     highest = min(PROTOCOL[1], theirs[1])
     return highest if highest >= max(PROTOCOL[0], theirs[0]) else None

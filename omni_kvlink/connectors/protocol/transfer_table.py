@@ -35,7 +35,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Outcome,
     Status,
-    short,
+    shorten,
 )
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
 
@@ -594,7 +594,7 @@ class TransferTable:
         """
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:
-                self._send(peer, Failed(get_id, short(reason), ending))
+                self._send(peer, Failed(get_id, shorten(reason), ending))
         transfer.state, transfer.reason = state, reason
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
@@ -616,7 +616,7 @@ class TransferTable:
 
     def _add_tombstone(self, key: str, reason: str, ending: Ending, now: float) -> None:
         """Remember why a key has no payload, and fail the gets that wait for it."""
-        reason = short(reason)
+        reason = shorten(reason)
         self._tombstones.pop(key, None)
         self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
         if len(self._tombstones) > MAX_TOMBSTONES:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
+from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
@@ -20,9 +20,9 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
     Refused,
-    agree,
+    common_version,
     holds,
-    short,
+    shorten,
 )
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import (
@@ -50,12 +50,12 @@ class Session(ABC):
         nonce: identifies the run of the producer.
     """
 
-    inbox: GetTable
-    nonce: str
+    get_table: GetTable
+    incarnation: str
 
     @property
     @abstractmethod
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the connection has ended."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Session(ABC):
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail every get of this key that waits here."""
-        self.inbox.fail(key, error)
+        self.get_table.fail(key, error)
 
 
 class SessionGet(PendingGet):
@@ -105,7 +105,7 @@ class MappedSession(Session):
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
         """Request a payload; does not block."""
-        return MappedGet(self, self.inbox.request(key, streamed=streamed))
+        return MappedGet(self, self.get_table.request(key, streamed=streamed))
 
 
 class MappedGet(SessionGet):
@@ -119,16 +119,16 @@ class MappedGet(SessionGet):
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         left = self._get_state.started + timeout - time.monotonic()
-        return self._deliver(self._session.inbox.wait(self._get_state, left))
+        return self._deliver(self._session.get_table.wait(self._get_state, left))
 
     def cancel(self) -> None:
         """Withdraw the request, or release the offer unread."""
-        get_state, inbox = self._get_state, self._session.inbox
-        if not inbox.cancel(get_state) and get_state.future.exception() is None:
-            inbox.release(get_state.get_id, get_state.future.result().epoch, "unread")
+        get_state, get_table = self._get_state, self._session.get_table
+        if not get_table.cancel(get_state) and get_state.future.exception() is None:
+            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
 
     def _deliver(self, offer: Offer) -> Delivery:
-        release = partial(self._session.inbox.release, self._get_state.get_id, offer.epoch)
+        release = partial(self._session.get_table.release, self._get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
@@ -143,7 +143,7 @@ class MappedGet(SessionGet):
             if fault_points.enabled:
                 fault_points.point("get.mapped")
         except BaseException as error:
-            release("rejected", short(repr(error)))
+            release("rejected", shorten(repr(error)))
             raise
         progress = self._get_state.progress
         return Delivery(self._get_state.key, region, release, draft=header, progress=progress)
@@ -185,33 +185,18 @@ class SessionConsumer(Consumer):
         """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed)
 
-    begin = begin_get  # former name, for the other areas
-
-    def receive(self, key: str, *, timeout: float, streamed: bool = False) -> Delivery:
-        """Block until a payload arrives; request it again if only the connection broke."""
-        deadline, retries = time.monotonic() + timeout, 0
-        while True:
-            pending = self.begin_get(key, timeout=deadline - time.monotonic(), streamed=streamed)
-            try:
-                return pending.wait(timeout=deadline - time.monotonic())
-            except PeerLostError:
-                retries += 1
-                left = deadline - time.monotonic()
-                if retries > MAX_RETRIES or not self.is_back(pending, timeout=left):
-                    raise
-
-    def is_back(self, pending: PendingGet, *, timeout: float) -> bool:
+    def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""
         assert isinstance(pending, SessionGet)
         old, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
         if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
             return False
         try:
-            if self._session is old and old.is_over:
+            if self._session is old and old.is_closed:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
             session = self._session
-            return session is not None and session is not old and session.nonce == old.nonce
+            return session is not None and session is not old and session.incarnation == old.incarnation
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:
@@ -221,8 +206,8 @@ class SessionConsumer(Consumer):
         """End this key for both sides."""
         self._check_open()
         session = self._session
-        if session is not None and not session.is_over:
-            session.send(Abort(key, short(reason)))
+        if session is not None and not session.is_closed:
+            session.send(Abort(key, shorten(reason)))
             error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
             session.fail(key, error)
 
@@ -234,9 +219,9 @@ class SessionConsumer(Consumer):
             "role": "consumer",
             "url": self._url,
             "closed": self._closed,
-            "connected": session is not None and not session.is_over,
+            "connected": session is not None and not session.is_closed,
             "sessions": self._sessions,
-            "waiting": session.inbox.waiting if session else 0,
+            "waiting": session.get_table.waiting if session else 0,
         }
 
     def close(self) -> None:
@@ -266,14 +251,14 @@ class SessionConsumer(Consumer):
         """Return the session, a new one if the last has ended."""
         self._check_open()
         session = self._session
-        if session is not None and not session.is_over:
+        if session is not None and not session.is_closed:
             return session
         deadline = time.monotonic() + timeout
         if not self._opening.acquire(timeout=max(0.0, timeout)):
             raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
         try:
             self._check_open()
-            if self._session is None or self._session.is_over:
+            if self._session is None or self._session.is_closed:
                 self._session = self._open(deadline - time.monotonic())
                 self._sessions += 1
             return self._session
@@ -283,7 +268,7 @@ class SessionConsumer(Consumer):
             self._opening.release()
 
 
-def check_greeting(url: str, message: Message) -> Hello:
+def check_hello(url: str, message: Message) -> Hello:
     """Return the producer's answer to Hello, if it is one that this side can work with.
 
     Raises:
@@ -291,11 +276,11 @@ def check_greeting(url: str, message: Message) -> Hello:
         VersionError: there is no common protocol version.
         WireError: it is no answer to Hello.
     """
-    if isinstance(message, Refused) and agree(message.versions) is not None:
+    if isinstance(message, Refused) and common_version(message.versions) is not None:
         raise ConnectorError(f"{url} refused this process: {message.reason}")
     if not isinstance(message, (Hello, Refused)):
         raise WireError(f"{url} does not speak this protocol")
-    if isinstance(message, Refused) or agree(message.versions) is None:
+    if isinstance(message, Refused) or common_version(message.versions) is None:
         raise VersionError(
             f"{url} speaks protocol {message.versions[0]} to {message.versions[1]}, "
             f"this library {PROTOCOL[0]} to {PROTOCOL[1]}"

@@ -76,7 +76,7 @@ class EventLoop:
         self._calls.append(function)
         self._wake_up()
 
-    def catch_up(self) -> None:
+    def run_pending(self) -> None:
         """Run the pending calls now; in the loop's thread only."""
         while self._calls:
             self._calls.popleft()()
@@ -118,10 +118,6 @@ class EventLoop:
         if not self.is_own_thread:
             self._thread.join()
 
-    def stop(self) -> None:
-        """Former name of `close`, for the other areas."""
-        self.close()
-
     def _end_run(self) -> None:
         self._running = False
 
@@ -135,7 +131,7 @@ class EventLoop:
     def _run(self) -> None:
         try:
             while self._running:
-                self.catch_up()
+                self.run_pending()
                 now = time.monotonic()
                 self._sleeps_until = float("inf")  # a `tick_by` during the tick must wake it up
                 self._sleeps_until = self._tick(now)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from omni_kvlink.connectors.base import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
-from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, Offer, Outcome, short
-from omni_kvlink.connectors.protocol.progress import Progress
+from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, Offer, Outcome, shorten
+from omni_kvlink.connectors.protocol.get_table import Progress
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
@@ -95,7 +95,8 @@ class InboundTransfer:
 
     def deliver(self) -> Delivery:
         """Return the payload, once, after `ready` has completed."""
-        fault_points.point("get.mapped")
+        if fault_points.enabled:
+            fault_points.point("get.mapped")
         assert self._block is not None
         region = self._receive_pool.region(self._block).slice(0, self.offer.location.nbytes)
         region.readonly = True
@@ -154,7 +155,8 @@ class InboundTransfer:
             WireError: They were not requested, or the producer has announced layers that the
                 payload does not have.
         """
-        fault_points.point("fetch.chunk")
+        if fault_points.enabled:
+            fault_points.point("fetch.chunk")
         self.plan.on_received(start, nbytes)
         self._continue()
 
@@ -189,7 +191,7 @@ class InboundTransfer:
     def fail(self, error: KVLinkError) -> bool:
         """Fail the pending get and the layers; return False if the payload was ready before."""
         if self.progress is not None:
-            self.progress.end(error)
+            self.progress.fail(error)
         if not self._decide():
             return False
         if isinstance(error, (PeerLostError, ClosedError)):
@@ -264,7 +266,7 @@ class InboundTransfer:
 
     def _reject(self, error: WireError) -> None:
         self.fail(error)
-        self._release("rejected", short(str(error)))
+        self._release("rejected", shorten(str(error)))
 
 
 def _digests(manifest: Manifest, numbers: range) -> tuple[bytes, ...]:

@@ -58,7 +58,7 @@ class Listener(ABC):
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller is a thread of the listener's own, which `shut` waits for."""
+        """Whether the caller is a thread of the listener's own, which `close` waits for."""
         return False
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Listener(ABC):
     def send(self, peer: Any, message: Message) -> None:
         """Send a message to a peer of this listener; the lock is held, so it must not block."""
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
         return "readers look into the link's own memory here"
 
@@ -77,7 +77,7 @@ class Listener(ABC):
         """Send queued messages now; in the thread that queued them, with no lock held."""
 
     @abstractmethod
-    def shut(self) -> None:
+    def close(self) -> None:
         """Send the last messages, then close every connection; called once."""
 
     def health(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class PooledProducer(Producer):
         self.lock = threading.Lock()
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
-        self.nonce = os.urandom(8).hex()
+        self.incarnation = os.urandom(8).hex()
         self._in_flight: Counter[Block] = Counter()
         self._free_when_sent: set[Block] = set()
         pooled = options.mode == "pooled"
@@ -152,7 +152,7 @@ class PooledProducer(Producer):
     def hello(self) -> Hello:
         """The answer to a consumer's Hello."""
         transports = [name for listener in self.listeners for name in listener.transports]
-        return own_hello(self.nonce, tuple(transports))
+        return own_hello(self.incarnation, tuple(transports))
 
     def handle(self, peer: Peer, message: Message) -> None:
         """Handle a message of a peer that completed the handshake.
@@ -192,7 +192,7 @@ class PooledProducer(Producer):
         with self.lock:
             self.transfers.cancel_gets(peer)
 
-    def leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
+    def find_leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
         """Return the transfer that a get may fetch bytes of, or None if it has no such lease."""
         with self.lock:
             return self.transfers.find_leased(peer, get_id, epoch)
@@ -211,7 +211,7 @@ class PooledProducer(Producer):
             raise WireError(f"bytes {start}…{stop} of {nbytes}")
         return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
-    def borrow_piece(
+    def lend_piece(
         self, transfer: Transfer, claim: Claim, start: int, stop: int, sent: Callable[[int], None]
     ) -> Region:
         """Return bytes to send; their memory is not reused before the last view of them is freed.
@@ -237,7 +237,7 @@ class PooledProducer(Producer):
         return piece
 
     @property
-    def flying(self) -> int:
+    def in_flight(self) -> int:
         """Bytes of pieces that are still being sent."""
         return self._in_flight.total()
 
@@ -255,9 +255,9 @@ class PooledProducer(Producer):
         with self.lock:
             return self.transfers.has_waiting_reader(key)
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return the reason of the first listener that cannot; "" if all can."""
-        return next(filter(None, (listener.refuses(device) for listener in self.listeners)), "")
+        return next(filter(None, (listener.direct_refusal(device) for listener in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Reserve a slot of the pool; blocks while the pool is full."""
@@ -325,7 +325,6 @@ class PooledProducer(Producer):
         ttl: float,
         ledger: Ledger,
         deadline: float = 0.0,
-        until: float = 0.0,
     ) -> Receipt:
         """Commit the payload; blocks only if it is direct, until all readers were sent it."""
         self._check_open()
@@ -340,7 +339,7 @@ class PooledProducer(Producer):
             slot = self.pool.region(_block(transfer))
             write_head(slot, transfer.epoch, region.nbytes, committed=True)
             while not self._commit(transfer, region.nbytes, readers, expires):
-                transfer.wait_sent(deadline or until)
+                transfer.wait_sent(deadline)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
@@ -482,7 +481,7 @@ class PooledProducer(Producer):
         with self.lock:
             self.transfers.close(reason)
         for listener in self.listeners:
-            listener.shut()
+            listener.close()
         self.pool.close()
 
     def _crashed(self, error: BaseException) -> None:

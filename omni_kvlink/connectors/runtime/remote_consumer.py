@@ -14,7 +14,7 @@ from typing import Any
 
 from omni_kvlink.connectors.base import Delivery, Options, PendingGet
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, failure
+from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Chunk,
@@ -44,7 +44,7 @@ class RemoteGet(SessionGet):
     """A pending get; its future completes when the payload has arrived, or with the error."""
 
     def __init__(self, session: RemoteSession, get_state: GetState):
-        self.session, self._get_table, self._get_state = session, session.inbox, get_state
+        self.session, self._get_table, self._get_state = session, session.get_table, get_state
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # only the session completes it
         get_state.future.add_done_callback(self._on_offer)
@@ -61,7 +61,7 @@ class RemoteGet(SessionGet):
                 raise
             self._get_state.phase = inbound.phase
             if inbound.cancel():
-                raise self._get_state.timed_out() from None
+                raise self._get_state.timeout_error() from None
             inbound.ready.result()
         except KVLinkError:
             raise
@@ -113,7 +113,7 @@ class RemoteSession(Session):
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
-        self.inbox = GetTable(self.send, self._post_release)
+        self.get_table = GetTable(self.send, self._post_release)
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
@@ -135,13 +135,13 @@ class RemoteSession(Session):
     # For any thread
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the connection is closed."""
         return self._over
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
         """Ask for a payload; see `Session`."""
-        return RemoteGet(self, self.inbox.request(key, streamed=streamed, early=True))
+        return RemoteGet(self, self.get_table.request(key, streamed=streamed, early=True))
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -161,8 +161,8 @@ class RemoteSession(Session):
     # In the loop's thread
 
     def _close(self, error: KVLinkError) -> None:
-        for get_state in self.inbox.end(error):
-            self.send(Cancel(get_state.number))
+        for get_state in self.get_table.close(error):
+            self.send(Cancel(get_state.get_id))
         for inbound in [*self._inbound_transfers.values()]:
             if inbound.fail(error):
                 inbound.release_unread()
@@ -177,7 +177,7 @@ class RemoteSession(Session):
         self._over = True
         self._outbox.clear()
         self._close_connection()
-        self.inbox.end(error)
+        self.get_table.close(error)
         self._fail_inbound(error)
         self._fetching.clear()
 
@@ -200,8 +200,8 @@ class RemoteSession(Session):
             return
         elif isinstance(message, Failed) and message.get_id in self._inbound_transfers:
             inbound = self._inbound_transfers[message.get_id]
-            self._fail_one(inbound, failure(inbound.key, message))
-        self.inbox.on_message(message)
+            self._fail_one(inbound, get_error(inbound.key, message))
+        self.get_table.on_message(message)
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
         """Store bytes that arrived; ignore them if their payload was released meanwhile.
@@ -221,10 +221,10 @@ class RemoteSession(Session):
             return  # a repeated offer: its payload is in use
         if offer.draft > 8 + MAX_HEADER:
             raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
-        get_state = self.inbox.find(offer.get_id)
+        get_state = self.get_table.find(offer.get_id)
         if get_state is None:
             return  # cancelled; the get table releases the payload
-        release = partial(self.inbox.release, offer.get_id, offer.epoch)
+        release = partial(self.get_table.release, offer.get_id, offer.epoch)
         get_state.inbound = inbound = InboundTransfer(
             get_state.key,
             offer,
@@ -236,7 +236,8 @@ class RemoteSession(Session):
             chunk=self.fetch_limits.chunk,
         )
         self._inbound_transfers[offer.get_id] = inbound
-        fault_points.point("get.offered")
+        if fault_points.enabled:
+            fault_points.point("get.offered")
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
     def _fetch_more(self, inbound: InboundTransfer) -> None:
@@ -311,7 +312,7 @@ class RemoteConsumer(SessionConsumer):
                 options.quota, self._loop, self._on_pool_empty, prefault=options.prefault
             )
         except BaseException:
-            self._loop.stop()
+            self._loop.close()
             raise
 
     def _close_resources(self) -> None:
@@ -332,7 +333,7 @@ class RemoteConsumer(SessionConsumer):
         if not self._loop.is_own_thread:  # else the link is garbage-collected in the loop's thread
             self._may_return.wait()
             if self._is_shut_down:
-                self._loop.stop()
+                self._loop.close()
 
     def _close_in_loop(self) -> None:
         self._closing = True
@@ -352,7 +353,7 @@ class RemoteConsumer(SessionConsumer):
             self._session.disconnect(closed_here(self._url))
         self._close_resources()
         self._receive_pool.close()
-        self._loop.stop()
+        self._loop.close()
 
     def _crashed(self, error: BaseException) -> None:
         if isinstance(self._session, RemoteSession):

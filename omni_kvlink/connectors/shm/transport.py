@@ -34,7 +34,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Refused,
     Retire,
-    agree,
+    common_version,
     decode,
     encode,
     own_hello,
@@ -43,7 +43,7 @@ from omni_kvlink.connectors.runtime.consumer import (
     MappedSession,
     Session,
     SessionConsumer,
-    check_greeting,
+    check_hello,
     closed_here,
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
@@ -278,7 +278,7 @@ class ShmListener(Listener):
         """Have the peers unmap an arena."""
         self._loop.call(partial(self._send_retire, arena))
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Disconnect every peer and remove the socket."""
         for peer in list(self._peers):
             peer.channel.flush()
@@ -355,7 +355,7 @@ class ShmListener(Listener):
             self._producer.handle(peer, message)
         elif not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
-        elif peer.refusal or agree(message.versions) is None:
+        elif peer.refusal or common_version(message.versions) is None:
             # Not before its Hello was read: closing a socket with unread messages loses ours.
             self._refused["refused" if peer.refusal else "other version"] += 1
             peer.channel.send(Refused(peer.refusal or "no common version", PROTOCOL))
@@ -451,17 +451,17 @@ class ShmSession(MappedSession):
         self._close_done = threading.Event()
         self._channel = ShmChannel(sock, self._on_backlog)
         try:
-            self.nonce = self._greet(deadline, cancelled).nonce
+            self.incarnation = self._greet(deadline, cancelled).incarnation
         except BaseException:
             self._channel.close()
             raise
         self._pidfd = readable_pidfd(pid) if pid > 0 else -1
-        self.inbox = GetTable(self._channel.send, self._post)
+        self.get_table = GetTable(self._channel.send, self._post)
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         self._loop.call(self._watch)
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the connection has ended."""
         return self._closed
 
@@ -511,7 +511,7 @@ class ShmSession(MappedSession):
             for message, fd in self._channel.receive():
                 if fd >= 0:
                     os.close(fd)
-                return check_greeting(self._url, message)
+                return check_hello(self._url, message)
 
     def _post(self, message: Message) -> None:
         """Send a Release from a finalizer: no lock, no socket."""
@@ -536,7 +536,7 @@ class ShmSession(MappedSession):
     def _begin_close(self) -> None:
         """Cancel the gets; disconnect now, or when the last lease was released."""
         self._closing = True
-        for get_state in self.inbox.close(closed_here(self._url)):
+        for get_state in self.get_table.close(closed_here(self._url)):
             self._channel.send(Cancel(get_state.get_id))
         if not self._leases:
             self._close(closed_here(self._url))
@@ -569,7 +569,7 @@ class ShmSession(MappedSession):
             self._arenas.pop(message.arena, None)
         else:
             self._leases += isinstance(message, Offer)
-            self.inbox.on_message(message)
+            self.get_table.on_message(message)
 
     def _map(self, message: Memory, fd: int) -> None:
         """Map an arena, if it is sealed and of the announced size: else reading may SIGBUS."""
@@ -597,7 +597,7 @@ class ShmSession(MappedSession):
             os.close(self._pidfd)
         self._channel.close()
         self._arenas.clear()
-        self.inbox.close(error)
+        self.get_table.close(error)
         self._close_done.set()
         self._loop.close()
 

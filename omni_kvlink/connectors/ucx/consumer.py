@@ -12,7 +12,7 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-from omni_kvlink.connectors.protocol.messages import Chunk, Meet, Message, Release, unexpected
+from omni_kvlink.connectors.protocol.messages import Chunk, TransportAddress, Message, Release, unexpected
 from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
@@ -82,7 +82,7 @@ class UcxSession(ControlSession):
 
     def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
         """Handle a message of the producer; see `RemoteSession`."""
-        if isinstance(message, Meet):
+        if isinstance(message, TransportAddress):
             self._on_address(message)
         elif self._endpoint is None:
             raise WireError(f"{self._url} does not say where UCX reaches it")
@@ -94,9 +94,9 @@ class UcxSession(ControlSession):
         unexpected(chunk)
 
     def _on_greeted(self) -> None:
-        self._transmit(Meet(self._ucx_transport.address, self._tags.secret))
+        self._transmit(TransportAddress(self._ucx_transport.address, self._tags.secret))
 
-    def _on_address(self, address: Meet) -> None:
+    def _on_address(self, address: TransportAddress) -> None:
         if self._endpoint is not None:
             raise WireError(f"{self._url} sent its UCX address twice")
         self._endpoint = self._ucx_transport.connect(address.address)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
-from omni_kvlink.connectors.protocol.messages import FetchRange, Meet
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
@@ -37,7 +37,7 @@ class UcxSender(RangeSender):
         self._connected: dict[PeerConnection, _Connected] = {}
         self._ucx = UcxTransport(UcxSettings.of_link(listener.address, listener.options))
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent; "" for host memory, and CUDA if set up."""
         if device == "cpu" or (device.startswith("cuda") and self._ucx.has_cuda):
             return ""
@@ -53,14 +53,14 @@ class UcxSender(RangeSender):
         """Return what `UcxTransport.stats` returns."""
         return self._ucx.stats()
 
-    def connect(self, peer: PeerConnection, address: Meet) -> Meet:
+    def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
         """Connect UCX to a peer; see `RangeSender`."""
         try:
             tags = Tags(address.secret)
         except ValueError as error:
             raise WireError(str(error)) from None
         self._connected[peer] = _Connected(self._ucx.connect(address.address), tags)
-        return Meet(self._ucx.address)
+        return TransportAddress(self._ucx.address)
 
     def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         """Send the bytes of one request; see `RangeSender`."""

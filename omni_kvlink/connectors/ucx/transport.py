@@ -113,7 +113,7 @@ class UcxTransport:
         try:
             self.address, self._facts = opened.result()
         except BaseException:
-            self._loop.stop()
+            self._loop.close()
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
@@ -202,7 +202,7 @@ class UcxTransport:
                 return
             self._closed = True
             self._loop.call(self._close_worker)
-        self._loop.stop()
+        self._loop.close()
 
     # In any thread
 
@@ -282,7 +282,7 @@ class UcxTransport:
         if self._worker is None:
             return float("inf")
         self._worker.progress()
-        self._loop.catch_up()  # a receive whose message may be among those that just arrived
+        self._loop.run_pending()  # a receive whose message may be among those that just arrived
         worker = self._worker
         if worker is None:
             return float("inf")

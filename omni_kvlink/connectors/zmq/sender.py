@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import Chunk, FetchRange, encode
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 
 class ZmqSender(RangeSender):
@@ -17,7 +17,7 @@ class ZmqSender(RangeSender):
     def __init__(self, listener: ControlListener):
         self._listener = listener
 
-    def refuses(self, device: str) -> str:
+    def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent; "" for host memory."""
         return "" if device == "cpu" else "ZMQ sends from host memory only"
 

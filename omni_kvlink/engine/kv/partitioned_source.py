@@ -106,7 +106,7 @@ class PartitionedKVSource(KVSource):
             for one in received:
                 one.give_back()
             for delivery in deliveries[len(received) + 1 :]:
-                delivery.give_back()
+                delivery.release_unread()
             raise
         return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
 
@@ -161,7 +161,7 @@ class PartitionedGet:
                 found[at] = gets[at].wait(timeout=0.0)
         except BaseException:
             for delivery in found.values():
-                delivery.give_back()
+                delivery.release_unread()
             for at in order[len(found) + 1 :]:  # the one that raised has ended
                 gets[at].cancel()
             raise

@@ -58,7 +58,7 @@ def test_a_message_that_arrives_while_the_owner_sends(context: zmq.Context[Any])
     loop.call(monitored.watch)
     until(lambda: received == [b"meanwhile"], "it was read", 2)
     loop.call(monitored.close)
-    loop.stop()
+    loop.close()
     other.close(0)
 
 

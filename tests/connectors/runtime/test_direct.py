@@ -10,7 +10,7 @@ from transfer_table_fixtures import HERE, Bench
 from omni_kvlink import TransferFailed, WireError
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer
-from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
+from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferState
 from omni_kvlink.memory.region import Mapping
 
 HEADER, FIRST, SECOND = 512, 700, 300
@@ -84,16 +84,16 @@ class DirectBench(Bench):
 
     def begin(self, readers: int = 1) -> Transfer:
         transfer = self.transfers.reserve("k")
-        self.transfers.begin(transfer, HERE, HEADER, readers, self._direct)
+        self.transfers.begin_stream(transfer, HERE, HEADER, readers, self._direct)
         self.transfers.announce(transfer, 0, (b"", b""))
         return transfer
 
     def follow(self, peer: str, number: int = 1) -> None:
-        self.transfers.request(peer, number, "k", 0.0, streamed=True)
+        self.transfers.on_get(peer, number, "k", 0.0, streamed=True)
 
     def take(self, transfer: Transfer, peer: str, number: int = 1) -> None:
-        self.transfers.took(transfer, (peer, number), HEADER, HEADER + FIRST)
-        self.transfers.took(transfer, (peer, number), START, NBYTES)
+        self.transfers.on_sent(transfer, (peer, number), HEADER, HEADER + FIRST)
+        self.transfers.on_sent(transfer, (peer, number), START, NBYTES)
 
     def commit(self, transfer: Transfer) -> None:
         self.transfers.commit(transfer, HERE, 99, 100.0)
@@ -108,16 +108,16 @@ def test_all_sent_when_every_reader_was_sent_all(bench: DirectBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a")
     bench.take(transfer, "a")
-    assert not transfer.taken.is_set()
+    assert not transfer.all_sent.is_set()
     bench.follow("b")
     assert bench.offers() == [
         (peer, Offer(1, transfer.epoch, HERE, HEADER, True)) for peer in ("a", "b")
     ]
-    assert not transfer.taken.is_set()
+    assert not transfer.all_sent.is_set()
     bench.take(transfer, "b")
-    assert transfer.taken.is_set()
+    assert transfer.all_sent.is_set()
     bench.commit(transfer)
-    assert [message for _, message in bench.heard()] == [Committed(1), Committed(1)]
+    assert [message for _, message in bench.sent_messages()] == [Committed(1), Committed(1)]
     bench.release("a", 1, transfer)
     bench.release("b", 1, transfer)
     assert (transfer.state, bench.freed) == (TransferState.RELEASED, [transfer])
@@ -126,15 +126,15 @@ def test_all_sent_when_every_reader_was_sent_all(bench: DirectBench) -> None:
 def test_a_late_reader_is_told_of_every_layer(bench: DirectBench) -> None:
     bench.begin()
     bench.follow("a")
-    assert Layer(1, 0, (b"", b"")) in [message for _, message in bench.heard()]
+    assert Layer(1, 0, (b"", b"")) in [message for _, message in bench.sent_messages()]
 
 
 def test_a_reader_lost_before_the_commit_is_replaced(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.take(transfer, "a")
-    bench.transfers.lost("a")
-    assert not transfer.is_taken
+    bench.transfers.on_peer_lost("a")
+    assert not transfer.is_sent
     bench.follow("b")
     assert len(bench.offers()) == 2
     bench.take(transfer, "b")
@@ -146,8 +146,8 @@ def test_a_reader_lost_before_the_commit_is_replaced(bench: DirectBench) -> None
 @pytest.mark.parametrize(
     "end",
     [
-        lambda bench, transfer: bench.transfers.lost("a"),
-        lambda bench, transfer: bench.transfers.cancel("a", 1),
+        lambda bench, transfer: bench.transfers.on_peer_lost("a"),
+        lambda bench, transfer: bench.transfers.on_cancel("a", 1),
         lambda bench, transfer: bench.release("a", 1, transfer, "unread"),
     ],
 )
@@ -158,11 +158,11 @@ def test_a_reader_lost_after_the_commit_fails_the_transfer(
     bench.follow("a")
     bench.take(transfer, "a")
     bench.commit(transfer)
-    bench.heard()
+    bench.sent_messages()
     end(bench, transfer)
     assert (transfer.state, bench.freed) == (TransferState.FAILED, [transfer])
     bench.follow("b", 2)
-    ((peer, message),) = bench.heard()
+    ((peer, message),) = bench.sent_messages()
     assert isinstance(message, Failed)
     assert (peer, message.get_id) == ("b", 2)
     assert "the caller's again" in message.reason
@@ -172,9 +172,9 @@ def test_a_reader_that_closed_its_stream_needs_no_more_bytes(bench: DirectBench)
     """Closing a stream counts as reading it."""
     transfer = bench.begin()
     bench.follow("a")
-    assert not transfer.taken.is_set()
+    assert not transfer.all_sent.is_set()
     bench.release("a", 1, transfer)
-    assert transfer.taken.is_set()
+    assert transfer.all_sent.is_set()
     bench.commit(transfer)
     assert transfer.state is TransferState.RELEASED
 
@@ -183,7 +183,7 @@ def test_a_failed_transfer_is_not_waited_for(bench: DirectBench) -> None:
     transfer = bench.begin()
     bench.follow("a")
     bench.transfers.fail("k", "enough", "failed", 1.0)
-    assert transfer.taken.is_set()
+    assert transfer.all_sent.is_set()
     with pytest.raises(TransferFailed, match="enough"):
         bench.commit(transfer)
     with pytest.raises(WireError):

@@ -176,8 +176,8 @@ def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
         get_id.start()
         until(lambda: waiting(producer), "the get arrived")
         end: Any = producer._end
-        (peer,) = end.listeners[0]._readers
-        end.loop.call(lambda: end.listeners[0]._drop(peer))
+        (peer,) = end.listeners[0]._peers
+        end.loop.call(lambda: end.listeners[0]._disconnect(peer))
         until(lambda: reader.stats()["sessions"] == 2, "it came back")
         producer.put(Recipe("k").make()).wait(timeout=5)
         get_id.join(5)

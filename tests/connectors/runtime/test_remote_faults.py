@@ -15,7 +15,7 @@ from fault_harness import Field, Start, kill, timed
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
@@ -40,8 +40,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def field(transport: str, battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=fresh_url(transport, battlefield))
+def field(transport: str, socket_dir: str) -> Iterator[Field]:
+    field = Field(socket_dir, url=fresh_url(transport, socket_dir))
     yield field
     field.close()
 

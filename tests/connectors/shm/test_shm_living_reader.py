@@ -29,8 +29,8 @@ def first_tensor(data: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", ["reader", "producer"])
-def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, side: str) -> None:
-    url = f"shm://living?directory={battlefield}"
+def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, side: str) -> None:
+    url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
         get_id = reader.begin_get("a", timeout=5)  # before the time starts to run
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
@@ -45,7 +45,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
             (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
             producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
             with pytest.raises(PeerLostError):
-                session.inbox.request("b").future.result(5)
+                session.get_table.request("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
             first.wait(timeout=5)
@@ -60,8 +60,8 @@ def test_a_broken_connection_does_not_free_what_is_being_read(battlefield: str, 
         del seen, data
 
 
-def test_an_offer_to_a_reader_that_closes_takes_no_memory(battlefield: str) -> None:
-    url = f"shm://living?directory={battlefield}"
+def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> None:
+    url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as other:
         reader, busy = KVLink.connect(url, timeout=5), threading.Event()
         reader.begin_get("a", timeout=5)
@@ -75,8 +75,8 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(battlefield: str) -> N
         until_freed(producer)
 
 
-def test_another_reader_gets_what_a_disconnected_one_still_reads(battlefield: str) -> None:
-    url = f"shm://living?directory={battlefield}"
+def test_another_reader_gets_what_a_disconnected_one_still_reads(socket_dir: str) -> None:
+    url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 @pytest.mark.parametrize("mode", ["retry", "raise"])
-def test_puts_in_a_storm_of_signals(battlefield: str, mode: str) -> None:
-    command = [sys.executable, str(Path(storm.__file__)), "shm://storm", battlefield, mode]
+def test_puts_in_a_storm_of_signals(socket_dir: str, mode: str) -> None:
+    command = [sys.executable, str(Path(storm.__file__)), "shm://storm", socket_dir, mode]
     with (
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         ) as process,
-        KVLink.connect("shm://storm", timeout=20, directory=battlefield) as reader,
+        KVLink.connect("shm://storm", timeout=20, directory=socket_dir) as reader,
     ):
         assert process.stdin
         assert process.stdout

@@ -23,8 +23,8 @@ LAYERS = {layer: hash_tensors(tensors) for (_, layer), tensors in layers_of(RECI
 
 
 @pytest.fixture
-def field(battlefield: str, request: pytest.FixtureRequest) -> Iterator[Field]:
-    field = Field(battlefield, getattr(request, "param", "pooled"))
+def field(socket_dir: str, request: pytest.FixtureRequest) -> Iterator[Field]:
+    field = Field(socket_dir, getattr(request, "param", "pooled"))
     yield field
     field.close()
 

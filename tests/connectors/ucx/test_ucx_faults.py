@@ -33,8 +33,8 @@ HUGE = sized("k", HUGE_NBYTES)
 
 
 @pytest.fixture
-def field(battlefield: str) -> Iterator[Field]:
-    field = Field(battlefield, url=f"ucx://127.0.0.1:{free_port()}")
+def field(socket_dir: str) -> Iterator[Field]:
+    field = Field(socket_dir, url=f"ucx://127.0.0.1:{free_port()}")
     yield field
     field.close()
 

@@ -29,13 +29,13 @@ from omni_kvlink.connectors.control.listener import ControlListener, PeerConnect
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
-    Meet,
+    TransportAddress,
     Message,
     Refused,
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.memory.region import Region
@@ -175,10 +175,10 @@ SECRET = bytes(16)
 BAD: list[list[Message]] = [
     [Get(1, "k")],
     [FetchRange(1, 1, 0, 10)],
-    [Meet(b"", SECRET)],
-    [Meet(b"kvu1" + bytes(60), SECRET)],
-    [Meet(bytes(9000), SECRET)],
-    [Meet(b"", bytes(65))],
+    [TransportAddress(b"", SECRET)],
+    [TransportAddress(b"kvu1" + bytes(60), SECRET)],
+    [TransportAddress(bytes(9000), SECRET)],
+    [TransportAddress(b"", bytes(65))],
 ]
 
 
@@ -205,9 +205,9 @@ def greeted_peer(producer: KVLink) -> Iterator[RawPeer]:
 def test_a_reader_sends_its_address_once(producer: KVLink) -> None:
     ucx_transport = UcxTransport()
     with greeted_peer(producer) as peer:
-        peer.send(Meet(ucx_transport.address, SECRET))
-        assert isinstance(peer.receive()[0], Meet)
-        peer.send(Meet(ucx_transport.address, SECRET))
+        peer.send(TransportAddress(ucx_transport.address, SECRET))
+        assert isinstance(peer.receive()[0], TransportAddress)
+        peer.send(TransportAddress(ucx_transport.address, SECRET))
         assert isinstance(peer.receive()[0], Refused)
     ucx_transport.close()
     assert producer.stats()["refused"] == {"bad message": 1}

@@ -175,7 +175,7 @@ def test_a_small_payload_overtakes_a_large_one(
         for get_id, key in zip(pending, ("large", "small"), strict=True):
             get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
         for get_id in pending:
-            get_id.wait(timeout=5).drop()
+            get_id.wait(timeout=5).release()
     assert ended == ["small", "large"]
 
 

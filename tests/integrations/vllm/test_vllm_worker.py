@@ -114,6 +114,7 @@ def test_the_engine_computes_while_a_layer_is_copied(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fault_points, "_ARMED", {"stream.layer": "sleep:0.1"})
+    monkeypatch.setattr(fault_points, "enabled", True)
     halves.saver.begin([CACHE])
     began = time.monotonic()
     for number in range(len(LAYERS)):
