@@ -85,7 +85,7 @@ def send(
     )
     # In place, the memory is used again when its last tensor is gone: those that the pipeline
     # remembers, and those of this function.
-    pipeline.forget()
+    pipeline.release_caches()
     return receipt
 
 
@@ -149,7 +149,7 @@ def run_dit(args: argparse.Namespace) -> None:
                 Image.fromarray(image.numpy()).save(image_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
             del contexts, bundle, data
-            pipeline.forget()  # the last view is gone: the memory goes back
+            pipeline.release_caches()  # the last view is gone: the memory goes back
             report(
                 "painted",
                 request=request.request_id,

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from omni_kvlink.cli.main import main as kvlink
 
 from omni_kvlink import KVCacheTransferData, KVLink
+from omni_kvlink.cli.main import main as kvlink
 
 URL = "zmq+tcp://127.0.0.1:47113"
 

@@ -6,8 +6,8 @@ Importing this imports no connector and has no side effect.
 from typing import TYPE_CHECKING, NoReturn
 
 from omni_kvlink._version import __version__ as __version__
-from omni_kvlink.connectors.base import Receipt as Receipt
 from omni_kvlink.connectors.base import Ledger as Ledger
+from omni_kvlink.connectors.base import Receipt as Receipt
 from omni_kvlink.errors import BusyError as BusyError
 from omni_kvlink.errors import CapacityError as CapacityError
 from omni_kvlink.errors import ClosedError as ClosedError
@@ -34,17 +34,18 @@ from omni_kvlink.link import Received as Received
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream
 from omni_kvlink.link import Verify as Verify
-from omni_kvlink.payload.branch import Shard as Shard
 from omni_kvlink.payload.bundle import BundleBranch as BundleBranch
 from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
-from omni_kvlink.payload.metadata import KVMetadata as KVMetadata
+from omni_kvlink.payload.manifest import Shard as Shard
 from omni_kvlink.payload.paged import BlockTable as BlockTable
 from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed
 from omni_kvlink.payload.pools import split_stacked as split_stacked
 from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData
+from omni_kvlink.payload.schema import KVMetadata as KVMetadata
+from omni_kvlink.payload.tensor_data import TensorTransferData as TensorTransferData
 from omni_kvlink.payload.views import TensorView as TensorView
 
 _REMOVED = {

@@ -74,9 +74,9 @@ class CapacityError(ConnectorError, MemoryError):
         free: the largest number of bytes that could be allocated.
     """
 
-    def __init__(self, message: str, *, asked: int = 0, free: int = 0):
+    def __init__(self, message: str, *, requested: int = 0, free: int = 0):
         super().__init__(message)
-        self.asked, self.free = asked, free
+        self.requested, self.free = requested, free
 
 
 class DuplicateKeyError(ConnectorError):

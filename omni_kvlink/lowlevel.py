@@ -40,7 +40,7 @@ from omni_kvlink.memory.arena import Block as Block
 from omni_kvlink.memory.region import Mapping as Mapping
 from omni_kvlink.memory.region import Region as Region
 from omni_kvlink.memory.region import is_sealed as is_sealed
-from omni_kvlink.payload.dtypes import byte_tensor as byte_tensor
-from omni_kvlink.payload.dtypes import dtype_name as dtype_name
 from omni_kvlink.payload.manifest import Manifest as Manifest
+from omni_kvlink.payload.views import byte_tensor as byte_tensor
+from omni_kvlink.payload.views import dtype_name as dtype_name
 from omni_kvlink.payload.views import write as write

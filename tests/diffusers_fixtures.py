@@ -44,9 +44,9 @@ def config(checkpoint: str, **fields: Any) -> OmniDiffusionConfig:
     return OmniDiffusionConfig(checkpoint, **how)
 
 
-def request(name: str, prompt: Any = "a fox", seed: int = 0, **wishes: Any) -> OmniDiffusionRequest:
-    own = {key: wishes.pop(key) for key in list(wishes) if key.startswith("need_")}
-    how = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": seed, **wishes}
+def request(name: str, prompt: Any = "a fox", seed: int = 0, **params: Any) -> OmniDiffusionRequest:
+    own = {key: params.pop(key) for key in list(params) if key.startswith("need_")}
+    how = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": seed, **params}
     return OmniDiffusionRequest(prompt, OmniDiffusionSamplingParams(**how), name, **own)
 
 

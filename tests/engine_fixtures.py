@@ -47,7 +47,7 @@ def pipeline(dtype: torch.dtype = torch.float32) -> OmniBagelPipeline:
     return OmniBagelPipeline.from_pretrained(checkpoint(), dtype=dtype)
 
 
-def wishes(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
+def params(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
     how = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS, "seed": seed}
     return OmniDiffusionSamplingParams(**{**how, **fields})
 
@@ -56,7 +56,7 @@ def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> O
     """A request whose KV comes from the stage before; `fields` of it, or of its wishes."""
     own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
     own = {"need_kv_receive": True, **own}
-    return OmniDiffusionRequest(prompt, wishes(seed, **fields), name, **own)
+    return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
 
 
 REQUEST_FIELDS = {"need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout"}
@@ -72,7 +72,7 @@ def bundle(
     """What the AR stage would send for it."""
     generator, model = torch.Generator().manual_seed(seed), pipeline(dtype)
     contexts = model.prefill(prompt, image_shape=shape, generator=generator)
-    model.forget()
+    model.release_caches()
     return BagelAdapter().export_contexts(
         {branch: getattr(contexts, branch) for branch in ("gen", "cfg_text", "cfg_img")},
         request_id=name,
@@ -90,7 +90,7 @@ def alone(prompt: Any = "a fox", seed: int = 0, **fields: Any) -> torch.Tensor:
     params = DenoiseParams(**{**vars(defaults), **how})
     generator = torch.Generator().manual_seed(seed)
     image = pipeline().generate(prompt, params, generator=generator, image_shape=shape)
-    pipeline().forget()
+    pipeline().release_caches()
     return image
 
 

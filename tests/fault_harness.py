@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from omni_kvlink import KVLink
-from omni_kvlink.testing.rig import PATIENCE, Handle, ProcessPeer, Remote, ThreadPeer
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
 
 Start = Callable[..., ProcessPeer]
 
@@ -25,30 +26,30 @@ class Field:
     def __init__(self, directory: str, mode: str = "pooled", url: str = "shm://field"):
         self.url = url
         self.options: dict[str, Any] = {"directory": directory, "mode": mode, "quota": 4 << 20}
-        self.here = ThreadPeer()
+        self.here = ThreadPeer(LinkCommands())
         self.links: list[KVLink] = []
 
     def serve(self) -> KVLink:
         self.links.append(KVLink.serve(self.url, **self.options))
         return self.links[-1]
 
-    def serve_at(self, target: ProcessPeer) -> Remote:
-        target.do("serve", link="p", url=self.url, **self.options)
-        return Remote(target, "p")
+    def serve_at(self, target: ProcessPeer) -> RemoteLink:
+        target.call("serve", link="p", url=self.url, **self.options)
+        return RemoteLink(target, "p")
 
-    def connect(self) -> Remote:
+    def connect(self) -> RemoteLink:
         """A reader in this process, whose calls can wait in the background."""
         return self.connect_at(self.here, f"r{time.monotonic_ns()}")
 
-    def connect_at(self, peer: Handle, name: str = "r") -> Remote:
-        peer.do("connect", link=name, url=self.url, timeout=PATIENCE, **self.options)
-        return Remote(peer, name)
+    def connect_at(self, peer: Peer, name: str = "r") -> RemoteLink:
+        peer.call("connect", link=name, url=self.url, timeout=PATIENCE, **self.options)
+        return RemoteLink(peer, name)
 
     def close(self) -> None:
         for link in self.links:
             link.close()
         self.links.clear()
-        self.here.end()
+        self.here.close()
 
 
 def timed(future: Future[Any]) -> Future[float]:

@@ -14,7 +14,8 @@ from fault_harness import Start
 
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing import faults
-from omni_kvlink.testing.rig import ProcessPeer, until
+from omni_kvlink.testing.peer_harness import ProcessPeer
+from omni_kvlink.testing.rig import until
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def start(leaves_nothing: None) -> Iterator[Start]:
     for peer in peers:
         if peer.process.poll() is None:
             os.kill(peer.process.pid, signal.SIGKILL)
-        peer.end()
+        peer.close()
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def _files() -> set[str]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of this process disconnect frozen peers soon."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 400)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 400)
 
 
 @pytest.fixture(scope="session")

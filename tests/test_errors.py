@@ -55,7 +55,7 @@ def test_an_error_is_what_the_caller_expects(name: str) -> None:
             {"key": "k", "waited": 1.5, "phase": "never announced"},
         ),
         (errors.TransferFailed("m", key="k", reason="r"), {"key": "k", "reason": "r"}),
-        (errors.CapacityError("m", asked=7, free=3), {"asked": 7, "free": 3}),
+        (errors.CapacityError("m", requested=7, free=3), {"requested": 7, "free": 3}),
     ],
 )
 def test_facts_are_attributes(error: Exception, facts: dict[str, object]) -> None:
@@ -65,5 +65,5 @@ def test_facts_are_attributes(error: Exception, facts: dict[str, object]) -> Non
 
 def test_a_copy_keeps_the_facts() -> None:
     """What process pools do to send an exception home."""
-    error = copy.copy(errors.CapacityError("m", asked=7, free=3))
-    assert (str(error), error.asked, error.free) == ("m", 7, 3)
+    error = copy.copy(errors.CapacityError("m", requested=7, free=3))
+    assert (str(error), error.requested, error.free) == ("m", 7, 3)

@@ -17,10 +17,9 @@ import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.manifest import Shard
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense, first_tokens, same_bytes
 
 GEN = "gen"

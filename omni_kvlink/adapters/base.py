@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
 C = TypeVar("C")
 

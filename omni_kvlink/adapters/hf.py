@@ -19,9 +19,8 @@ import torch
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError, UnavailableError
 from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense
 
 INSTALL = "pip install 'omni-kvlink[hf]'"

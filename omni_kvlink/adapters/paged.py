@@ -10,10 +10,9 @@ import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.pools import IndexLike, PoolLayers, paged_layers, pages_of
-from omni_kvlink.payload.schema import CACHES, KVCacheTransferData
+from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
+from omni_kvlink.payload.schema import CACHES, KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense, overlaps_itself, write
 
 
@@ -98,7 +97,7 @@ class PagedAdapter(CacheAdapter[PagedCache]):
                 raise SchemaError(f"{name}: {len(pools)} pools for {expected} layers")
         if data.is_empty:
             return
-        block_table = pages_of(
+        block_table = block_table_of(
             data.metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
         layers = paged_layers(key_cache, value_cache, block_table, data.metadata.layout)

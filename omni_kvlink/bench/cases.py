@@ -18,8 +18,8 @@ from omni_kvlink.bench.payloads import (
     make_tensor_sample,
     prefix_metadata,
 )
-from omni_kvlink.payload.branch import DTYPES, KV_DTYPES
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
+from omni_kvlink.payload.manifest import KV_DTYPES
 
 SOURCES: tuple[Sources, ...] = ("contiguous", "strided", "paged")
 BRANCHINGS = ("single", "prefix", "same", "empty", "mixed")
@@ -97,6 +97,6 @@ def cases(*, quick: bool) -> Iterator[Case]:
         shape = Shape(layer, token, heads, dim, dtype)
         yield Case(next(numbers), shape, row, branching, sources)
     for dtype, token, branching, sources in itertools.product(
-        DTYPES, tokens, TENSOR_BRANCHINGS, SOURCES
+        KV_DTYPES, tokens, TENSOR_BRANCHINGS, SOURCES
     ):
         yield Case(next(numbers), Shape(2, token, 3, 40, dtype), TENSORS, branching, sources)

@@ -12,7 +12,7 @@ from omni_kvlink.bench import latency, machine, membench, report, streaming, ver
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.payloads import BLOCK, Shape
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.payload.branch import KV_DTYPES
+from omni_kvlink.payload.manifest import KV_DTYPES
 
 PRESETS = {
     "tiny": Shape(1, 1, 1, 1024),

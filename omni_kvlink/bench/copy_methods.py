@@ -16,10 +16,9 @@ from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.dtypes import tensor_view
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
-from omni_kvlink.payload.views import TensorView, dense
+from omni_kvlink.payload.views import TensorView, dense, tensor_view
 
 
 class CopyMethod(ABC):

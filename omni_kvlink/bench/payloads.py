@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.pools import PoolLayers
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 

@@ -16,9 +16,8 @@ from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.runtime.consumer import Session
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
-from omni_kvlink.connectors.shm.transport import ShmListener
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
+from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
 from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings

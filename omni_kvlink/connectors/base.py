@@ -157,7 +157,9 @@ class Producer(Connector):
             nbytes: of the payload.
             readers: that will have it.
         """
-        raise KVLinkError(f"this end of the link cannot send directly: {self.direct_refusal('cpu')}")
+        raise KVLinkError(
+            f"this end of the link cannot send directly: {self.direct_refusal('cpu')}"
+        )
 
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:

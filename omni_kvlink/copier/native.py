@@ -11,11 +11,9 @@ from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier, mismatch
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import DTYPES
-from omni_kvlink.payload.dtypes import dtype_name, tensor_view
-from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, packed_view
+from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
 
 
 class NativeCopier(Copier):

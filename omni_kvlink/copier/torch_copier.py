@@ -11,10 +11,9 @@ from crc32c import crc32c
 from omni_kvlink.copier.base import Copier, mismatch
 from omni_kvlink.copier.native import check_fit
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.dtypes import tensor_view
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
 from omni_kvlink.payload.paged import STEP, PagedTensor
-from omni_kvlink.payload.views import TensorView
+from omni_kvlink.payload.views import TensorView, tensor_view
 
 
 class TorchCopier(Copier):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.link.end import Payload
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.payload.files import open_payload
+from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.manifest import Manifest
 
 

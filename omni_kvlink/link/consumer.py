@@ -12,8 +12,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
-from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, Delivery, PendingGet
-from omni_kvlink.connectors.base import Ledger
+from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, Delivery, Ledger, PendingGet
 from omni_kvlink.connectors.protocol.get_table import Progress
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import (
@@ -27,12 +26,10 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.branch import Branch
-from omni_kvlink.payload.dtypes import tensor_views
-from omni_kvlink.payload.files import open_payload
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.bundle import open_payload
+from omni_kvlink.payload.manifest import Branch, Manifest
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, overlaps_itself
+from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 LayerKey: TypeAlias = tuple[str, int]

@@ -6,18 +6,15 @@ import atexit
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Connector
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.bundle import Payload as Payload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 
 MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.registry import backend, split_url
-from omni_kvlink.copier import Copier, NativeCopier, PinnedCopier, TorchCopier, fastest_copier
+from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.end import MAX_TIMEOUT
 from omni_kvlink.link.producer import KVProducer
@@ -82,7 +81,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             ValueError: the URL, an option or the copier's name is not valid.
         """
         scheme, address, parsed = _parse(url, dict(options))
-        found = _copier(copier)
+        found = named_copier(copier)
         end = backend(scheme).serve(address, parsed)
         return KVProducer(url.replace(*end.bound_url, 1), end, found, digests=digests)
 
@@ -106,7 +105,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             ValueError: the URL, an option or the copier's name is not valid.
         """
         scheme, address, parsed = _parse(url, dict(options))
-        found = _copier(copier)
+        found = named_copier(copier)
         return KVConsumer(
             url, backend(scheme).connect(address, parsed, min(timeout, MAX_TIMEOUT)), found
         )
@@ -134,19 +133,3 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     if unknown:
         raise ValueError(f"no option {', '.join(unknown)}; there are {', '.join(fields)}")
     return scheme, address, Options(**values)
-
-
-def _copier(copier: str | Copier) -> Copier:
-    """The copier itself, or the one of that name."""
-    if isinstance(copier, Copier):
-        return copier
-    if copier == "auto":
-        return fastest_copier()
-    known: dict[str, Callable[[], Copier]] = {
-        "pinned": PinnedCopier,
-        "native": NativeCopier,
-        "torch": TorchCopier,
-    }
-    if copier not in known:
-        raise ValueError(f"no copier {copier!r}; there are 'auto', 'pinned', 'native' and 'torch'")
-    return known[copier]()

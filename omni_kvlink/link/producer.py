@@ -11,8 +11,7 @@ from types import TracebackType
 import msgspec
 import torch
 
-from omni_kvlink.connectors.base import Producer, Receipt
-from omni_kvlink.connectors.base import Ledger
+from omni_kvlink.connectors.base import Ledger, Producer, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
@@ -21,10 +20,8 @@ from omni_kvlink.link.consumer import check_request_id
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.payload.branch import DTYPES
-from omni_kvlink.payload.dtypes import dtype_name
-from omni_kvlink.payload.manifest import Manifest, TensorSpec
-from omni_kvlink.payload.views import TensorView
+from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
+from omni_kvlink.payload.views import TensorView, dtype_name
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
@@ -126,7 +123,7 @@ class KVProducer(LinkEnd):
         """
         if self._closed:
             raise self._closed_error()
-        capacity = plan.plan(digests=True).with_room()
+        capacity = plan.plan(digests=True).as_capacity()
         lease = self._end.reserve(
             capacity.request_id,
             capacity.nbytes,

@@ -17,8 +17,7 @@ from omni_kvlink.link import Payload
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import SIZE, count
 from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
 HELLO = "lookup/hello"
 KV, HIDDEN = "kv", "hidden"

@@ -16,9 +16,8 @@ from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, Trans
 from omni_kvlink.lookup.index import PrefixIndex
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
-from omni_kvlink.payload.metadata import KVMetadata
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
@@ -262,7 +261,7 @@ class PrefixStore:
         if nbytes > free:
             raise CapacityError(
                 f"{nbytes} bytes of K and V; {free} of the {self.budget} are not on lease",
-                asked=nbytes,
+                requested=nbytes,
                 free=free,
             )
         while self._used + nbytes > self.budget:

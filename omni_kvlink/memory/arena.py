@@ -60,7 +60,7 @@ class Arena:
         if nbytes <= 0 or not self.can_allocate(nbytes):
             raise CapacityError(
                 f"{nbytes} bytes requested, the largest hole has {self.largest_hole}",
-                asked=nbytes,
+                requested=nbytes,
                 free=self.largest_hole,
             )
         holes, used = self._state
@@ -273,6 +273,6 @@ class ArenaPool:
         return CapacityError(
             f"{nbytes} bytes requested, {free} free of a quota of {self.quota} after {waited:g} s: "
             "raise quota=, or wait until readers release their payloads",
-            asked=nbytes,
+            requested=nbytes,
             free=free,
         )

@@ -230,7 +230,7 @@ def check_available(nbytes: int) -> None:
     if nbytes > free:
         raise CapacityError(
             f"{nbytes} bytes of memory requested, {free} are available on this machine",
-            asked=nbytes,
+            requested=nbytes,
             free=free,
         )
 
@@ -255,7 +255,7 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 def _full(nbytes: int, error: OSError) -> CapacityError:
     return CapacityError(
         f"the system refused {nbytes} bytes of memory: {error.strerror}",
-        asked=nbytes,
+        requested=nbytes,
         free=available_bytes(),
     )
 

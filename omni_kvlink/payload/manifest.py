@@ -32,7 +32,7 @@ ALIGN = 256
 DIGEST_CHUNK = 1 << 20
 """Each started MiB of a tensor has a CRC-32C, so that a mismatch can be localised."""
 SLACK = 4096
-"""Bytes of a header that `Manifest.with_room` keeps for metadata that is not known yet."""
+"""Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
 
 MAX_HEADER = 1 << 20
 MAX_TENSORS = 4096
@@ -372,7 +372,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             tensors: name, dtype code and shape of each tensor, in the order of the branches.
             bundle: whether the payload is a `KVCacheBundle`.
             digests: whether the copier is to compute digests.
-            capacity: a plan made by `with_room`, whose offsets and header length are kept.
+            capacity: a plan made by `as_capacity`, whose offsets and header length are kept.
 
         Raises:
             SchemaError: too much for a header, or more than `capacity` has.
@@ -410,7 +410,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             )
         return msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=len(header) + at)
 
-    def with_room(self) -> Manifest:
+    def as_capacity(self) -> Manifest:
         """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
         text = self.header_nbytes + _MAX_PAD_TEXT * len(self.tensors) + SLACK
         header = min(-(-text // ALIGN) * ALIGN, (8 + MAX_HEADER) // ALIGN * ALIGN)

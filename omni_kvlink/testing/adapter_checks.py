@@ -9,9 +9,8 @@ import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import KV_DTYPES
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
+from omni_kvlink.payload.manifest import KV_DTYPES
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, same_bytes
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked
 

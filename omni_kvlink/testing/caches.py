@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from omni_kvlink.payload.branch import DTYPES, KV_DTYPES
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
-from omni_kvlink.payload.metadata import KVMetadata
+from omni_kvlink.payload.manifest import KV_DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 
@@ -115,7 +114,7 @@ def make_tensors(recipe: Recipe, *, contiguous: bool = False) -> TensorTransferD
         "nested": [leaf(tokens, dim), {"mask": leaf(tokens, dtype="bool"), "é": [leaf(1, 2, 3)]}],
         "scalars": {"step": leaf(dtype="int64"), "flag": leaf(dtype="bool")},
         "no elements": [leaf(0, 3), leaf(tokens, 0, dtype="uint8")],
-        "dtypes": {name: leaf(3, 5, dtype=name) for name in DTYPES},
+        "dtypes": {name: leaf(3, 5, dtype=name) for name in KV_DTYPES},
         "strided": strided.contiguous() if contiguous else strided,
         "paged": dense(paged) if contiguous else paged,
         "last": leaf(tokens, dim, dtype="uint8"),

@@ -13,10 +13,8 @@ from crc32c import crc32c
 from omni_kvlink.copier import Copier
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.branch import KV_DTYPES
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.metadata import KVMetadata
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.manifest import KV_DTYPES, Manifest
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked

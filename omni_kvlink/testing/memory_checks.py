@@ -108,8 +108,8 @@ def check_put_times_out_without_memory(rig: Rig) -> None:
         within=0.3 + SLACK,
         mentions=("second",),
     )
-    assert error.asked > 1200 << 10
-    assert 0 < error.free < error.asked
+    assert error.requested > 1200 << 10
+    assert 0 < error.free < error.requested
     reader.call("get", key="first", timeout=5)
     first.wait(timeout=5)
     second = producer.put(data, timeout=1)
@@ -123,7 +123,7 @@ def check_larger_than_the_quota(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
     error = expect(CapacityError, lambda: producer.put(data, timeout=PATIENCE), within=SLACK)
-    assert error.asked > 3 * MIB
+    assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
     small = producer.put(Recipe("huge").make())
     reader.call("get", key="huge", timeout=5)

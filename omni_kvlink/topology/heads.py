@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
+from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
 from omni_kvlink.payload.views import TensorView, dense
@@ -156,7 +156,7 @@ def _sliced(cache: KVCacheTransferData, shard: Shard, request_id: str) -> KVCach
 
 def _views(view: TensorView, start: int, stop: int) -> TensorView:
     if isinstance(view, PagedTensor):
-        return PagedTensor(view.pool[:, :, start:stop], view.pages, view.where)
+        return PagedTensor(view.pool[:, :, start:stop], view.block_table, view.where)
     return view[:, start:stop]
 
 

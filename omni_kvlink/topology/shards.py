@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias, TypeVar
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branch import Shard
 from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle

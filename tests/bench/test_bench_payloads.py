@@ -16,7 +16,7 @@ from omni_kvlink.bench.payloads import (
     make_sample,
     make_tensor_sample,
 )
-from omni_kvlink.payload.branch import DTYPES, KV_DTYPES
+from omni_kvlink.payload.manifest import KV_DTYPES
 from omni_kvlink.payload.views import dense
 
 SHAPE = Shape(2, 5, 3, 8)
@@ -54,7 +54,7 @@ def test_a_paged_sample_is_in_blocks_out_of_order(dtype: str, heads: int) -> Non
 
 
 @pytest.mark.parametrize("sources", ["contiguous", "strided", "paged"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_nested_tensors_are_what_is_expected(dtype: str, sources: Sources) -> None:
     shape = Shape(2, 37, 3, 8, dtype)
     data, expected = make_tensor_sample("k", shape, np.random.default_rng(0), sources=sources)
@@ -75,7 +75,7 @@ def test_every_kind_of_case_is_in_the_matrix(quick: bool) -> None:
     every_case = list(cases(quick=quick))
     chosen = [case for case in every_case if case.rows != TENSORS]
     tensors = [case for case in every_case if case.rows == TENSORS]
-    assert {case.shape.dtype for case in tensors} == set(DTYPES)
+    assert {case.shape.dtype for case in tensors} == set(KV_DTYPES)
     assert {case.branching for case in tensors} == set(TENSOR_BRANCHINGS)
     assert {case.sources for case in tensors} == {"contiguous", "strided", "paged"}
     assert {case.shape.dtype for case in chosen} == set(KV_DTYPES)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from fault_harness import Field
-from leak_checks import socket_dir as socket_dir
 from leak_checks import impatient as impatient
+from leak_checks import socket_dir as socket_dir
 from leak_checks import start as start
 from leak_checks import zmq_started as zmq_started
 

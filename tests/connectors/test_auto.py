@@ -23,7 +23,8 @@ from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import PATIENCE, SLACK, ProcessPeer, Rig, expect
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
+from omni_kvlink.testing.rig import SLACK, Rig, expect
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
 HAS_UCX = ucx.unavailable() is None
@@ -74,7 +75,7 @@ def process(
     """A reader's process that has this transport only."""
     peer = ProcessPeer(elsewhere(transport, tmp_path_factory.mktemp("elsewhere")))
     yield peer
-    peer.end()
+    peer.close()
 
 
 @pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
@@ -86,8 +87,8 @@ def test_the_fastest_transport_is_chosen(process: ProcessPeer, transport: str) -
     rig = Rig(fresh_url, {}, process)
     producer, reader = rig.serve(), rig.connect()
     producer.put(Recipe("k").make())
-    assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
-    stats = reader.do("stats")
+    assert reader.call("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    stats = reader.call("stats")
     assert stats["transport"] == transport
     assert ("share a kernel" in stats["why"]) == (transport == "shm")
     assert ("no shm: nobody serves" in stats["why"]) == (transport != "shm")
@@ -104,11 +105,11 @@ def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
     with near.get("k", timeout=5, verify="full"):
         pass
     assert not receipt.done
-    assert distant.do("get", key="k", timeout=5, verify="full") == fingerprint(Recipe("k").make())
+    assert distant.call("get", key="k", timeout=5, verify="full") == fingerprint(Recipe("k").make())
     receipt.wait(timeout=5)
-    assert (near.stats()["transport"], distant.do("stats")["transport"]) == ("shm", "zmq")
+    assert (near.stats()["transport"], distant.call("stats")["transport"]) == ("shm", "zmq")
     rig.close()
-    far.end()
+    far.close()
 
 
 def test_a_producer_of_the_same_name_is_not_confused(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,10 +140,10 @@ def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> Non
     for seed in range(2):
         producer.put(Recipe("k", seed=seed).make())
         get_state = fingerprint(Recipe("k", seed=seed).make())
-        assert reader.do("get", key="k", timeout=5) == get_state
+        assert reader.call("get", key="k", timeout=5) == get_state
         producer.close()
         producer = rig.serve()
-    assert reader.do("stats")["transport"] == transport
+    assert reader.call("stats")["transport"] == transport
     rig.close()
 
 

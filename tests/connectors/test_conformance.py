@@ -9,7 +9,9 @@ import pytest
 
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import Handle, ProcessPeer, Rig, ThreadPeer
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
+from omni_kvlink.testing.rig import Rig
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
@@ -19,12 +21,12 @@ _numbers = itertools.count()
 def process() -> Iterator[ProcessPeer]:
     peer = ProcessPeer()
     yield peer
-    peer.end()
+    peer.close()
 
 
 @pytest.fixture(scope="module")
 def threads() -> ThreadPeer:
-    return ThreadPeer()
+    return ThreadPeer(LinkCommands())
 
 
 @pytest.fixture(params=["inproc", "shm-pooled", "shm-sealed"])
@@ -32,7 +34,7 @@ def rig(
     request: pytest.FixtureRequest, threads: ThreadPeer, process: ProcessPeer, sockets: str
 ) -> Rig:
     scheme, _, mode = request.param.partition("-")
-    handle: Handle = process if scheme == "shm" else threads
+    handle: Peer = process if scheme == "shm" else threads
     options = {"mode": mode, "directory": sockets} if mode else {}
     return Rig(lambda: f"{scheme}://check-{next(_numbers)}", options, handle)
 

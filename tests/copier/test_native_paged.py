@@ -173,7 +173,7 @@ def test_latents_and_large_blocks() -> None:
         ),
         (
             lambda: BlockTable.of_blocks([1, 2, 1], block_size=16, tokens=48),
-            "block id 1 stands twice",
+            "block id 1 occurs twice",
         ),
         (
             lambda: BlockTable.of_blocks([1, -2], block_size=16, tokens=32),
@@ -181,7 +181,7 @@ def test_latents_and_large_blocks() -> None:
         ),
         (lambda: BlockTable.of_blocks([0.5], block_size=16, tokens=3), "integers"),  # type: ignore[list-item]
         (lambda: BlockTable.of_blocks([1], block_size=0, tokens=3), "block_size 0"),
-        (lambda: BlockTable.of_slots([5, 6, 5], block_size=16), "slot 5 stands twice"),
+        (lambda: BlockTable.of_slots([5, 6, 5], block_size=16), "slot 5 occurs twice"),
         (lambda: BlockTable.of_slots([-1], block_size=16), "slot -1 is negative"),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 from crc32c import crc32c
 from fake_device import FakeDevice
 from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
-from pages import LAYOUTS, SIZE, about, copier, table, wanted
+from paged_fixtures import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
 from omni_kvlink import KVCacheTransferData, KVLink
 from omni_kvlink._native import cuda
@@ -101,12 +101,12 @@ def test_pages(
         region = Mapping.anonymous(plan.nbytes).region
         manifest = plan.with_digests(pinned.gather(data.tensors(), plan, region))
         parts = range(len(plan.tensors))
-        assert [payload_bytes(plan, region, number) for number in parts] == wanted(
+        assert [payload_bytes(plan, region, number) for number in parts] == expected_bytes(
             source, there, tokens
         )
         copier("torch").verify(manifest, region)
         pinned.scatter(manifest, region, into.tensors())
-        assert wanted(target, back, tokens) == wanted(source, there, tokens)
+        assert expected_bytes(target, back, tokens) == expected_bytes(source, there, tokens)
 
 
 def test_host_and_device_in_one_payload(device: FakeDevice) -> None:

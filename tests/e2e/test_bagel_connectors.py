@@ -48,7 +48,7 @@ def test_prefilled_in_the_links_memory(stages: Stages) -> None:
     _, _, bundle = prefill(pipeline, name, key, caches)
     receipt = stages.send(key, DTYPE, bundle, REQUESTS[name][1])
     assert receipt.ledger.copies == 0
-    pipeline.forget()
+    pipeline.release_caches()
     assert_equals_one_process(stages, name, DTYPE, key)
 
 

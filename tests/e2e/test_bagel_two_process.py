@@ -52,7 +52,7 @@ def test_prefilled_in_the_links_memory(stages: Stages, name: str) -> None:
     assert stages.link.stats()["memory"]["used"] > memory, "the contexts are still here"
     del contexts, bundle
     assert stages.link.stats()["memory"]["used"] > memory, "the pipeline remembers them"
-    pipeline.forget()
+    pipeline.release_caches()
     until(lambda: stages.link.stats()["memory"]["used"] == memory)
     assert_equals_one_process(stages, name, dtype, key)
 

@@ -39,7 +39,7 @@ def moved(view: TensorView) -> TensorView:
     if isinstance(view, PagedTensor):
         pool = moved(view.pool)
         assert isinstance(pool, torch.Tensor)
-        return PagedTensor(pool, view.pages, view.where)
+        return PagedTensor(pool, view.block_table, view.where)
     storage = _bytes_of(view).to(DEVICE).untyped_storage()
     blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
     return blank.set_(storage, view.storage_offset(), view.shape, view.stride())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, ThroughDevice, moved
-from pages import LAYOUTS, SIZE, about, table, wanted
+from paged_fixtures import LAYOUTS, SIZE, about, expected_bytes, table
 from payloads import DTYPES, noise
 
 from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
@@ -57,7 +57,7 @@ def test_pages(layout, by_slot: bool) -> None:  # type: ignore[no-untyped-def]
         manifest = plan.with_digests(digests)
         TorchCopier().verify(manifest, region)
         ThroughDevice().scatter(manifest, region, into.tensors())
-        assert wanted(target, back, tokens) == wanted(source, there, tokens)
+        assert expected_bytes(target, back, tokens) == expected_bytes(source, there, tokens)
 
 
 def test_a_cache_of_bagels_size() -> None:

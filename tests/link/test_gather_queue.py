@@ -83,8 +83,8 @@ def test_a_landing_that_fails_ends_the_stream(
     stream = consumer.stream_get("s", timeout=5)
     write(out)
     late.go.set()
-    expect(OSError, out.commit, words=("gone",))
-    expect(TransferFailed, lambda: stream.wait_for_layer(0), words=("the device is gone",))
+    expect(OSError, out.commit, mentions=("gone",))
+    expect(TransferFailed, lambda: stream.wait_for_layer(0), mentions=("the device is gone",))
     stream.release()
     until_freed(producer)
 

@@ -173,7 +173,7 @@ def test_release_twice_is_once(ends: tuple[KVProducer, KVConsumer]) -> None:
     received = consumer.get("k", timeout=5)
     received.release()
     received.release()
-    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("1 readers missing",))
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), mentions=("1 readers missing",))
     with consumer.get("k", timeout=5):
         pass
     receipt.wait(timeout=5)

@@ -42,7 +42,7 @@ def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
             metadata=KVMetadata((2 * memory,), (0,), 1),
         )
         error = expect(CapacityError, lambda: _put_without_digests(producer, data), within=10)
-        assert error.asked > 2 * memory
+        assert error.requested > 2 * memory
         assert producer.stats()["memory"]["used"] == 0
 
 

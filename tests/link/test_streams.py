@@ -81,7 +81,10 @@ def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None
     with pytest.warns(ResourceWarning, match="'s' was not committed"):
         del out
     expect(
-        TransferFailed, lambda: stream.wait_for_layer(0), within=SLACK, words=("never committed",)
+        TransferFailed,
+        lambda: stream.wait_for_layer(0),
+        within=SLACK,
+        mentions=("never committed",),
     )
     stream.release()
     until_freed(producer)
@@ -113,7 +116,7 @@ def test_a_stream_that_cannot_begin_leaves_nothing(
 
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patch.setattr(producer._end, "begin", begin)
+        patch.setattr(producer._end, "begin_stream", begin)
         expect(TransferFailed, lambda: producer.stream_put(cache()))
         gc.collect()
     assert not told, "it warned of a stream that never was"
@@ -231,9 +234,9 @@ def test_a_stream_says_what_it_has_not(ends: Ends) -> None:
     producer, consumer = ends
     with producer.stream_put(Recipe("b", bundle=True).make()) as out:
         stream: ReceivedStream = consumer.stream_get("b", timeout=5)
-        expect(SchemaError, lambda: stream.wait_for_layer(0), words=("which branch",))
+        expect(SchemaError, lambda: stream.wait_for_layer(0), mentions=("which branch",))
         expect(SchemaError, lambda: stream.wait_for_layer(0, branch="cfg_text"))
-        expect(SchemaError, lambda: out.write_layer(0, torch.zeros(1)), words=("which branch",))
+        expect(SchemaError, lambda: out.write_layer(0, torch.zeros(1)), mentions=("which branch",))
         for (branch, layer), places in layers_of(Recipe("b", bundle=True).make()).items():
             out.write_layer(layer, *places, branch=branch)
         stream.release()

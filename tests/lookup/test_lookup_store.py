@@ -150,7 +150,7 @@ def test_what_is_on_lease_stays() -> None:
     assert store.select([10, 11]).data is None  # the other one went, though used later
     with store.select(range(20, 24)), pytest.raises(CapacityError, match="not on lease") as error:
         insert(store, range(30, 34))
-    assert (error.value.asked, error.value.free) == (4 * ROW, 0)
+    assert (error.value.requested, error.value.free) == (4 * ROW, 0)
     assert store.stats()["pinned"] == 4 * ROW
     lease.release()
     lease.release()  # once is enough

@@ -48,7 +48,7 @@ class ArenaModel(RuleBasedStateMachine):
         if not fitting:
             with pytest.raises(CapacityError) as caught:
                 self.arena.allocate(nbytes)
-            assert (caught.value.asked, caught.value.free) == (nbytes, self.arena.largest_hole)
+            assert (caught.value.requested, caught.value.free) == (nbytes, self.arena.largest_hole)
             return None
         offset = self.arena.allocate(nbytes)
         assert offset == min(fitting)[1]
@@ -156,7 +156,7 @@ class PoolModel(RuleBasedStateMachine):
         if rounded > free:
             with pytest.raises(CapacityError) as caught:
                 self.pool.reserve(nbytes)
-            assert (caught.value.asked, caught.value.free) == (rounded, free)
+            assert (caught.value.requested, caught.value.free) == (rounded, free)
             return None
         fits = [
             (max(length for length, _ in gaps), number)
@@ -242,7 +242,7 @@ def test_a_failed_mapping_releases_its_quota() -> None:
 
     def make(nbytes: int) -> Mapping:
         if fail.pop():
-            raise CapacityError("none", asked=nbytes)
+            raise CapacityError("none", requested=nbytes)
         return Mapping.anonymous(nbytes)
 
     arenas = ArenaPool(make, 4 * GRAIN)
@@ -273,7 +273,7 @@ def test_a_timeout_names_the_requested_and_the_free_bytes() -> None:
     with pytest.raises(CapacityError, match="quota") as caught:
         arenas.reserve(2 * GRAIN, timeout=0.2)
     assert 0.2 <= time.monotonic() - start < 2
-    assert (caught.value.asked, caught.value.free) == (2 * GRAIN, GRAIN)
+    assert (caught.value.requested, caught.value.free) == (2 * GRAIN, GRAIN)
 
 
 def test_more_than_the_quota_is_refused_without_waiting() -> None:

@@ -23,7 +23,7 @@ from omni_kvlink.memory.region import (
     check_available,
     is_sealed,
 )
-from omni_kvlink.payload.dtypes import tensor_view
+from omni_kvlink.payload.views import tensor_view
 
 
 def anonymous(nbytes: int = PAGE) -> Region:
@@ -170,7 +170,7 @@ def test_too_much_is_refused_before_the_kernel_is_asked() -> None:
     for make in (Mapping.anonymous, lambda n: Mapping.shared("test", n), check_available):
         with pytest.raises(CapacityError, match="available on this machine") as caught:
             make(nbytes)
-        assert caught.value.asked == nbytes
+        assert caught.value.requested == nbytes
         assert 0 < caught.value.free < nbytes
     check_available(available_bytes() // 2)
 

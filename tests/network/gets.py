@@ -9,15 +9,18 @@ from fault_harness import timed
 
 from omni_kvlink import KVLinkError
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.rig import SLACK
 
 
 class Get:
     """A get that verifies every byte."""
 
-    def __init__(self, reader: Remote, recipe: Recipe, timeout: float):
+    def __init__(self, reader: RemoteLink, recipe: Recipe, timeout: float):
         self._recipe, self._timeout, self._begun = recipe, timeout, time.monotonic()
-        self.future: Future[str] = reader.ask("get", key=recipe.key, timeout=timeout, verify="full")
+        self.future: Future[str] = reader.submit(
+            "get", key=recipe.key, timeout=timeout, verify="full"
+        )
         self._ended = timed(self.future)
 
     @property
@@ -37,7 +40,7 @@ class Get:
         return False
 
 
-def insist(reader: Remote, recipe: Recipe) -> None:
+def insist(reader: RemoteLink, recipe: Recipe) -> None:
     """Repeat a get until it succeeds."""
     deadline = time.monotonic() + PATIENCE
     while not (get := Get(reader, recipe, max(0.0, deadline - time.monotonic()))).arrived():

@@ -15,7 +15,7 @@ from key_fixtures import KeyFiles
 
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, Remote
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 
 _ports = itertools.count(7000)
 HAS_UCX = importlib.util.find_spec("ucxx") is not None
@@ -54,7 +54,7 @@ class Hosts:
         for peer in self._peers:
             if peer.process.poll() is None:
                 os.kill(peer.process.pid, signal.SIGKILL)
-            peer.end()
+            peer.close()
         self.cable.close()
 
 
@@ -71,24 +71,24 @@ class Pair:
     ):
         address = f"{hosts.cable.address[hosts.cable.left]}:{next(_ports)}"
         self.url = f"{scheme}://{address}"
-        self.producer = Remote(producer or hosts.producer, self.url)
+        self.producer = RemoteLink(producer or hosts.producer, self.url)
         how: dict[str, Any] = {"quota": 256 << 20}
         if scheme == "ucx":
             how["ucx_devices"] = "eth0"
         producer_options = hosts.key_files.producer_options if encrypted else {"insecure": True}
         consumer_options = hosts.key_files.consumer_options() if encrypted else {"insecure": True}
         self._consumer_options = {**how, **consumer_options}
-        self.producer.do("serve", url=self.url, **how, **producer_options)
+        self.producer.call("serve", url=self.url, **how, **producer_options)
         self.reader = self.connect(reader or hosts.reader)
 
-    def connect(self, peer: ProcessPeer) -> Remote:
+    def connect(self, peer: ProcessPeer) -> RemoteLink:
         """Connect another reader."""
-        reader = Remote(peer, self.url)
-        reader.do("connect", url=self.url, timeout=PATIENCE, **self._consumer_options)
+        reader = RemoteLink(peer, self.url)
+        reader.call("connect", url=self.url, timeout=PATIENCE, **self._consumer_options)
         return reader
 
     def put(self, recipe: Recipe) -> None:
-        self.producer.do("put", recipe=recipe.to_dict())
+        self.producer.call("put", recipe=recipe.to_dict())
 
     def get(self, recipe: Recipe, timeout: float = PATIENCE) -> Get:
         return Get(self.reader, recipe, timeout)
@@ -100,5 +100,5 @@ class Pair:
         insist(self.reader, recipe)
 
     def close(self) -> None:
-        self.reader.do("forget")
-        self.producer.do("forget")
+        self.reader.call("remove")
+        self.producer.call("remove")

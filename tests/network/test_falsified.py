@@ -13,8 +13,10 @@ from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, Remote, until
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.rig import until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000
@@ -23,8 +25,8 @@ HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000
 def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
     """The producer survives, and serves the next reader."""
     key_files, target, port = KeyFiles(tmp_path), start(), free_port()
-    producer, proxy = Remote(target, "p"), Proxy(port)
-    producer.do(
+    producer, proxy = RemoteLink(target, "p"), Proxy(port)
+    producer.call(
         "serve", url=f"zmq+tcp://127.0.0.1:{port}", quota=8 << 20, **key_files.producer_options
     )
     url = f"zmq+tcp://127.0.0.1:{proxy.port}"
@@ -34,7 +36,7 @@ def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
                 url, timeout=PATIENCE, quota=8 << 20, **key_files.consumer_options()
             ) as reader:
                 proxy.start_harm(FALSE[seed % 4], str(seed), mean=1)
-                get_id = reader.begin_get("never", timeout=PATIENCE)
+                get_id = begin_get(reader, "never", timeout=PATIENCE)
                 connection = proxy.connections[-1]
                 until(lambda it=connection: it.falsified > 0, "it was falsified")  # type: ignore[misc]
                 time.sleep(0.02)  # the producer has received it now
@@ -43,7 +45,7 @@ def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
                 get_id.cancel()
         time.sleep(HEARTBEATS)
         assert target.process.poll() is None
-        producer.do("put", recipe=sized("k", 1 << 20).to_dict())
+        producer.call("put", recipe=sized("k", 1 << 20).to_dict())
         with KVLink.connect(
             url, timeout=PATIENCE, quota=8 << 20, **key_files.consumer_options()
         ) as reader:

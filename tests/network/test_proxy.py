@@ -15,8 +15,10 @@ from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, Receipt, WireError
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, Remote, ThreadPeer, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
+from omni_kvlink.testing.rig import until, until_freed
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 SIZES = (200, 20_000, 300_000, 1_500_000)
@@ -41,10 +43,10 @@ class ProxyFixture:
         how: dict[str, Any] = {"quota": 64 << 20}
         self.producer = KVLink.serve(f"{scheme}://127.0.0.1:{port}", **how, **producer_options)
         self.proxy = Proxy(port)
-        self._peer = ThreadPeer()
-        self.reader = Remote(self._peer, "r")
+        self._peer = ThreadPeer(LinkCommands())
+        self.reader = RemoteLink(self._peer, "r")
         url = f"{scheme}://127.0.0.1:{self.proxy.port}"
-        self.reader.do("connect", url=url, timeout=PATIENCE, **how, **consumer_options)
+        self.reader.call("connect", url=url, timeout=PATIENCE, **how, **consumer_options)
         self.receipts: list[Receipt] = []
 
     def transfer(self, seed: str) -> list[Get]:
@@ -60,7 +62,7 @@ class ProxyFixture:
         return gets
 
     def close(self) -> None:
-        self._peer.end()
+        self._peer.close()
         self.producer.close()
         self.proxy.close()
 
@@ -70,7 +72,7 @@ def fixture(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ProxyFixture]:
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "GIVEN_UP_MS", 500)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 500)
     scheme, how = request.param.split(", ")
     key_files = KeyFiles(tmp_path)
     keys = (
@@ -98,7 +100,7 @@ def transfer_under(fixture: ProxyFixture, harm: str, seed: str, mean: float) -> 
 
 def check_the_end(fixture: ProxyFixture) -> None:
     """Check that nothing waits for a closed reader, and that falsified connections ended."""
-    fixture.reader.do("close")
+    fixture.reader.call("close")
     until(lambda: fixture.producer.stats()["readers"] == 0, "the producer noticed")
     for receipt in fixture.receipts:
         assert receipt.state in ("released", "failed", "committed"), receipt

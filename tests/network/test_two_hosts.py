@@ -16,7 +16,8 @@ from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, until
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
+from omni_kvlink.testing.rig import until
 
 DEAD, CUT = 1.0, 5.0
 """Seconds until a peer's death, and a disconnected cable, are detected."""
@@ -87,7 +88,7 @@ def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
     waiting = idle.get(sized("never", 1))
     busy.put(HUGE)
     coming = busy.get(HUGE)
-    until(lambda: busy.reader.do("stats")["memory"]["used"] > 0, "bytes come")
+    until(lambda: busy.reader.call("stats")["memory"]["used"] > 0, "bytes come")
     hosts.cable.disconnect()
     moment = time.monotonic()
     try:
@@ -106,7 +107,7 @@ def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
 
 
 def has_no_reader(pair: Pair) -> bool:
-    return not pair.producer.do("stats")["readers"]
+    return not pair.producer.call("stats")["readers"]
 
 
 def stopped_amid(target: ProcessPeer, pair: Pair, timeout: float) -> Get:
@@ -125,7 +126,7 @@ def stopped_amid(target: ProcessPeer, pair: Pair, timeout: float) -> Get:
 
 
 def is_coming(pair: Pair) -> bool:
-    used: int = pair.reader.do("stats")["memory"]["used"]
+    used: int = pair.reader.call("stats")["memory"]["used"]
     return used > 0
 
 
@@ -140,12 +141,12 @@ def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     assert isinstance(get.future.exception(), TransferTimeout)
     until(lambda: not is_coming(pair), "the reader's memory is free")
     os.kill(target.process.pid, signal.SIGCONT)
-    assert pair.reader.do("hold", key="next", timeout=PATIENCE) == fingerprint(next_one.make())
-    before = hosts.reader.do("look", key="next")
+    assert pair.reader.call("hold", key="next", timeout=PATIENCE) == fingerprint(next_one.make())
+    before = hosts.reader.call("hash_held", key="next")
     pair.put(sized("last", 1))  # sent after all that was late
     assert pair.get(sized("last", 1)).arrived()
-    assert hosts.reader.do("look", key="next") == before
-    hosts.reader.do("drop", key="next")
+    assert hosts.reader.call("hash_held", key="next") == before
+    hosts.reader.call("release", key="next")
     pair.close()
 
 
@@ -160,7 +161,7 @@ def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     assert get.arrived()
     assert get.moment - moment < CUT
     os.kill(target.process.pid, signal.SIGCONT)
-    target.do("forget", link=pair.url)
+    target.call("remove", link=pair.url)
     pair.close()
 
 
@@ -174,7 +175,7 @@ def test_dead_peers(hosts: Hosts) -> None:
     payloads = [sized(scheme, 1 << 20) for scheme in schemes]
     for pair, recipe in zip(lenders, payloads, strict=True):
         pair.put(recipe)
-        pair.reader.do("hold", key=recipe.key, timeout=PATIENCE)
+        pair.reader.call("hold", key=recipe.key, timeout=PATIENCE)
     moment = max(kill(target) for target in targets.values())
     for pair, recipe in zip(lenders, payloads, strict=True):
         pair.reader = pair.connect(hosts.reader)

@@ -274,12 +274,12 @@ def test_blank_plans_what_is_put_later() -> None:
     assert blank.plan() == real.plan()
     assert all(isinstance(t, torch.Tensor) and t.is_meta for t in blank.tensors())
     smaller = TensorTransferData("r", {"a": torch.ones(1, 4), "b": [torch.ones(2).long()]})
-    plan = smaller.plan(capacity=blank.plan().with_room())
+    plan = smaller.plan(capacity=blank.plan().as_capacity())
     assert [spec.nbytes for spec in plan.tensors] == [16, 16]
     with pytest.raises(SchemaError, match="branch 'tensors', tensor 'a': 64 bytes, allocated"):
-        TensorTransferData("r", {"a": torch.ones(4, 4)}).plan(capacity=blank.plan().with_room())
+        TensorTransferData("r", {"a": torch.ones(4, 4)}).plan(capacity=blank.plan().as_capacity())
     with pytest.raises(SchemaError, match="'tensors/z'"):
-        TensorTransferData("r", {"z": torch.ones(1)}).plan(capacity=blank.plan().with_room())
+        TensorTransferData("r", {"z": torch.ones(1)}).plan(capacity=blank.plan().as_capacity())
 
 
 def test_a_plan_cannot_be_saved(tmp_path: Path) -> None:

@@ -193,18 +193,18 @@ class SimPool:
         self._free = list(range(256))
         self.blocks = 0
 
-    def take(self, nbytes: int, waiter: object) -> None:
+    def allocate(self, nbytes: int, waiter: object) -> None:
         assert nbytes <= BLOCK
         self.blocks += 1
-        waiter.placed(self._free.pop())  # type: ignore[attr-defined]
+        waiter.on_allocated(self._free.pop())  # type: ignore[attr-defined]
 
-    def forget(self, waiter: object) -> None:
+    def cancel(self, waiter: object) -> None:
         pass
 
     def region(self, block: int) -> Region:
         return self._mapping.region.slice(block * BLOCK, BLOCK)
 
-    def give(self, block: int) -> None:
+    def free(self, block: int) -> None:
         assert block not in self._free, "given back twice"
         self.region(block).view()[:] = b"\xcc" * BLOCK
         self._free.append(block)
@@ -219,13 +219,13 @@ class FarSession(RemoteSession):
         self._connection = connection
 
     @property
-    def pace(self) -> FetchLimits:
+    def fetch_limits(self) -> FetchLimits:
         return FetchLimits(500, 1500)
 
-    def _carry(self, message: Message) -> None:
+    def _transmit(self, message: Message) -> None:
         self._connection.to_producer.send(message)
 
-    def _hang_up(self) -> None:
+    def _close_connection(self) -> None:
         self._connection.break_off()
 
 
@@ -249,7 +249,7 @@ class FarConnection:
         self.to_producer.cut()
         self.to_reader.cut()
         self.bytes_to_reader.cut()
-        self.clock.soon(partial(self.session.end, PeerLostError("gone")), 0.3)
+        self.clock.soon(partial(self.session.disconnect, PeerLostError("gone")), 0.3)
         self.clock.soon(self._on_peer_lost, 0.3)
 
     def _on_peer_lost(self) -> None:
@@ -273,7 +273,7 @@ class FarConnection:
             else:
                 self.session.on_message(message)
         except KVLinkError as error:
-            self.session.end(error)
+            self.session.disconnect(error)
 
 
 class FarConsumer(SimConsumer):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import LAYOUTS, Layout, paged
+from paged_fixtures import LAYOUTS, Layout, paged
 from payloads import bits, cache, empty
 
 from omni_kvlink import (

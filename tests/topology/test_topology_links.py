@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import COPIERS
+from paged_fixtures import COPIERS
 from test_topology import blank_like, contents, shard_of_cache, shard_of_latent, whole
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Shard

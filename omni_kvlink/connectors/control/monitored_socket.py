@@ -21,7 +21,7 @@ MAX_QUEUED = 4096
 """Messages that may wait for one peer; a peer with more is disconnected."""
 LINGER_MS = 100
 """Time for the last messages to leave when a socket closes."""
-HEARTBEAT_MS, GIVEN_UP_MS = 500, 4000
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 4000
 """Interval of heartbeats; time without an answer after which a peer is disconnected."""
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
@@ -205,9 +205,9 @@ def _set_options(socket: zmq.Socket[bytes], max_frame_nbytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_nbytes + _CURVE_OVERHEAD)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, GIVEN_UP_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     # ZMQ sends no heartbeat while a message waits to leave: TCP must detect a dead peer then.
-    socket.setsockopt(zmq.TCP_MAXRT, GIVEN_UP_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
 

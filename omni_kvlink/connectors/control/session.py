@@ -181,7 +181,11 @@ class ControlSession(RemoteSession):
             self._close_connection()
             self.connect()
             return
-        self._is_greeted, self.incarnation, self.transports = True, hello.incarnation, hello.transports
+        self._is_greeted, self.incarnation, self.transports = (
+            True,
+            hello.incarnation,
+            hello.transports,
+        )
         self._on_greeted()
 
     def _on_greeted(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.header import ALIGN
+from omni_kvlink.payload.manifest import ALIGN
 
 _ZEROS = np.zeros(ALIGN, np.uint8)
 _PADDING = Region(_ZEROS.ctypes.data, ALIGN, _ZEROS)
@@ -63,7 +63,7 @@ class DirectSource:
             raise WireError(f"bytes {start}…{stop} are not in one part of this payload")
         return region.slice(start - part.start, stop - start)
 
-    def took(self, claim: Hashable, start: int, stop: int) -> None:
+    def mark_sent(self, claim: Hashable, start: int, stop: int) -> None:
         """Record that bytes, as given to `find`, have been sent for a get."""
         if self._at(start).is_tensor:
             sent = self._sent.setdefault(claim, RangeSet())
@@ -71,11 +71,11 @@ class DirectSource:
             self._unsent_nbytes[claim] = self._unsent_nbytes.get(claim, self._nbytes) - new
             sent.add(start, stop)
 
-    def has_all(self, claim: Hashable) -> bool:
+    def has_sent_all(self, claim: Hashable) -> bool:
         """Return whether every byte of the tensors has been sent for a get."""
         return not self._unsent_nbytes.get(claim, self._nbytes)
 
-    def give_back(self) -> None:
+    def release_tensors(self) -> None:
         """Drop the references to the caller's tensors; they may be modified again."""
         for part in self._parts:
             if part.is_tensor:

@@ -32,7 +32,7 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.header import MAX_HEADER, MAX_TENSORS
+from omni_kvlink.payload.manifest import MAX_HEADER, MAX_TENSORS
 
 NEVER_ANNOUNCED = "never announced by the producer"
 

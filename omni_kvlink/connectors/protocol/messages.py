@@ -269,7 +269,9 @@ def shorten(reason: str) -> str:
 def own_hello(incarnation: str = "", transports: tuple[str, ...] = ()) -> Hello:
     """Return the Hello of this process: boot id, pid and start time together are unique."""
     incarnation = incarnation or os.urandom(8).hex()
-    return Hello(PROTOCOL, _boot_id(), os.getpid(), _start_time(), incarnation, __version__, transports)
+    return Hello(
+        PROTOCOL, _boot_id(), os.getpid(), _start_time(), incarnation, __version__, transports
+    )
 
 
 def common_version(theirs: tuple[int, int]) -> int | None:

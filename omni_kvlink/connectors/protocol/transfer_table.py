@@ -121,7 +121,7 @@ class Transfer:
         """Whether no reader needs the caller's own tensors any more."""
         if self.direct is None:
             return True
-        return not self.unclaimed and all(map(self.direct.has_all, self.leases))
+        return not self.unclaimed and all(map(self.direct.has_sent_all, self.leases))
 
     def wait_sent(self, deadline: float) -> None:
         """Block until `is_sent` may be true, or the transfer has ended.
@@ -369,7 +369,7 @@ class TransferTable:
             transfer.location, transfer.unclaimed = location, readers
         transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
         if transfer.direct is not None:
-            transfer.direct.give_back()
+            transfer.direct.release_tensors()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
         self.counters["committed"] += 1
         for peer, get_id in transfer.leases:
@@ -484,7 +484,7 @@ class TransferTable:
     def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
         """The bytes `start` to `stop` were sent to a reader."""
         if transfer.direct is not None:
-            transfer.direct.took(claim, start, stop)
+            transfer.direct.mark_sent(claim, start, stop)
             self._check_sent(transfer)
 
     def cancel_gets(self, peer: Peer) -> None:
@@ -600,7 +600,7 @@ class TransferTable:
             del self._live[transfer.key]
         self.counters[state.value] += 1
         if transfer.direct is not None:
-            transfer.direct.give_back()
+            transfer.direct.release_tensors()
         transfer.done.set()
         transfer.all_sent.set()
         self._free_if_unused(transfer)

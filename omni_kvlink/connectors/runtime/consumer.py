@@ -36,7 +36,7 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.header import MAX_HEADER
+from omni_kvlink.payload.manifest import MAX_HEADER
 
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""
@@ -196,7 +196,11 @@ class SessionConsumer(Consumer):
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
             session = self._session
-            return session is not None and session is not old and session.incarnation == old.incarnation
+            return (
+                session is not None
+                and session is not old
+                and session.incarnation == old.incarnation
+            )
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:

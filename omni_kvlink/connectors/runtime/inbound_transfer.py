@@ -9,15 +9,21 @@ from typing import TypeAlias
 
 from omni_kvlink.connectors.base import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
-from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, Offer, Outcome, shorten
 from omni_kvlink.connectors.protocol.get_table import Progress
+from omni_kvlink.connectors.protocol.messages import (
+    Chunk,
+    Committed,
+    Layer,
+    Offer,
+    Outcome,
+    shorten,
+)
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 from omni_kvlink.memory.arena import Block
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.header import ALIGN, MAX_HEADER, MAX_TENSORS
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import ALIGN, MAX_HEADER, MAX_TENSORS, Manifest
 
 _HEAD, _WHOLE, _TENSOR = "head", "whole", "tensor"
 Label: TypeAlias = "str | Layer"

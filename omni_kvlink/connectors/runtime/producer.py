@@ -257,7 +257,9 @@ class PooledProducer(Producer):
 
     def direct_refusal(self, device: str) -> str:
         """Return the reason of the first listener that cannot; "" if all can."""
-        return next(filter(None, (listener.direct_refusal(device) for listener in self.listeners)), "")
+        return next(
+            filter(None, (listener.direct_refusal(device) for listener in self.listeners)), ""
+        )
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Reserve a slot of the pool; blocks while the pool is full."""
@@ -272,7 +274,7 @@ class PooledProducer(Producer):
         except CapacityError as error:
             self._abort(transfer)
             raise CapacityError(
-                f"key {key!r}: {error}", asked=error.asked, free=error.free
+                f"key {key!r}: {error}", requested=error.requested, free=error.free
             ) from None
         except BaseException:
             self._abort(transfer)

@@ -118,7 +118,7 @@ class ReceivePool:
     def _serve(self) -> None:
         """Serve the requests that fit: a large one that waits holds up no small one."""
         for waiter, nbytes in list(self._waiting.items()):
-            block = self._pool.place(nbytes)
+            block = self._pool.try_reserve(nbytes)
             if block is not None:
                 self._give(waiter, block)
         if self._growing is None:

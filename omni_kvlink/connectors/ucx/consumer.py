@@ -12,7 +12,13 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-from omni_kvlink.connectors.protocol.messages import Chunk, TransportAddress, Message, Release, unexpected
+from omni_kvlink.connectors.protocol.messages import (
+    Chunk,
+    Message,
+    Release,
+    TransportAddress,
+    unexpected,
+)
 from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings

@@ -13,10 +13,10 @@ from typing import Any
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.executor.dp_router import DPRouter
+from omni_kvlink.engine.kv.budget import Budget
 from omni_kvlink.engine.kv.kv_entry import KVState
 from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.sched.budget import Budget
 from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import CapacityError, TransferTimeout
 
@@ -149,7 +149,7 @@ class RemoteKVManager:
             entry = self._entries.pop(request.request_id, None)
             if entry is None:
                 return
-            self._budget.give_back(request.request_id)
+            self._budget.release(request.request_id)
             self._router.remove(request.request_id)
             self._counts["freed"] += 1
             state, entry.state = entry.state, KVState.ABSENT

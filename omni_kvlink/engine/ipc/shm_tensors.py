@@ -33,7 +33,7 @@ class ShmTensorWriter:
         self._retired: list[int] = []
         self._announced: set[int] = set()
         make = partial(Mapping.shared, "kvlink-shm-tensors")
-        self._pool = ArenaPool(make, quota, self._retired.append, least=min(quota, _MIN_ARENA))
+        self._pool = ArenaPool(make, quota, self._retired.append, min_arena=min(quota, _MIN_ARENA))
 
     def write(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
         """Copy a tensor into shared memory, for which it waits up to 10 s; a `WriteTensor`.
@@ -53,7 +53,7 @@ class ShmTensorWriter:
             raise CapacityError(
                 f"a tensor of {nbytes} bytes in a message: {error.free} are free of the "
                 f"{self._pool.quota} that messages to one process may use; send less at once",
-                asked=nbytes,
+                requested=nbytes,
                 free=error.free,
             ) from None
         blocks.append(block)

@@ -48,7 +48,7 @@ class BlockManager:
             raise CapacityError(
                 f"{blocks} blocks of {self.block_size} tokens needed, {len(self._free)} of "
                 f"{self.num_blocks} are free: raise num_blocks",
-                asked=blocks,
+                requested=blocks,
                 free=len(self._free),
             )
         taken = [self._free.popleft() for _ in range(blocks)]

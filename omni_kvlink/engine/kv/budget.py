@@ -53,7 +53,7 @@ class Budget:
             )
         self._reserved[request_id] = nbytes
 
-    def give_back(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """Release a request's reservation, if it has one."""
         self._reserved.pop(request_id, None)
 

@@ -172,7 +172,7 @@ class DiffusionKVManager:
         """
         with self._changed:
             entry = self._entries.pop(request.request_id, None)
-            self._budget.give_back(request.request_id)
+            self._budget.release(request.request_id)
         if entry is not None:
             entry.close()
             self._count("freed")

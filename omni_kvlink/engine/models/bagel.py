@@ -48,8 +48,11 @@ class BagelUtility(ModelUtility):
     ):
         super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
-        rank, of = self.process_group.place.tensor, self.process_group.parallel.tensor_parallel_size
-        self._split = Split(rank, of, self.process_group.total) if of > 1 else Split()
+        rank, of = (
+            self.process_group.coords.tensor,
+            self.process_group.parallel.tensor_parallel_size,
+        )
+        self._split = Split(rank, of, self.process_group.all_reduce) if of > 1 else Split()
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
@@ -158,7 +161,7 @@ class BagelUtility(ModelUtility):
                 for name, blocks in block_ids.items()
             },
         )
-        self._pipeline.forget()
+        self._pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
@@ -169,7 +172,7 @@ class BagelUtility(ModelUtility):
 
     def _own_branches(self) -> tuple[str, ...]:
         return BRANCHES[
-            self.process_group.place.guidance :: self.process_group.parallel.cfg_parallel_size
+            self.process_group.coords.guidance :: self.process_group.parallel.cfg_parallel_size
         ]
 
     def _shard(self) -> Shard | None:

@@ -156,10 +156,10 @@ def _denoise(
 
 def _settle(pipeline: BagelSteps, outputs: dict[str, DiffusionOutput]) -> None:
     """If several ranks share the batch, add the errors of the others."""
-    if pipeline.hooks.settle is None:
+    if pipeline.hooks.sync_errors is None:
         return
     errors = {key: output.error for key, output in outputs.items() if output.error is not None}
-    for key, error in pipeline.hooks.settle(errors).items():
+    for key, error in pipeline.hooks.sync_errors(errors).items():
         outputs[key] = _failed(key, error)
 
 

@@ -38,7 +38,7 @@ class SequenceBlocks:
         if stop > len(self._slots):
             raise CapacityError(
                 f"{stop} tokens for {len(self.block_ids)} blocks of {self.pools.block_size}",
-                asked=stop,
+                requested=stop,
                 free=len(self._slots),
             )
         self.claimed = stop

@@ -34,7 +34,7 @@ class _Phase(enum.IntEnum):
 class BatchSync:
     """Synchronizes the ranks of a group over one batch after the other.
 
-    Every method but `abort`, `is_cancelled` and `has_heard` must be called by all ranks, and blocks
+    Every method but `abort`, `is_cancelled` and `is_aborted_here` must be called by all ranks, and blocks
     until they do; on a rank that is alone nothing communicates. `abort` may be called from any
     thread, and reaches the ranks at different times; `is_cancelled` changes on all of them at the
     same step.
@@ -76,7 +76,7 @@ class BatchSync:
         """Whether all ranks know that the request was aborted."""
         return request_id in self._cancelled
 
-    def has_heard(self, request_id: str) -> bool:
+    def is_aborted_here(self, request_id: str) -> bool:
         """Whether this rank knows that the request was aborted, and must report it as an error."""
         return request_id in self._aborted
 
@@ -107,7 +107,7 @@ class BatchSync:
             if any(flags)
         )
 
-    def settle(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+    def sync_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
         """Exchange the errors of running requests.
 
         A rank that failed may call this early; the others then raise RankFailed at their next step,
@@ -122,7 +122,7 @@ class BatchSync:
         return self._exchange(_Phase.SETTLE, errors)
 
     def end(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        """End the batch: exchange its last errors, as `settle` does."""
+        """End the batch: exchange its last errors, as `sync_errors` does."""
         merged = self._exchange(_Phase.END, errors)
         with self._lock:
             self._running = []

@@ -46,7 +46,7 @@ class SharedBranches:
         failure: Exception | None = None
         try:
             for branch in branches:
-                if self._owners[branch] == group.place.guidance:
+                if self._owners[branch] == group.coords.guidance:
                     own[branch] = compute(branch)
         except Exception as error:
             failure = error

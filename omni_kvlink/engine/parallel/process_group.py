@@ -48,11 +48,11 @@ class ProcessGroup:
 
     def __init__(
         self,
-        place: RankCoords = RankCoords(0, 0, 0),  # noqa: B008 - frozen
+        coords: RankCoords = RankCoords(0, 0, 0),  # noqa: B008 - frozen
         parallel: DiffusionParallelConfig = DiffusionParallelConfig(),  # noqa: B008 - frozen
     ):
-        self.place, self.parallel = place, parallel
-        self._ranks = list(group_ranks(place.group, parallel))
+        self.coords, self.parallel = coords, parallel
+        self._ranks = list(group_ranks(coords.group, parallel))
         self.is_alone = len(self._ranks) == 1
         self._joined = self._aborted = False
         self._all: dist.ProcessGroup | None = None
@@ -130,13 +130,13 @@ class ProcessGroup:
         if self.parallel.cfg_parallel_size == 1:
             return flow
         flow = flow.contiguous()
-        sender = guidance * self.parallel.tensor_parallel_size + self.place.tensor
+        sender = guidance * self.parallel.tensor_parallel_size + self.coords.tensor
         with self._abort_on_error():
             # as bytes: backends do not support every dtype
             dist.broadcast(flow.view(torch.uint8), self._ranks[sender], group=self._guidance)
         return flow
 
-    def total(self, share: Tensor) -> Tensor:
+    def all_reduce(self, share: Tensor) -> Tensor:
         """Sum a tensor over the tensor ranks; the same bits on each of them."""
         if self.parallel.tensor_parallel_size == 1:
             return share

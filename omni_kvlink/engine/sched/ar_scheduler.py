@@ -71,7 +71,7 @@ class OmniARScheduler(Scheduler):
                 f"request {request.request_id!r} needs {total} blocks of "
                 f"{self.blocks.block_size} tokens, there are {self.blocks.num_blocks}: "
                 "raise num_blocks",
-                asked=total,
+                requested=total,
                 free=self.blocks.num_blocks,
             )
         return needed

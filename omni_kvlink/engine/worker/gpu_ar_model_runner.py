@@ -45,7 +45,7 @@ class GPUARModelRunner:
         self.kv_manager: DiffusionKVManager | None = None  # no KV comes from another stage
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
         self._sink = KVSink(
-            config.kv, heads=self.utility.kv_heads(), tensor=self.process_group.place.tensor
+            config.kv, heads=self.utility.kv_heads(), tensor=self.process_group.coords.tensor
         )
         self.kv_sink: KVSink | None = self._sink
         self._batch_sync = BatchSync(self.process_group)
@@ -93,7 +93,7 @@ class GPUARModelRunner:
         """Runs alike on every rank: the ranks agree before they compute, and after."""
         started, key = time.perf_counter(), request.request_id
         output = DiffusionOutput(key)
-        errors = self._batch_sync.settle(self._aborted(request))
+        errors = self._batch_sync.sync_errors(self._aborted(request))
         if not errors:
             try:
                 output = self._read_and_send(request, blocks, started)
@@ -101,7 +101,7 @@ class GPUARModelRunner:
                 errors[key] = error
             finally:
                 request.past_key_values = None
-            errors = self._batch_sync.settle(errors)
+            errors = self._batch_sync.sync_errors(errors)
         return self._failed(request, errors[key]) if key in errors else output
 
     def _read_and_send(
@@ -122,7 +122,7 @@ class GPUARModelRunner:
     def _aborted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
         """A RequestAborted by request id, if this rank knows that the request was aborted."""
         key = request.request_id
-        if not self._batch_sync.has_heard(key):
+        if not self._batch_sync.is_aborted_here(key):
             return {}
         return {key: RequestAborted(f"request {key!r} was aborted")}
 

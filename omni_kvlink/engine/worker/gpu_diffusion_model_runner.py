@@ -64,7 +64,7 @@ class GPUDiffusionModelRunner:
             self.cache_backend.enable(self.pipeline)
 
     def _init_connector(self) -> None:
-        kv, heads, coords = self.config.kv, self.utility.kv_heads(), self.process_group.place
+        kv, heads, coords = self.config.kv, self.utility.kv_heads(), self.process_group.coords
         if kv.sinks:
             self.kv_sink = KVSink(kv, heads=heads, tensor=coords.tensor)
         if kv.sources:
@@ -207,4 +207,4 @@ class GPUDiffusionModelRunner:
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "forget"):
-            self.pipeline.forget()
+            self.pipeline.release_caches()

@@ -38,7 +38,7 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
         super()._load_model()
         hooks, sync, group = self.pipeline.hooks, self._batch_sync, self.process_group
         hooks.branches = SharedBranches(self.utility.branches, group, sync)
-        hooks.settle, hooks.decode = sync.settle, group.place.is_leader
+        hooks.sync_errors, hooks.decode = sync.sync_errors, group.coords.is_leader
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
         self._batch_sync.begin([request.request_id for request in requests])
@@ -48,7 +48,7 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
             request.is_cancelled = partial(self._batch_sync.is_cancelled, request.request_id)
 
     def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        return self._batch_sync.settle(errors)
+        return self._batch_sync.sync_errors(errors)
 
     def _end(
         self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]

@@ -50,7 +50,7 @@ class BranchesHook(Protocol):
         """
 
 
-class SettleHook(Protocol):
+class SyncErrorsHook(Protocol):
     """Shares the errors of requests between ranks."""
 
     def __call__(self, errors: Mapping[str, Exception]) -> Mapping[str, Exception]:
@@ -74,5 +74,5 @@ class DenoiseHooks:
     velocity: VelocityHook | None = None
     layers: LayersHook | None = None
     branches: BranchesHook | None = None
-    settle: SettleHook | None = None
+    sync_errors: SyncErrorsHook | None = None
     decode: bool = True

@@ -203,7 +203,7 @@ class BagelPipeline(BagelSteps):
             "image_shape": last.image_shape,
         }
 
-    def forget(self) -> None:
+    def release_caches(self) -> None:
         """Drop the last request's caches, which keep a link's memory reserved if they are in it."""
         self._last = None
 

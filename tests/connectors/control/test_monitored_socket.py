@@ -15,6 +15,7 @@ from omni_kvlink import KVLink
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
 from omni_kvlink.connectors.protocol.messages import Failed, Get
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -88,7 +89,7 @@ def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
         KVLink.serve(fresh_url("tcp", sockets)) as producer,
         KVLink.connect(producer.url, timeout=5) as reader,
     ):
-        first = reader.begin_get("first", timeout=5)
+        first = begin_get(reader, "first", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         end: Any = reader._end
         session = end._session
@@ -101,7 +102,7 @@ def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
 
         session._loop.call(block)
         assert blocked.wait(5)
-        second = reader.begin_get("second", timeout=5)
+        second = begin_get(reader, "second", timeout=5)
         producer.fail("first", "failed by the test")
         go_on.set()
         assert first.future.exception(2) is not None

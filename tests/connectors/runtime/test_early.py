@@ -10,12 +10,14 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.link import put_operation as sending
+from omni_kvlink.link import producer as sending
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote, ThreadPeer, expect, until, until_asked
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
+from omni_kvlink.testing.rig import SLACK, expect, until, until_requested
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 RECIPE = Recipe("k", layers=9, tokens=100)
@@ -48,11 +50,11 @@ def producer(
 
 
 @pytest.fixture
-def reader(producer: KVLink) -> Iterator[Remote]:
-    threads = ThreadPeer()
-    threads.do("connect", link="r", url=producer.url, timeout=5)
-    yield Remote(threads, "r")
-    threads.end()
+def reader(producer: KVLink) -> Iterator[RemoteLink]:
+    threads = ThreadPeer(LinkCommands())
+    threads.call("connect", link="r", url=producer.url, timeout=5)
+    yield RemoteLink(threads, "r")
+    threads.close()
 
 
 def halt(producer: KVLink, error: Exception | None = None) -> None:
@@ -61,36 +63,36 @@ def halt(producer: KVLink, error: Exception | None = None) -> None:
 
 
 def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
-    producer: KVLink, reader: Remote
+    producer: KVLink, reader: RemoteLink
 ) -> None:
     halt(producer)
-    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
-    until_asked(producer, 1)
+    get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
+    until_requested(producer, 1)
     receipt = producer.put(RECIPE.make())
     assert get.result(PATIENCE) == fingerprint(RECIPE.make())
     receipt.wait(timeout=5)
 
 
-def test_a_put_that_fails_is_reported(producer: KVLink, reader: Remote) -> None:
+def test_a_put_that_fails_is_reported(producer: KVLink, reader: RemoteLink) -> None:
     """In milliseconds, and the key can be put again."""
     halt(producer, MemoryError("no more"))
-    get = reader.ask("get", key="k", timeout=PATIENCE)
-    until_asked(producer, 1)
+    get = reader.submit("get", key="k", timeout=PATIENCE)
+    until_requested(producer, 1)
     with pytest.raises(MemoryError):
         producer.put(RECIPE.make())
-    expect(TransferFailed, lambda: get.result(PATIENCE), within=SLACK, words=("gave it up",))
+    expect(TransferFailed, lambda: get.result(PATIENCE), within=SLACK, mentions=("gave it up",))
     receipt = producer.put(RECIPE.make())
-    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
+    assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
     receipt.wait(timeout=5)
 
 
 def test_nothing_is_announced_without_a_waiting_get(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: Remote
+    producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: RemoteLink
 ) -> None:
     begun = list[object]()
     monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))
     producer.put(RECIPE.make())
-    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
+    assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
     assert not begun
 
 

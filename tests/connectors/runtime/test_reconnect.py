@@ -16,8 +16,10 @@ from zmq_fixtures import free_port
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, SLACK, Remote, ThreadPeer, expect, until
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
+from omni_kvlink.testing.rig import SLACK, expect, until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
@@ -88,22 +90,22 @@ def cable(port: int) -> Iterator[Cable]:
 
 
 @pytest.fixture
-def reader(producer: KVLink, cable: Cable) -> Iterator[Remote]:
-    threads = ThreadPeer()
-    threads.do("connect", link="r", url=f"zmq+tcp://127.0.0.1:{cable.port}", timeout=5)
-    yield Remote(threads, "r")
-    threads.end()
+def reader(producer: KVLink, cable: Cable) -> Iterator[RemoteLink]:
+    threads = ThreadPeer(LinkCommands())
+    threads.call("connect", link="r", url=f"zmq+tcp://127.0.0.1:{cable.port}", timeout=5)
+    yield RemoteLink(threads, "r")
+    threads.close()
 
 
 def waiting(producer: KVLink) -> bool:
     return bool(producer.stats()["transfers"]["waiting"] == 1)
 
 
-def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: Remote) -> None:
-    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
+    get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     for session in range(1, 4):
         until(lambda: waiting(producer), "the get arrived")
-        assert reader.do("stats")["sessions"] == session
+        assert reader.call("stats")["sessions"] == session
         cable.cut()
         until(lambda: not waiting(producer), "the cut was seen")
     until(lambda: waiting(producer), "it asked again")
@@ -112,10 +114,10 @@ def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: Remote) -> Non
     receipt.wait(timeout=5)
 
 
-def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Remote) -> None:
+def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
     recipe = sized("k", 200 << 20)
     data = recipe.make()
-    get = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     until(lambda: waiting(producer), "the get arrived")
     receipt = producer.put(data)
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "its bytes are coming")
@@ -125,15 +127,15 @@ def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Re
     receipt.wait(timeout=5)
 
 
-def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: Remote) -> None:
-    stream = reader.ask("stream_get", key="k", timeout=PATIENCE)
+def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
+    stream = reader.submit("stream_get", key="k", timeout=PATIENCE)
     until(lambda: waiting(producer), "the get arrived")
     cable.cut()
     until(lambda: not waiting(producer), "the cut was seen")
     receipt = producer.put(Recipe("k").make())
     stream.result(PATIENCE)
-    assert reader.handle.do("whole", key="k", timeout=5) == fingerprint(Recipe("k").make())
-    reader.handle.do("drop", key="k")
+    assert reader.peer.call("wait_stream", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    reader.peer.call("release", key="k")
     receipt.wait(timeout=5)
 
 
@@ -153,10 +155,10 @@ def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
 
 
 def test_a_restarted_producer_is_not_asked_again(
-    port: int, producer: KVLink, cable: Cable, reader: Remote
+    port: int, producer: KVLink, cable: Cable, reader: RemoteLink
 ) -> None:
     """The payload died with the producer: the get fails at once, not at its deadline."""
-    get = reader.ask("get", key="k", timeout=PATIENCE)
+    get = reader.submit("get", key="k", timeout=PATIENCE)
     until(lambda: waiting(producer), "the get arrived")
     cable.cut()
     producer.close()

@@ -20,7 +20,8 @@ from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
+from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
@@ -64,21 +65,21 @@ def test_producer_killed(field: Field, start: Start, point: str, noticed: float)
     """The payload arrives whole, or the get fails at once."""
     target = start({point: "kill"})
     producer, reader = field.serve_at(target), field.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    waiting = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    dying = producer.ask("put", recipe=BIG.to_dict())
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    dying = producer.submit("put", recipe=BIG.to_dict())
     target.process.wait(PATIENCE)
     moment = time.monotonic()
     if point == "publish.after" and waiting.exception(PATIENCE) is None:
         assert waiting.result() == fingerprint(BIG.make())
     else:
-        expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
+        expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("'k'",))
     assert ended.result(PATIENCE) - moment < noticed
-    with contextlib.suppress(PeerGone):  # it may have answered before it was killed
+    with contextlib.suppress(PeerExited):  # it may have answered before it was killed
         dying.result(PATIENCE)
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
-    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "the reader's memory is free")
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
 def test_what_was_received_outlives_its_producer(
@@ -86,19 +87,19 @@ def test_what_was_received_outlives_its_producer(
 ) -> None:
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("put", recipe=BIG.to_dict())
-    assert reader.do("hold", key="k", timeout=5) == fingerprint(BIG.make())
-    before = field.here.do("look", key="k")
-    waiting = reader.ask("get", key="other", timeout=PATIENCE)
+    producer.call("put", recipe=BIG.to_dict())
+    assert reader.call("hold", key="k", timeout=5) == fingerprint(BIG.make())
+    before = field.here.call("hash_held", key="k")
+    waiting = reader.submit("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     moment = kill(target)
-    expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'other'",))
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("'other'",))
     assert ended.result(PATIENCE) - moment < noticed
-    assert field.here.do("look", key="k") == before
-    assert reader.do("stats")["memory"]["used"] > 0
-    field.here.do("drop", key="k")
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
+    assert field.here.call("hash_held", key="k") == before
+    assert reader.call("stats")["memory"]["used"] > 0
+    field.here.call("release", key="k")
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "the reader's memory is free")
 
 
 @EACH
@@ -106,20 +107,22 @@ def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
     """After a restart, a waiting reader gets the next payload within 2 s."""
     target, successor = start(), start()
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("put", recipe=BIG.to_dict())
-    reader.do("get", key="k", timeout=5)
-    producer.do("put", recipe=Recipe("lost").to_dict())
-    successor.do("usage")  # its imports are done
+    producer.call("put", recipe=BIG.to_dict())
+    reader.call("get", key="k", timeout=5)
+    producer.call("put", recipe=Recipe("lost").to_dict())
+    successor.call("usage")  # its imports are done
     kill(target)
-    until(lambda: not reader.do("stats")["connected"], "the reader noticed")
-    waiting = reader.ask("get", key="new", timeout=PATIENCE)
+    until(lambda: not reader.call("stats")["connected"], "the reader noticed")
+    waiting = reader.submit("get", key="new", timeout=PATIENCE)
     moment = time.monotonic()
     again = field.serve_at(successor)
-    again.do("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
+    again.call("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
     assert waiting.result(PATIENCE) == fingerprint(sized("new", 1 << 20, seed=9).make())
     assert time.monotonic() - moment < 2
-    expect(TransferTimeout, lambda: reader.do("get", key="lost", timeout=0.1), words=("never",))
-    assert reader.do("stats")["sessions"] == 2
+    expect(
+        TransferTimeout, lambda: reader.call("get", key="lost", timeout=0.1), mentions=("never",)
+    )
+    assert reader.call("stats")["sessions"] == 2
 
 
 def test_writer_killed_between_layers(field: Field, start: Start, noticed: float) -> None:
@@ -128,17 +131,17 @@ def test_writer_killed_between_layers(field: Field, start: Start, noticed: float
     layers = {layer: hash_tensors(views) for (_, layer), views in layers_of(recipe.make()).items()}
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("stream_put", recipe=recipe.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
-    target.do("write", key="s", layer=1)
-    assert reader.handle.do("layer", key="s", layer=1, timeout=5) == layers[1]
-    waiting = reader.handle.ask("layer", key="s", layer=2, timeout=PATIENCE)
+    producer.call("stream_put", recipe=recipe.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
+    target.call("write", key="s", layer=1)
+    assert reader.peer.call("wait_layer", key="s", layer=1, timeout=5) == layers[1]
+    waiting = reader.peer.submit("wait_layer", key="s", layer=2, timeout=PATIENCE)
     ended = timed(waiting)
     moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < noticed
-    reader.handle.do("drop", key="s")
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
+    reader.peer.call("release", key="s")
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "the reader's memory is free")
 
 
 # A reader dies
@@ -148,7 +151,7 @@ def test_reader_killed_while_waiting(field: Field, start: Start, noticed: float)
     target = start()
     producer = field.serve()
     dying = field.connect_at(target)
-    dying.ask("get", key="k", timeout=PATIENCE)
+    dying.submit("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     kill(target)
     until(lambda: producer.stats()["readers"] == 0, "the producer noticed", noticed)
@@ -163,7 +166,7 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str, notice
     producer = field.serve()
     dying, reader = field.connect_at(target), field.connect()
     receipt = producer.put(BIG.make())
-    taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
+    taken = dying.submit("get" if "." in how else how, key="k", timeout=5)
     if "." in how:
         target.process.wait(PATIENCE)
         moment = time.monotonic()
@@ -171,7 +174,7 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str, notice
         taken.result(PATIENCE)
         assert receipt.state == "leased"
         moment = kill(target)
-    waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    waiting = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     assert waiting.result(PATIENCE) == fingerprint(BIG.make())
     assert time.monotonic() - moment < noticed
     receipt.wait(timeout=5)
@@ -184,10 +187,10 @@ def test_reader_killed_and_nobody_else_comes(field: Field, start: Start, noticed
     producer = field.serve()
     dying = field.connect_at(target)
     receipt = producer.put(BIG.make(), ttl=0.3)
-    dying.do("hold", key="k", timeout=5)
+    dying.call("hold", key="k", timeout=5)
     kill(target)
     expect(
-        TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, words=("expired",)
+        TransferFailed, lambda: receipt.wait(timeout=5), within=0.3 + noticed, mentions=("expired",)
     )
     until_freed(producer)
 
@@ -200,12 +203,12 @@ def test_reader_killed_during_a_direct_put(field: Field, start: Start) -> None:
     """The put waits for another reader, which gets every byte."""
     target = start({"fetch.chunk": "kill"})
     producer, reader = field.serve(), field.connect()
-    field.connect_at(target).ask("get", key="k", timeout=PATIENCE)
+    field.connect_at(target).submit("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(producer.put, BIG.make(), direct=True)
         target.process.wait(PATIENCE)
-        assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+        assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
         putting.result(PATIENCE).wait(timeout=5)
     until_freed(producer)
 
@@ -215,13 +218,15 @@ def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: f
     """It had the only copy: the receipt and the next get fail with that reason."""
     target = start()
     producer, reader = field.serve(), field.connect()
-    held_future = field.connect_at(target).ask("hold", key="k", timeout=PATIENCE)
+    held_future = field.connect_at(target).submit("hold", key="k", timeout=PATIENCE)
     receipt = producer.put(BIG.make(), direct=True)
     assert held_future.result(PATIENCE) == fingerprint(BIG.make())
     kill(target)
     again = ("the caller's again",)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, words=again)
-    expect(TransferFailed, lambda: reader.do("get", key="k", timeout=5), within=SLACK, words=again)
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=noticed, mentions=again)
+    expect(
+        TransferFailed, lambda: reader.call("get", key="k", timeout=5), within=SLACK, mentions=again
+    )
     until_freed(producer)
 
 
@@ -240,13 +245,13 @@ def test_a_direct_put_is_aborted_during_a_fetch(
 
     monkeypatch.setattr(PooledProducer, "piece", abort_first)
     producer, reader = field.serve(), field.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    waiting = reader.submit("get", key="k", timeout=PATIENCE)
     with pytest.raises(TransferFailed, match="no more"):
         producer.put(BIG.make(), direct=True)
-    expect(TransferFailed, lambda: waiting.result(PATIENCE), words=("no more",))
+    expect(TransferFailed, lambda: waiting.result(PATIENCE), mentions=("no more",))
     assert (aborted, producer.stats()["refused"]) == (["k"], {})
     receipt = producer.put(BIG.make())
-    assert reader.do("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
+    assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(BIG.make())
     receipt.wait(timeout=5)
 
 
@@ -257,16 +262,16 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     """Calls end in time; the producer is disconnected, and found again when it continues."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    waiting = reader.submit("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     os.kill(target.process.pid, signal.SIGSTOP)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
-    expect(PeerLostError, lambda: waiting.result(3), words=("'k'",))
-    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
-    again = reader.ask("get", key="k", timeout=PATIENCE)
+    expect(PeerLostError, lambda: waiting.result(3), mentions=("'k'",))
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    again = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
-    producer.do("put", recipe=BIG.to_dict())
+    producer.call("put", recipe=BIG.to_dict())
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
@@ -276,17 +281,17 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
     producer = field.serve()
     frozen, reader = field.connect_at(target), field.connect()
     receipt = producer.put(BIG.make())
-    frozen.do("hold", key="k", timeout=5)
-    before = target.do("look", key="k")
+    frozen.call("hold", key="k", timeout=5)
+    before = target.call("hash_held", key="k")
     os.kill(target.process.pid, signal.SIGSTOP)
-    assert reader.do("get", key="k", timeout=5) == fingerprint(BIG.make())
+    assert reader.call("get", key="k", timeout=5) == fingerprint(BIG.make())
     receipt.wait(timeout=5)
     until_freed(producer)
     os.kill(target.process.pid, signal.SIGCONT)
-    assert target.do("look", key="k") == before
-    target.do("drop", key="k")
+    assert target.call("hash_held", key="k") == before
+    target.call("release", key="k")
     data = Recipe("again").make()
-    waiting = frozen.ask("get", key="again", timeout=5)
+    waiting = frozen.submit("get", key="again", timeout=5)
     last = producer.put(data)
     with contextlib.suppress(PeerLostError):  # asked before it knew
         assert waiting.result(PATIENCE) == fingerprint(data)
@@ -302,20 +307,20 @@ def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
     """The child can use no link, and does not hide its parent's death."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    answers = producer.do("fork", linger=1.5)
+    answers = producer.call("fork", linger=1.5)
     del answers["pid"]
     assert answers.pop("close") == ""
-    assert answers.pop("get") == "KVLinkError"  # a producer's end has no such verb anywhere
+    assert answers.pop("get") == "AttributeError"  # a producer's end has no such verb anywhere
     assert set(answers.values()) == {"ClosedError"}, answers
-    waiting = reader.ask("get", key="w", timeout=PATIENCE)
+    waiting = reader.submit("get", key="w", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < noticed, "the child hid its parent's death"
     again = field.serve()  # the address is free, though the child is still there
     receipt = again.put(BIG.make())
-    assert reader.do("get", key="k", timeout=2) == fingerprint(BIG.make())
+    assert reader.call("get", key="k", timeout=2) == fingerprint(BIG.make())
     receipt.wait(timeout=5)
 
 
@@ -324,11 +329,11 @@ def test_fork_of_a_reader(field: Field, start: Start, noticed: float) -> None:
     producer, reader = field.serve(), field.connect_at(target)
     other = field.connect()
     receipt = producer.put(BIG.make())
-    reader.do("hold", key="k", timeout=5)
-    reader.do("fork", linger=1.5)
+    reader.call("hold", key="k", timeout=5)
+    reader.call("fork", linger=1.5)
     assert receipt.state == "leased", "the child's copy released it"
     kill(target)
     started = time.monotonic()
-    assert other.do("get", key="k", timeout=5) == fingerprint(BIG.make())
+    assert other.call("get", key="k", timeout=5) == fingerprint(BIG.make())
     assert time.monotonic() - started < noticed, "the child hid its parent's death"
     receipt.wait(timeout=5)

@@ -14,7 +14,8 @@ from fault_harness import NOTICED, Field, Start, kill, timed
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
+from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -25,27 +26,27 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 def test_producer_killed_before_commit(pooled: Field, start: Start, point: str) -> None:
     target = start({point: "kill"})
     producer, reader = pooled.serve_at(target), pooled.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    waiting = reader.submit("get", key="k", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    dying = producer.ask("put", recipe=Recipe("k").to_dict())
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    dying = producer.submit("put", recipe=Recipe("k").to_dict())
     target.process.wait(PATIENCE)
     moment = time.monotonic()
-    expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("'k'",))
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("'k'",))
     assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerGone, lambda: dying.result(PATIENCE))
+    expect(PeerExited, lambda: dying.result(PATIENCE))
     # No producer answers at that name: the timeout is kept.
-    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
 def test_producer_killed_after_commit(field: Field, start: Start) -> None:
     """The payload that was offered arrives whole, or the reader learns that it will not."""
     target = start({"publish.after": "kill"})
     producer, reader = field.serve_at(target), field.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE, verify="full")
+    waiting = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    producer.ask("put", recipe=Recipe("k").to_dict())
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    producer.submit("put", recipe=Recipe("k").to_dict())
     target.process.wait(PATIENCE)
     moment = time.monotonic()
     with contextlib.suppress(PeerLostError):
@@ -56,14 +57,14 @@ def test_producer_killed_after_commit(field: Field, start: Start) -> None:
 def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -> None:
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
-    producer.do("put", recipe=Recipe("k").to_dict())
-    waiting = reader.ask("get", key="other", timeout=PATIENCE)
+    producer.call("put", recipe=Recipe("k").to_dict())
+    waiting = reader.submit("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
 
 
 def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
@@ -72,8 +73,8 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
     producer, reader = pooled.serve_at(target), pooled.connect()
     keys = [f"k{n}" for n in range(40)]
     for key in keys:
-        producer.do("put", recipe=Recipe(key).to_dict())
-    early = [reader.ask("get", key=key, timeout=1, verify="full") for key in keys[:20]]
+        producer.call("put", recipe=Recipe(key).to_dict())
+    early = [reader.submit("get", key=key, timeout=1, verify="full") for key in keys[:20]]
     kill(target)
     late, lasted = list[Future[str]](), list[float]()
 
@@ -82,7 +83,7 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
 
     for key in keys[20:]:
         started = time.monotonic()
-        late.append(reader.ask("get", key=key, timeout=0.2))
+        late.append(reader.submit("get", key=key, timeout=0.2))
         late[-1].add_done_callback(record(started))
     for key, get in zip(keys, [*early, *late], strict=True):
         with contextlib.suppress(PeerLostError):
@@ -95,37 +96,39 @@ def test_producer_killed_while_leased(field: Field, start: Start) -> None:
     """What a reader holds stays whole after its producer's death, and can be released."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("put", recipe=Recipe("k").to_dict())
-    reader.do("hold", key="k", timeout=5)
-    before = field.here.do("look", key="k")
-    waiting = reader.ask("get", key="other", timeout=PATIENCE)
+    producer.call("put", recipe=Recipe("k").to_dict())
+    reader.call("hold", key="k", timeout=5)
+    before = field.here.call("hash_held", key="k")
+    waiting = reader.submit("get", key="other", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED
-    assert field.here.do("look", key="k") == before
-    field.here.do("drop", key="k")
+    assert field.here.call("hash_held", key="k") == before
+    field.here.call("release", key="k")
 
 
 def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
     """Killed and started again: the reader that waits has the next payload when it is put."""
     target, successor = start(), start()
     producer, reader = pooled.serve_at(target), pooled.connect()
-    producer.do("put", recipe=Recipe("old").to_dict())
-    reader.do("get", key="old", timeout=5)
-    producer.do("put", recipe=Recipe("lost").to_dict())
+    producer.call("put", recipe=Recipe("old").to_dict())
+    reader.call("get", key="old", timeout=5)
+    producer.call("put", recipe=Recipe("lost").to_dict())
     kill(target)
-    until(lambda: not reader.do("stats")["connected"], "the reader noticed")
-    waiting = reader.ask("get", key="new", timeout=PATIENCE)
+    until(lambda: not reader.call("stats")["connected"], "the reader noticed")
+    waiting = reader.submit("get", key="new", timeout=PATIENCE)
     ended = timed(waiting)
     again = pooled.serve_at(successor)
-    again.do("put", recipe=Recipe("new", seed=9).to_dict())
+    again.call("put", recipe=Recipe("new", seed=9).to_dict())
     moment = time.monotonic()
     assert waiting.result(PATIENCE) == fingerprint(Recipe("new", seed=9).make())
     assert ended.result(PATIENCE) - moment < NOTICED
-    expect(TransferTimeout, lambda: reader.do("get", key="lost", timeout=0.1), words=("never",))
-    assert reader.do("stats")["sessions"] == 2
+    expect(
+        TransferTimeout, lambda: reader.call("get", key="lost", timeout=0.1), mentions=("never",)
+    )
+    assert reader.call("stats")["sessions"] == 2
 
 
 # A reader dies
@@ -135,7 +138,7 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
     target = start()
     producer = pooled.serve()
     dying, reader = pooled.connect_at(target), pooled.connect()
-    dying.ask("get", key="k", timeout=PATIENCE)
+    dying.submit("get", key="k", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
 
     def is_noticed() -> bool:
@@ -145,7 +148,7 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
     kill(target)
     until(is_noticed, "the producer noticed", NOTICED)
     receipt = producer.put(Recipe("k").make())
-    assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    assert reader.call("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -157,19 +160,19 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
     producer = field.serve()
     dying, reader = field.connect_at(target), field.connect()
     receipt = producer.put(Recipe("k").make())
-    taken = dying.ask("get" if "." in how else how, key="k", timeout=5)
+    taken = dying.submit("get" if "." in how else how, key="k", timeout=5)
     if "." in how:
         target.process.wait(PATIENCE)
         moment = time.monotonic()
     else:
         taken.result(PATIENCE)
         assert receipt.state == "leased"
-        waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        waiting = reader.submit("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         moment = kill(target)
     if "." in how:
-        waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        waiting = reader.submit("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
     assert ended.result(PATIENCE) - moment < NOTICED
@@ -182,14 +185,14 @@ def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
     target = start()
     producer = pooled.serve()
     dying = pooled.connect_at(target)
-    hold = dying.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    hold = dying.submit("hold", key="k", timeout=PATIENCE)  # before the time starts to run
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     receipt = producer.put(Recipe("k").make(), ttl=0.5)
     hold.result(PATIENCE)
     time.sleep(0.5)  # the time to live passes while it is read, which is no fault
     assert receipt.state == "leased"
     kill(target)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=NOTICED, words=("expired",))
+    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=NOTICED, mentions=("expired",))
     until_freed(producer)
 
 
@@ -197,14 +200,14 @@ def test_both_killed(pooled: Field, start: Start) -> None:
     """The next producer of the name starts clean."""
     one, two = start(), start()
     producer, reader = pooled.serve_at(one), pooled.connect_at(two)
-    producer.do("put", recipe=Recipe("k").to_dict())
-    reader.do("hold", key="k", timeout=5)
+    producer.call("put", recipe=Recipe("k").to_dict())
+    reader.call("hold", key="k", timeout=5)
     kill(one)
     kill(two)
     again, here = pooled.serve(), pooled.connect()
-    expect(TransferTimeout, lambda: here.do("get", key="k", timeout=0.1), words=("never",))
+    expect(TransferTimeout, lambda: here.call("get", key="k", timeout=0.1), mentions=("never",))
     receipt = again.put(Recipe("k", seed=4).make())
-    assert here.do("get", key="k", timeout=5) == fingerprint(Recipe("k", seed=4).make())
+    assert here.call("get", key="k", timeout=5) == fingerprint(Recipe("k", seed=4).make())
     receipt.wait(timeout=5)
 
 
@@ -216,12 +219,12 @@ def test_frozen_producer(pooled: Field, start: Start) -> None:
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     os.kill(target.process.pid, signal.SIGSTOP)
-    expect(TransferTimeout, lambda: reader.do("get", key="k", timeout=0.3), within=0.3 + SLACK)
+    expect(TransferTimeout, lambda: reader.call("get", key="k", timeout=0.3), within=0.3 + SLACK)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect("shm://field", timeout=0.3, **pooled.options)
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
+    waiting = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
-    producer.do("put", recipe=Recipe("k").to_dict())
+    producer.call("put", recipe=Recipe("k").to_dict())
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
 
 
@@ -230,22 +233,22 @@ def test_frozen_reader(pooled: Field, start: Start) -> None:
     target = start()
     producer = pooled.serve()
     frozen, reader = pooled.connect_at(target), pooled.connect()
-    hold = frozen.ask("hold", key="k", timeout=PATIENCE)  # before the time starts to run
+    hold = frozen.submit("hold", key="k", timeout=PATIENCE)  # before the time starts to run
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     leased = producer.put(Recipe("k").make(), ttl=0.2)
     hold.result(PATIENCE)
-    before = target.do("look", key="k")
+    before = target.call("hash_held", key="k")
     os.kill(target.process.pid, signal.SIGSTOP)
     for seed in range(20):
         receipt = producer.put(Recipe("next", seed=seed).make())
-        assert reader.do("get", key="next", timeout=5) == fingerprint(
+        assert reader.call("get", key="next", timeout=5) == fingerprint(
             Recipe("next", seed=seed).make()
         )
         receipt.wait(timeout=5)
     assert leased.state == "leased"
     os.kill(target.process.pid, signal.SIGCONT)
-    assert target.do("look", key="k") == before
-    target.do("drop", key="k")
+    assert target.call("hash_held", key="k") == before
+    target.call("release", key="k")
     leased.wait(timeout=5)
     until_freed(producer)
 
@@ -255,7 +258,7 @@ def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
     target = start()
     producer = pooled.serve()
     frozen = pooled.connect_at(target)
-    gets = {n: frozen.ask("get", key=f"k{n}", timeout=PATIENCE) for n in range(300)}
+    gets = {n: frozen.submit("get", key=f"k{n}", timeout=PATIENCE) for n in range(300)}
     until(lambda: producer.stats()["transfers"]["waiting"] == 300, "the gets arrived")
     os.kill(target.process.pid, signal.SIGSTOP)
     receipts = [producer.put(Recipe(f"k{n}", layers=1).make()) for n in range(300)]
@@ -273,7 +276,7 @@ def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
 def test_close_with_readers_waiting(field: Field, start: Start) -> None:
     target = start()
     producer, reader = field.serve(), field.connect_at(target)
-    waiting = [reader.ask("get", key=f"k{n}", timeout=PATIENCE) for n in range(10)]
+    waiting = [reader.submit("get", key=f"k{n}", timeout=PATIENCE) for n in range(10)]
     until(lambda: producer.stats()["transfers"]["waiting"] == 10, "the gets arrived")
     producer.close()
     for get in waiting:
@@ -285,4 +288,4 @@ def test_close_with_a_removed_directory(pooled: Field) -> None:
     os.rename(pooled.options["directory"], f"{pooled.options['directory']}-gone")
     producer.close()
     os.rename(f"{pooled.options['directory']}-gone", pooled.options["directory"])
-    expect(PeerLostError, lambda: reader.do("get", key="k", timeout=0.1), within=0.1 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.1), within=0.1 + SLACK)

@@ -13,7 +13,8 @@ from fault_harness import NOTICED, Field, Start, forked_twice, kill, timed
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import PATIENCE, expect, until
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import expect, until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -22,22 +23,22 @@ def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
     """A child can use nothing of the link, does not harm it, and does not conceal its death."""
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
-    producer.do("put", recipe=Recipe("k").to_dict())
-    answers = producer.do("fork", linger=2 * PATIENCE)
+    producer.call("put", recipe=Recipe("k").to_dict())
+    answers = producer.call("fork", linger=2 * PATIENCE)
     child = int(answers.pop("pid"))
     assert answers.pop("close") == ""
-    assert answers.pop("get") == "KVLinkError"  # a producer has no such method
+    assert answers.pop("get") == "AttributeError"  # a producer has no such method
     assert set(answers.values()) == {"ClosedError"}, answers
-    assert reader.do("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
-    waiting = reader.ask("get", key="w", timeout=PATIENCE)
+    assert reader.call("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    waiting = reader.submit("get", key="w", timeout=PATIENCE)
     ended = timed(waiting)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     moment = kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert ended.result(PATIENCE) - moment < NOTICED, "the child concealed its parent's death"
     again = pooled.serve()  # the name is free, though the child is still there
     receipt = again.put(Recipe("w").make())
-    assert reader.do("get", key="w", timeout=5) == fingerprint(Recipe("w").make())
+    assert reader.call("get", key="w", timeout=5) == fingerprint(Recipe("w").make())
     receipt.wait(timeout=5)
     os.kill(child, signal.SIGKILL)  # an error if it was not there to the end
 
@@ -47,16 +48,16 @@ def test_fork_of_a_reader(pooled: Field, start: Start) -> None:
     producer, reader = pooled.serve(), pooled.connect_at(target)
     other = pooled.connect()
     receipt = producer.put(Recipe("k").make())
-    reader.do("hold", key="k", timeout=5)
-    answers = reader.do("fork", linger=2 * PATIENCE)
+    reader.call("hold", key="k", timeout=5)
+    answers = reader.call("fork", linger=2 * PATIENCE)
     child = int(answers.pop("pid"))
     assert answers.pop("close") == ""
-    assert answers.pop("put") == answers.pop("fail") == "KVLinkError"
+    assert answers.pop("put") == answers.pop("fail") == "AttributeError"
     assert set(answers.values()) == {"ClosedError"}, answers
     # Time for a release by the child's copy to arrive.
-    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), words=("leased",))
+    expect(TransferTimeout, lambda: receipt.wait(timeout=0.1), mentions=("leased",))
     moment = kill(target)
-    waiting = other.ask("get", key="k", timeout=PATIENCE)
+    waiting = other.submit("get", key="k", timeout=PATIENCE)
     ended = timed(waiting)
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
     assert ended.result(PATIENCE) - moment < NOTICED, "the child concealed its parent's death"
@@ -99,9 +100,9 @@ def test_death_is_seen_behind_a_copied_listener(pooled: Field) -> None:
     with forked_twice(serve) as kill_child:
         until(lambda: os.path.exists(path), "it listens")
         reader = pooled.connect()
-        waiting = reader.ask("get", key="k", timeout=PATIENCE)
+        waiting = reader.submit("get", key="k", timeout=PATIENCE)
         ended = timed(waiting)
-        until(lambda: reader.do("stats")["waiting"] == 1, "the get waits")
+        until(lambda: reader.call("stats")["waiting"] == 1, "the get waits")
         kill_child()
         moment = time.monotonic()
         expect(PeerLostError, lambda: waiting.result(PATIENCE))

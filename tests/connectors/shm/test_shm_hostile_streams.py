@@ -175,7 +175,7 @@ def test_a_protocol_violation_ends_the_connection(sockets: str, path: str, what:
     with connected(path, sockets, answer) as reader:
         stream = reader.stream_get("k", timeout=5)
         begun.set()
-        expect(WireError, lambda: stream.wait(timeout=5), within=2.0, words=("commit",))
+        expect(WireError, lambda: stream.wait(timeout=5), within=2.0, mentions=("commit",))
         stream.release()
 
 
@@ -209,7 +209,9 @@ def test_messages_for_other_streams_change_nothing(
     )
     with connected(path, sockets, answer) as reader:
         stream = reader.stream_get("k", timeout=5)
-        expect(error, lambda: stream.wait_for_layer(1, timeout=5), within=1.0, words=("layer 1",))
+        expect(
+            error, lambda: stream.wait_for_layer(1, timeout=5), within=1.0, mentions=("layer 1",)
+        )
         expect(error, stream.wait, within=SLACK)
         stream.release()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError, TransferFailed
+from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed
 
 
@@ -32,11 +33,11 @@ def first_tensor(data: object) -> torch.Tensor:
 def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, side: str) -> None:
     url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
-        get_id = reader.begin_get("a", timeout=5)  # before the time starts to run
+        get_id = begin_get(reader, "a", timeout=5)  # before the time starts to run
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         first = producer.put(cache("a", 1), ttl=0.3)
         delivery = get_id.wait(timeout=5)
-        with reader.open_delivery(delivery, started=time.perf_counter(), verify="auto") as data:
+        with open_delivery(reader, delivery, started=time.perf_counter(), verify="auto") as data:
             seen = first_tensor(data)
         session = reader._end._session  # type: ignore[union-attr]
         if side == "reader":
@@ -64,7 +65,7 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> No
     url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as other:
         reader, busy = KVLink.connect(url, timeout=5), threading.Event()
-        reader.begin_get("a", timeout=5)
+        begin_get(reader, "a", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         producer._end.loop.call(lambda: busy.wait(5))  # type: ignore[union-attr]
         reader.close()

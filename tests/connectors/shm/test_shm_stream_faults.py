@@ -12,7 +12,8 @@ from fault_harness import Field, Start, kill, timed
 
 from omni_kvlink import PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.rig import PATIENCE, SLACK, PeerGone, Remote, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited, RemoteLink
+from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -32,8 +33,8 @@ def field(socket_dir: str, request: pytest.FixtureRequest) -> Iterator[Field]:
 BOTH_MODES = pytest.mark.parametrize("field", ["pooled", "sealed"], indirect=True)
 
 
-def layer(reader: Remote, index: int, timeout: float = 5) -> str:
-    found: str = reader.handle.do("layer", key="s", layer=index, timeout=timeout)
+def layer(reader: RemoteLink, index: int, timeout: float = 5) -> str:
+    found: str = reader.peer.call("wait_layer", key="s", layer=index, timeout=timeout)
     return found
 
 
@@ -42,44 +43,44 @@ def test_producer_killed_between_layers(field: Field, start: Start) -> None:
     """Waiting calls fail at once; a layer that a reader holds stays unchanged."""
     target = start()
     producer, reader, other = field.serve_at(target), field.connect(), field.connect()
-    producer.do("stream_put", recipe=RECIPE.to_dict(), readers=2)
-    reader.do("stream_get", key="s", timeout=5)
-    getting = other.ask("get", key="s", timeout=PATIENCE)
-    target.do("write", key="s", layer=0)
+    producer.call("stream_put", recipe=RECIPE.to_dict(), readers=2)
+    reader.call("stream_get", key="s", timeout=5)
+    getting = other.submit("get", key="s", timeout=PATIENCE)
+    target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
-    tensor = field.here._peer._streams["s"].wait_for_layer(0).key
+    tensor = field.here._commands._streams["s"].wait_for_layer(0).key
     waiting = [
-        reader.handle.ask("layer", key="s", layer=1, timeout=PATIENCE),
-        reader.handle.ask("whole", key="s", timeout=PATIENCE),
+        reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE),
+        reader.peer.submit("wait_stream", key="s", timeout=PATIENCE),
         getting,
     ]
     ends = [timed(future) for future in waiting]
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     before = hash_tensors([tensor])
     moment = kill(target)
     for future, ended in zip(waiting, ends, strict=True):
         expect(PeerLostError, lambda f=future: f.result(PATIENCE))  # type: ignore[misc]
         assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerLostError, lambda: layer(reader, 2), within=SLACK, words=("layer 2",))
+    expect(PeerLostError, lambda: layer(reader, 2), within=SLACK, mentions=("layer 2",))
     assert hash_tensors([tensor]) == before
     del tensor
-    reader.handle.do("drop", key="s")
+    reader.peer.call("release", key="s")
 
 
 def test_producer_killed_in_a_layer(field: Field, start: Start) -> None:
     target = start({"stream.layer": "kill"})
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("stream_put", recipe=RECIPE.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
-    waiting = reader.handle.ask("layer", key="s", layer=0, timeout=PATIENCE)
+    producer.call("stream_put", recipe=RECIPE.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
+    waiting = reader.peer.submit("wait_layer", key="s", layer=0, timeout=PATIENCE)
     ended = timed(waiting)
-    dying = target.ask("write", key="s", layer=0)
+    dying = target.submit("write", key="s", layer=0)
     target.process.wait(PATIENCE)
     moment = time.monotonic()
-    expect(PeerLostError, lambda: waiting.result(PATIENCE), words=("layer 0",))
+    expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("layer 0",))
     assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerGone, lambda: dying.result(PATIENCE))
-    reader.handle.do("drop", key="s")
+    expect(PeerExited, lambda: dying.result(PATIENCE))
+    reader.peer.call("release", key="s")
 
 
 @pytest.mark.parametrize("point", ["put.encoded", "publish.before"])
@@ -87,30 +88,30 @@ def test_producer_killed_at_the_commit(field: Field, start: Start, point: str) -
     """Every layer is there, and the payload is not."""
     target = start({point: "kill"})
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("stream_put", recipe=RECIPE.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
+    producer.call("stream_put", recipe=RECIPE.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
     for index, found in LAYERS.items():
-        target.do("write", key="s", layer=index)
+        target.call("write", key="s", layer=index)
         assert layer(reader, index) == found
-    whole = reader.handle.ask("whole", key="s", timeout=PATIENCE)
-    target.ask("commit", key="s")
+    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    target.submit("commit", key="s")
     target.process.wait(PATIENCE)
-    expect(PeerLostError, lambda: whole.result(PATIENCE), within=NOTICED, words=("commit",))
-    reader.handle.do("drop", key="s")
+    expect(PeerLostError, lambda: whole.result(PATIENCE), within=NOTICED, mentions=("commit",))
+    reader.peer.call("release", key="s")
 
 
 def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
     target = start({"stream.layer": "raise"})
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("stream_put", recipe=RECIPE.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
+    producer.call("stream_put", recipe=RECIPE.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
     with pytest.raises(Exception, match="fault armed"):
-        target.do("write", key="s", layer=0)
-    target.do("give_up", key="s", why="it was armed")
+        target.call("write", key="s", layer=0)
+    target.call("fail_stream", key="s", reason="it was armed")
     words = ("layer 0 of branch 'kv'", "it was armed")
-    expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, words=words)
-    reader.handle.do("drop", key="s")
-    until(lambda: producer.do("stats")["memory"]["used"] == 0, "the memory is back")
+    expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, mentions=words)
+    reader.peer.call("release", key="s")
+    until(lambda: producer.call("stats")["memory"]["used"] == 0, "the memory is back")
 
 
 @BOTH_MODES
@@ -123,14 +124,14 @@ def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> 
     layers = layers_of(data)
     with producer.stream_put(data) as out:
         out.write_layer(0, *layers["kv", 0])
-        taken = dying.ask("stream_get", key="s", timeout=5)
+        taken = dying.submit("stream_get", key="s", timeout=5)
         if point:
             target.process.wait(PATIENCE)
-            expect(PeerGone, lambda: taken.result(PATIENCE))
+            expect(PeerExited, lambda: taken.result(PATIENCE))
         else:
             taken.result(PATIENCE)
             assert layer(dying, 0) == LAYERS[0]
-        waiting = reader.ask("stream_get", key="s", timeout=PATIENCE)
+        waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
         if not point:
             until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
             kill(target)
@@ -141,8 +142,8 @@ def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> 
         for index in (1, 2):
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == LAYERS[index]
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(data)
-    reader.handle.do("drop", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    reader.peer.call("release", key="s")
     out.commit().wait(timeout=5)
     assert producer.stats()["transfers"]["redelivered"] == 1
     until_freed(producer)
@@ -154,11 +155,11 @@ def test_reader_killed_and_a_plain_get_comes(field: Field, start: Start) -> None
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data) as out:
-        dying.do("stream_get", key="s", timeout=5)
+        dying.call("stream_get", key="s", timeout=5)
         for index in LAYERS:
             out.write_layer(index, *layers["kv", index])
     kill(target)
-    assert reader.do("get", key="s", timeout=5, verify="full") == fingerprint(data)
+    assert reader.call("get", key="s", timeout=5, verify="full") == fingerprint(data)
     out.commit().wait(timeout=5)
     until_freed(producer)
 
@@ -167,21 +168,23 @@ def test_frozen_writer(field: Field, start: Start) -> None:
     """No wait outlives its deadline, and the stream goes on when it thaws."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    producer.do("stream_put", recipe=RECIPE.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
-    target.do("write", key="s", layer=0)
+    producer.call("stream_put", recipe=RECIPE.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
+    target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
     os.kill(target.process.pid, signal.SIGSTOP)
-    writing = target.ask("write", key="s", layer=1)
-    expect(TransferTimeout, lambda: layer(reader, 1, 0.3), within=0.3 + SLACK, words=("layer 1",))
+    writing = target.submit("write", key="s", layer=1)
+    expect(
+        TransferTimeout, lambda: layer(reader, 1, 0.3), within=0.3 + SLACK, mentions=("layer 1",)
+    )
     os.kill(target.process.pid, signal.SIGCONT)
     assert layer(reader, 1) == LAYERS[1]
     writing.result(PATIENCE)
-    target.do("write", key="s", layer=2)
-    target.do("commit", key="s")
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(RECIPE.make())
-    reader.handle.do("drop", key="s")
-    target.do("wait", key="s", timeout=5)
+    target.call("write", key="s", layer=2)
+    target.call("commit", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(RECIPE.make())
+    reader.peer.call("release", key="s")
+    target.call("wait", key="s", timeout=5)
 
 
 def test_frozen_reader(field: Field, start: Start) -> None:
@@ -191,19 +194,19 @@ def test_frozen_reader(field: Field, start: Start) -> None:
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data, readers=2) as out:
-        frozen.do("stream_get", key="s", timeout=5)
-        reader.do("stream_get", key="s", timeout=5)
+        frozen.call("stream_get", key="s", timeout=5)
+        reader.call("stream_get", key="s", timeout=5)
         os.kill(target.process.pid, signal.SIGSTOP)
         for index, found in LAYERS.items():
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == found
     receipt = out.commit()
-    assert reader.handle.do("whole", key="s", timeout=5) == fingerprint(data)
-    reader.handle.do("drop", key="s")
+    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    reader.peer.call("release", key="s")
     assert not receipt.done
     os.kill(target.process.pid, signal.SIGCONT)
-    assert target.do("whole", key="s", timeout=5) == fingerprint(data)
-    target.do("drop", key="s")
+    assert target.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    target.call("release", key="s")
     receipt.wait(timeout=5)
     until_freed(producer)
 
@@ -212,13 +215,15 @@ def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
     """Nothing is left, and the next producer of the name starts clean."""
     one, two = start(), start()
     producer, reader = field.serve_at(one), field.connect_at(two)
-    producer.do("stream_put", recipe=RECIPE.to_dict())
-    reader.do("stream_get", key="s", timeout=5)
-    one.do("write", key="s", layer=0)
+    producer.call("stream_put", recipe=RECIPE.to_dict())
+    reader.call("stream_get", key="s", timeout=5)
+    one.call("write", key="s", layer=0)
     kill(two)
     kill(one)
     again, here = field.serve(), field.connect()
-    expect(TransferTimeout, lambda: here.do("stream_get", key="s", timeout=0.1), words=("never",))
+    expect(
+        TransferTimeout, lambda: here.call("stream_get", key="s", timeout=0.1), mentions=("never",)
+    )
     receipt = again.put(RECIPE.make())
-    assert here.do("get", key="s", timeout=5) == fingerprint(RECIPE.make())
+    assert here.call("get", key="s", timeout=5) == fingerprint(RECIPE.make())
     receipt.wait(timeout=5)

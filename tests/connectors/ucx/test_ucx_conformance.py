@@ -20,7 +20,9 @@ from omni_kvlink.testing import (
     stream_ending_checks,
 )
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import ProcessPeer, Rig, ThreadPeer
+from omni_kvlink.testing.link_commands import LinkCommands
+from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
+from omni_kvlink.testing.rig import Rig
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
@@ -36,7 +38,7 @@ def fresh_url() -> str:
 def process() -> Iterator[ProcessPeer]:
     peer = ProcessPeer()
     yield peer
-    peer.end()
+    peer.close()
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Also small payloads go by UCX, and in many pieces."""
     monkeypatch.setattr(control_listener, "EAGER", 0)
     monkeypatch.setattr(ucx_consumer, "FETCH_LIMITS", FetchLimits(1000, 8000))
-    return Rig(fresh_url, {}, ThreadPeer())
+    return Rig(fresh_url, {}, ThreadPeer(LinkCommands()))
 
 
 @pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])

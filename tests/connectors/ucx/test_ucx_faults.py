@@ -19,7 +19,8 @@ from omni_kvlink import KVLink, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import PATIENCE, ProcessPeer, Remote, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
+from omni_kvlink.testing.rig import expect, until, until_freed
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
@@ -39,11 +40,13 @@ def field(socket_dir: str) -> Iterator[Field]:
     field.close()
 
 
-def stop_amid(target: ProcessPeer, producer: Remote, reader: Remote, timeout: float) -> Future[Any]:
+def stop_amid(
+    target: ProcessPeer, producer: RemoteLink, reader: RemoteLink, timeout: float
+) -> Future[Any]:
     """Start a `get` whose producer is stopped when it has sent a part."""
     for _ in range(20):
-        producer.do("put", recipe=HUGE.to_dict())
-        waiting = reader.ask("get", key="k", timeout=timeout)
+        producer.call("put", recipe=HUGE.to_dict())
+        waiting = reader.submit("get", key="k", timeout=timeout)
         until(partial(done_or, waiting, lambda: active(reader)), "its bytes are coming")
         os.kill(target.process.pid, signal.SIGSTOP)
         time.sleep(0.3)  # what is in the sockets still arrives
@@ -51,7 +54,7 @@ def stop_amid(target: ProcessPeer, producer: Remote, reader: Remote, timeout: fl
             return waiting
         os.kill(target.process.pid, signal.SIGCONT)
         assert waiting.result(PATIENCE) == fingerprint(HUGE.make())
-        until(lambda: producer.do("stats")["transfers"]["live"] == 0, "it was read")
+        until(lambda: producer.call("stats")["transfers"]["live"] == 0, "it was read")
     raise AssertionError("the producer could not be stopped in time")
 
 
@@ -64,8 +67,8 @@ def in_use(stats: dict[str, Any]) -> int:
     return int(stats["ucx"]["active"] + stats["ucx"]["quarantined"])
 
 
-def active(reader: Remote) -> int:
-    return in_use(reader.do("stats"))
+def active(reader: RemoteLink) -> int:
+    return in_use(reader.call("stats"))
 
 
 def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
@@ -74,15 +77,15 @@ def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     waiting = stop_amid(target, producer, reader, timeout=2.0)
-    expect(TransferTimeout, lambda: waiting.result(PATIENCE), words=("bytes have come",))
-    until(lambda: reader.do("stats")["ucx"]["quarantined"] == 1, "quarantine", 1.5)
-    stats = reader.do("stats")
+    expect(TransferTimeout, lambda: waiting.result(PATIENCE), mentions=("bytes have come",))
+    until(lambda: reader.call("stats")["ucx"]["quarantined"] == 1, "quarantine", 1.5)
+    stats = reader.call("stats")
     assert stats["memory"]["used"] >= HUGE_NBYTES
     assert stats["ucx"]["quarantined_nbytes"] >= HUGE_NBYTES
     os.kill(target.process.pid, signal.SIGCONT)
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "the reader's memory is free")
-    assert reader.do("stats")["ucx"]["quarantined"] == 0
-    assert reader.do("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "the reader's memory is free")
+    assert reader.call("stats")["ucx"]["quarantined"] == 0
+    assert reader.call("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
 
 
 def test_a_link_closes_while_its_producer_is_frozen(field: Field, start: Start) -> None:
@@ -91,7 +94,7 @@ def test_a_link_closes_while_its_producer_is_frozen(field: Field, start: Start) 
     producer, reader = field.serve_at(target), field.connect()
     waiting = stop_amid(target, producer, reader, timeout=PATIENCE)
     moment = time.monotonic()
-    reader.do("close")
+    reader.call("close")
     assert time.monotonic() - moment < 4
     assert waiting.exception(PATIENCE) is not None
 
@@ -100,24 +103,24 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     """Calls end in time; the producer is disconnected, and found again when it continues."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
-    waiting = reader.ask("get", key="k", timeout=PATIENCE)
-    until(lambda: producer.do("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    waiting = reader.submit("get", key="k", timeout=PATIENCE)
+    until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     os.kill(target.process.pid, signal.SIGSTOP)
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
-    expect(PeerLostError, lambda: waiting.result(5), words=("'k'",))
-    until(lambda: not reader.do("stats")["ucx"]["endpoints"], "UCX is told", 2)
-    again = reader.ask("get", key="k", timeout=PATIENCE)
+    expect(PeerLostError, lambda: waiting.result(5), mentions=("'k'",))
+    until(lambda: not reader.call("stats")["ucx"]["endpoints"], "UCX is told", 2)
+    again = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
-    producer.do("put", recipe=BIG.to_dict())
+    producer.call("put", recipe=BIG.to_dict())
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
-def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: Remote) -> None:
+def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: RemoteLink) -> None:
     """Stop a reader when it has received a part of a payload."""
     for _ in range(20):
         producer.put(HUGE.make())
-        waiting = frozen.ask("get", key="k", timeout=PATIENCE)
+        waiting = frozen.submit("get", key="k", timeout=PATIENCE)
         until(partial(done_or, waiting, lambda: in_use(producer.stats())), "bytes leave")
         os.kill(target.process.pid, signal.SIGSTOP)
         time.sleep(0.3)  # less than the heartbeat timeout
@@ -136,7 +139,7 @@ def test_a_reader_is_frozen_amid_its_bytes(impatient: None, field: Field, start:
     producer = field.serve()
     frozen, reader = field.connect_at(target), field.connect()
     freeze_amid(target, producer, frozen)
-    assert reader.do("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
+    assert reader.call("get", key="k", timeout=10, verify="full") == fingerprint(HUGE.make())
     until(lambda: not producer.stats()["transfers"]["live"], "it was read")
     assert producer.stats()["ucx"]["quarantined"] == 1
     assert producer.stats()["memory"]["used"] >= HUGE_NBYTES

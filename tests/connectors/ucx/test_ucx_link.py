@@ -29,15 +29,16 @@ from omni_kvlink.connectors.control.listener import ControlListener, PeerConnect
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
-    TransportAddress,
     Message,
     Refused,
+    TransportAddress,
     encode,
     own_hello,
 )
 from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -267,7 +268,7 @@ def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
     sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        get_id = reader.begin_get("never", timeout=5)
+        get_id = begin_get(reader, "never", timeout=5)
         [peer] = sender._connected
         sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):

@@ -11,7 +11,8 @@ from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.zmq import sender as zmq_sender
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.rig import ProcessPeer, Rig
+from omni_kvlink.testing.peer_harness import ProcessPeer
+from omni_kvlink.testing.rig import Rig
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 def process() -> Iterator[ProcessPeer]:
     peer = ProcessPeer()
     yield peer
-    peer.end()
+    peer.close()
 
 
 @pytest.fixture(params=["tcp", "ipc", "tcp-small"])

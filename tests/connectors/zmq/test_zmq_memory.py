@@ -17,10 +17,13 @@ from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
 from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
 from omni_kvlink.connectors.zmq import consumer as zmq_consumer
+from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.rig import SLACK, Remote, ThreadPeer, expect, until, until_freed
+from omni_kvlink.testing.peer_harness import RemoteLink, ThreadPeer
+from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 MIB = 1 << 20
@@ -34,22 +37,22 @@ def producer(sockets: str) -> Iterator[KVLink]:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPeer]:
-    peer = ThreadPeer()
+    peer = ThreadPeer(LinkCommands())
     yield peer
-    peer.end()
+    peer.close()
 
 
-def connect(threads: ThreadPeer, producer: KVLink, quota: int) -> Remote:
-    threads.do("connect", link="r", url=producer.url, timeout=5, quota=quota)
-    return Remote(threads, "r")
+def connect(threads: ThreadPeer, producer: KVLink, quota: int) -> RemoteLink:
+    threads.call("connect", link="r", url=producer.url, timeout=5, quota=quota)
+    return RemoteLink(threads, "r")
 
 
 def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) -> None:
     """The error comes at once and names the sizes; another reader can still get the payload."""
     reader = connect(threads, producer, MIB)
     receipt = producer.put(sized("k", 2 * MIB).make())
-    error = expect(CapacityError, lambda: reader.do("get", key="k", timeout=5), within=SLACK)
-    assert error.asked > 2 * MIB
+    error = expect(CapacityError, lambda: reader.call("get", key="k", timeout=5), within=SLACK)
+    assert error.requested > 2 * MIB
     with KVLink.connect(producer.url, timeout=5) as other, other.get("k", timeout=5):
         pass
     receipt.wait(timeout=5)
@@ -60,22 +63,22 @@ def test_waiting_for_memory(producer: KVLink, threads: ThreadPeer) -> None:
     reader = connect(threads, producer, 4 * MIB)
     for key in ("one", "two"):
         producer.put(sized(key, 3 * MIB).make())
-    reader.do("hold", key="one", timeout=5)
+    reader.call("hold", key="one", timeout=5)
     error = expect(
         TransferTimeout,
-        lambda: reader.do("get", key="two", timeout=0.2),
+        lambda: reader.call("get", key="two", timeout=0.2),
         within=0.2 + SLACK,
-        words=("waits for memory",),
+        mentions=("waits for memory",),
     )
     assert "quota" in error.phase
-    waiting = reader.ask("get", key="two", timeout=10)
+    waiting = reader.submit("get", key="two", timeout=10)
     until(lambda: producer.stats()["transfers"]["leased"] == 2, "it was offered again")
     producer.put(Recipe("small").make())
-    assert reader.do("get", key="small", timeout=2) == fingerprint(Recipe("small").make())
+    assert reader.call("get", key="small", timeout=2) == fingerprint(Recipe("small").make())
     assert not waiting.done()
-    threads.do("drop", key="one")
+    threads.call("release", key="one")
     assert waiting.result(5) == fingerprint(sized("two", 3 * MIB).make())
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "all is back")
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "all is back")
     until_freed(producer)
 
 
@@ -87,10 +90,10 @@ def test_memory_that_must_be_mapped(
     reader = connect(threads, producer, 4 * MIB)
     for key, size in (("one", MIB), ("two", 3 * MIB + MIB // 2)):
         producer.put(sized(key, size).make())
-    reader.do("hold", key="one", timeout=5)
-    waiting = reader.ask("get", key="two", timeout=10)
+    reader.call("hold", key="one", timeout=5)
+    waiting = reader.submit("get", key="two", timeout=10)
     expect(TimeoutError, lambda: waiting.result(0.1))
-    threads.do("drop", key="one")
+    threads.call("release", key="one")
     assert waiting.result(5) == fingerprint(sized("two", 3 * MIB + MIB // 2).make())
 
 
@@ -100,14 +103,14 @@ def test_a_get_that_times_out_waiting_for_memory_leaves_nothing(
     reader = connect(threads, producer, 4 * MIB)
     for key in ("one", "two", "three"):
         producer.put(sized(key, 3 * MIB).make())
-    reader.do("hold", key="one", timeout=5)
+    reader.call("hold", key="one", timeout=5)
     for key in ("two", "three"):
-        expect(TransferTimeout, lambda key=key: reader.do("get", key=key, timeout=0.05))  # type: ignore[misc]
+        expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))  # type: ignore[misc]
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "they went back")
-    threads.do("drop", key="one")
+    threads.call("release", key="one")
     for key in ("three", "two"):
-        assert reader.do("get", key=key, timeout=5) == fingerprint(sized(key, 3 * MIB).make())
-    until(lambda: reader.do("stats")["memory"]["used"] == 0, "all is back")
+        assert reader.call("get", key=key, timeout=5) == fingerprint(sized(key, 3 * MIB).make())
+    until(lambda: reader.call("stats")["memory"]["used"] == 0, "all is back")
 
 
 FAULTS = """
@@ -150,13 +153,13 @@ def test_the_window_is_shared_by_all_payloads(
     monkeypatch.setattr(RemoteSession, "_fetch_more", watched)
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB) as reader:
         recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
-        pending = [reader.begin_get(recipe.key, timeout=5) for recipe in recipes]
+        pending = [begin_get(reader, recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())
         for recipe, get_id in zip(recipes, pending, strict=True):
             started = time.perf_counter()
             delivery = get_id.wait(timeout=5)
-            with reader.open_delivery(delivery, started=started, verify="full") as found:
+            with open_delivery(reader, delivery, started=started, verify="full") as found:
                 assert fingerprint(found) == fingerprint(recipe.make())
             del found, delivery
     assert max(most) == window
@@ -171,7 +174,7 @@ def test_a_small_payload_overtakes_a_large_one(
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
-        pending = [reader.begin_get(key, timeout=5) for key in ("large", "small")]
+        pending = [begin_get(reader, key, timeout=5) for key in ("large", "small")]
         for get_id, key in zip(pending, ("large", "small"), strict=True):
             get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
         for get_id in pending:
@@ -209,7 +212,7 @@ def test_asyncio(producer: KVLink) -> None:
 
 def test_an_idle_pair_sleeps(producer: KVLink) -> None:
     with KVLink.connect(producer.url, timeout=5) as reader:
-        get_id = reader.begin_get("never", timeout=5)
+        get_id = begin_get(reader, "never", timeout=5)
         before = time.process_time()
         time.sleep(1.5)
         used = time.process_time() - before

@@ -181,7 +181,7 @@ def test_the_budget_is_kept(sockets: str) -> None:
         assert not manager.can_allocate(second)
         with pytest.raises(CapacityError) as caught:
             manager.allocate(second)
-        assert (caught.value.asked, caught.value.free) == (nbytes, 100)
+        assert (caught.value.requested, caught.value.free) == (nbytes, 100)
         manager.free(first)
         assert manager.can_allocate(second)
         manager.receive_from_connector(consumer, second)

@@ -62,8 +62,8 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
         KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
     ):
         for seed, (name, (prompt, _)) in enumerate(PROMPTS.items()):
-            wishes = {"height": 16, "width": 24, "seed": seed}
-            params = OmniDiffusionSamplingParams(**wishes)
+            params = {"height": 16, "width": 24, "seed": seed}
+            params = OmniDiffusionSamplingParams(**params)
             request = OmniDiffusionRequest(prompt, params, name, need_kv_transfer=True)
             output = stage.submit(request).result(WAIT)
             assert output.error is None

@@ -56,14 +56,14 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         "connectors": {"wire": CONNECTORS[connector]},
     }
     sizes = [(16, 24), (8, 8), (16, 24), (32, 16)]
-    wishes = [
+    params = [
         {"height": h, "width": w, "num_inference_steps": 3, "seed": seed}
         for seed in range(64)
         for h, w in [sizes[seed // 5 % 4]]
     ]
     prompts = [f"a fox, number {seed} " + "and so on " * (seed % 9) for seed in range(64)]
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
-        images = omni.generate(prompts, wishes, timeout=100, output_type="pt")
+        images = omni.generate(prompts, params, timeout=100, output_type="pt")
         reader, (ar, dit) = omni.stages[1], omni.stats()
         assert (ar["waiting"], ar["running"], ar["free_blocks"]) == (0, 0, 1024)
         assert (dit["waiting"], dit["running"], dit["kv"]["charged"]) == (0, 0, 0)
@@ -71,7 +71,7 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
         assert reader.executor.worker.model_runner.connector.stats()["waiting"] == 0
         assert link_used(omni) == 0
-    for prompt, params, image in zip(prompts, wishes, images, strict=True):
+    for prompt, params, image in zip(prompts, params, images, strict=True):
         expected = alone(prompt, **params)
         same = torch.equal if seqs == 1 else close_to
         assert same(image[0], expected), prompt

@@ -10,7 +10,7 @@ import pytest
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
-from omni_kvlink.engine.entrypoints.stage_configs import with_sources, rank_urls, stage_configs
+from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
 
 BAGEL = """
 async_chunk: false

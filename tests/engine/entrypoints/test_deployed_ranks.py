@@ -28,11 +28,11 @@ def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiff
 
 
 def painted(omni: OmniDiffusion, prompts: list[Any]) -> list[torch.Tensor]:
-    wishes = [
+    params = [
         {**(WISH if isinstance(p, str) else {"num_inference_steps": STEPS}), "seed": i}
         for i, p in enumerate(prompts)
     ]
-    images = omni.generate(prompts, wishes, timeout=2 * WAIT, output_type="pt")
+    images = omni.generate(prompts, params, timeout=2 * WAIT, output_type="pt")
     return [image[0] for image in images]
 
 

@@ -201,15 +201,15 @@ def test_a_deployment_of_which_both_stages_have_workers() -> None:
     photo = torch.arange(160 * 160 * 3).remainder(251).to(torch.uint8).reshape(160, 160, 3)
     prompts = [f"a fox, number {seed}" for seed in range(4)] + [[photo, "make it night"]]
     size = {"height": 16, "width": 24, "num_inference_steps": 5}
-    wishes = [{**size, "seed": seed} for seed in range(5)]
+    params = [{**size, "seed": seed} for seed in range(5)]
     deaths: list[int] = []
     with OmniDiffusion(
         checkpoint(), how, dtype="float32", on_death=lambda stage, _: deaths.append(stage)
     ) as omni:
 
         def check() -> None:
-            images = omni.generate(prompts, wishes, timeout=WAIT, output_type="pt")
-            for prompt, wish, image in zip(prompts, wishes, images, strict=True):
+            images = omni.generate(prompts, params, timeout=WAIT, output_type="pt")
+            for prompt, wish, image in zip(prompts, params, images, strict=True):
                 assert torch.equal(image[0], alone(prompt, **wish)), prompt
 
         check()

@@ -119,7 +119,7 @@ def test_the_budget_is_corrected_when_the_size_is_known(stage: Stage) -> None:
     assert not stage.manager.can_allocate(request("b", kv_nbytes=301))
     with pytest.raises(CapacityError, match=r"kv\.budget") as caught:
         stage.manager.allocate(request("b", kv_nbytes=301))
-    assert (caught.value.asked, caught.value.free) == (301, 300)
+    assert (caught.value.requested, caught.value.free) == (301, 300)
     assert stage.router.find("b") is None
     _, others = stage.begin("c", kv_nbytes=300)
     assert set(others).isdisjoint(workers)  # the less loaded group

@@ -127,7 +127,7 @@ def test_more_than_the_quota_is_an_error(
     here, there = ends
     with pytest.raises(CapacityError, match="send less at once") as caught:
         here.send({"small": filled(1), "large": torch.zeros(5 << 20, dtype=torch.uint8)})
-    assert caught.value.asked == 5 << 20
+    assert caught.value.requested == 5 << 20
     assert here.stats()["used"] == 0
     here.send({"large": filled(2, numel=3 << 20)})
     with pytest.raises(CapacityError, match="send less at once"):  # the first is not received yet

@@ -106,8 +106,8 @@ def count_calls(executor: Any) -> list[int]:
 def test_several_images_of_one_request(shared: Any, pipe: Any) -> None:
     """Their noise is the same, whoever else is in the batch."""
     single = run(shared, request("a", seed=1, num_outputs_per_prompt=3))[0].result()
-    wishes = {"num_outputs_per_prompt": 3}
-    _, mate = run(shared, request("b", "owl", 2, **wishes), request("a", seed=1, **wishes))
+    params = {"num_outputs_per_prompt": 3}
+    _, mate = run(shared, request("b", "owl", 2, **params), request("a", seed=1, **params))
     assert single.shape == (3, *SIZE, 3)
     assert not close_to(single[0], single[1])
     assert close_to(single[0], alone(pipe, "a fox", 1))
@@ -355,9 +355,9 @@ def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) 
 def test_a_deploy_file_names_it(checkpoint: str, pipe: Any) -> None:
     stage = {"stage_id": 0, "distributed_executor_backend": "diffusers"}
     how = {"pipeline": "bagel_single_stage", "stages": [stage]}
-    wishes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": 0}
+    params = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": 3, "seed": 0}
     with OmniDiffusion(checkpoint, how, dtype="float32") as omni:
-        images = omni.generate(["a fox"], wishes, timeout=WAIT, output_type="pt")
+        images = omni.generate(["a fox"], params, timeout=WAIT, output_type="pt")
     assert torch.equal(images[0][0], alone(pipe, "a fox", 0))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import bundle, pipeline, wishes
+from engine_fixtures import bundle, params, pipeline
 
 from omni_kvlink import CapacityError, SchemaError
 from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionRequest
@@ -50,7 +50,7 @@ def test_what_lies_in_blocks_is_what_a_naive_cache_has(utility: BagelUtility, na
     memory, manager = pools(), BlockManager(200, 4)
     for pool in [*memory.keys, *memory.values]:
         pool.fill_(float("nan"))
-    request = OmniDiffusionRequest(PROMPTS[name], wishes(3), "r", need_kv_transfer=True)
+    request = OmniDiffusionRequest(PROMPTS[name], params(3), "r", need_kv_transfer=True)
     counted = utility.count_tokens(request)
     manager.allocate(3)  # so that the blocks do not begin at 0
     tables = {k: manager.allocate(manager.blocks_for(n))[::-1] for k, n in counted.items()}
@@ -71,7 +71,7 @@ def test_what_lies_in_blocks_is_what_a_naive_cache_has(utility: BagelUtility, na
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_tokens_are_counted_before(utility: BagelUtility, name: str) -> None:
     contexts = pipeline().prefill(PROMPTS[name], generator=torch.Generator().manual_seed(0))
-    request = OmniDiffusionRequest(PROMPTS[name], wishes(0), "r")
+    request = OmniDiffusionRequest(PROMPTS[name], params(0), "r")
     counted = utility.count_tokens(request)
     assert counted["gen"] == contexts.gen.kv_lens[0]
     if name != "two texts":
@@ -79,7 +79,7 @@ def test_the_tokens_are_counted_before(utility: BagelUtility, name: str) -> None
 
 
 def test_too_few_blocks_are_an_error(utility: BagelUtility) -> None:
-    request = OmniDiffusionRequest("a fox", wishes(), "r")
+    request = OmniDiffusionRequest("a fox", params(), "r")
     with pytest.raises(CapacityError, match="7 tokens for 1 blocks of 4"):
         utility.prefill(request, pools(), {"gen": [5], "cfg_img": []})
 

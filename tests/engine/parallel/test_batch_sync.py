@@ -72,7 +72,7 @@ def test_one_ranks_missing_kv_fails_the_request_on_all_ranks(stage: Stage) -> No
     before = check_generates(stage)
     batch = requests("m", "bad")
     stage.send(*batch[:1])
-    first, *others = stage.kv_sink._shares
+    first, *others = stage.kv_sink._parts
     stage.kv_sink.link.put(first.cut(stage.bundle_of(batch[1])), ttl=5)
     for share in others:
         stage.kv_sink.link.fail(share.key("bad"), "the AR stage ran out of blocks")

@@ -143,7 +143,7 @@ def test_the_image_depends_on_what_another_rank_has(stage: Stage) -> None:
 def shift_owners(worker: Any, by: int) -> None:
     """Let the ranks compute other branches than they have received."""
     hook = worker.runner.pipeline.hooks.branches
-    degree = worker.mates.parallel.cfg_parallel_size
+    degree = worker.process_group.parallel.cfg_parallel_size
     hook._owners = {name: (at + by) % degree for at, name in enumerate(BRANCHES)}
 
 

@@ -26,7 +26,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv.kv_sink import KVSink
-from omni_kvlink.engine.kv.kv_source import KVSource
+from omni_kvlink.engine.kv.partitioned_source import PartitionedKVSource
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import (
     IntegrityError,
@@ -70,7 +70,7 @@ class Stages:
         partition = KVPartition(HEADS, senders, self.parallel)
         for rank in range(self.parallel.world_size):
             coords = RankCoords.of(rank, self.parallel)
-            source = self._own(KVSource.connect(self.config, partition, coords))
+            source = self._own(PartitionedKVSource.connect_parts(self.config, partition, coords))
             self.managers[coords] = self._own(DiffusionKVManager(source, self.config))
 
     def send(self, data: KVCacheBundle) -> list[Any]:
@@ -252,7 +252,7 @@ def send_corrupted(setup: Stages, data: KVCacheBundle) -> None:
     """Send a KV whose second part has one wrong bit."""
     setup.kv_sinks[0].send(setup.part_of(data, shard_of(0, 2, heads=HEADS)))
     sender = setup.kv_sinks[1]
-    part = sender._shares[0].cut(setup.part_of(data, shard_of(1, 2, heads=HEADS)))
+    part = sender._parts[0].cut(setup.part_of(data, shard_of(1, 2, heads=HEADS)))
     capacity = sender.link.allocate(part)
     for target, source in zip(capacity.data.tensors(), part.tensors(), strict=True):
         target.copy_(source)

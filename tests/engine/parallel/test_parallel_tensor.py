@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, bundle, checkpoint, pipeline, wishes
+from engine_fixtures import WAIT, bundle, checkpoint, params, pipeline
 from parallel_fixtures import (
     EDIT,
     RankProcesses,
@@ -394,7 +394,7 @@ def test_blocks_have_a_ranks_own_heads(stages: dict[str, Any]) -> None:
 def test_a_prompt_that_all_ranks_refuse_is_its_own_error(stages: dict[str, Any]) -> None:
     pair = stages["2 to 2"]
     photo: Any = EDIT[0]
-    bad = OmniDiffusionRequest([photo[:, :, :2]], wishes(), "no image", need_kv_transfer=True)
+    bad = OmniDiffusionRequest([photo[:, :, :2]], params(), "no image", need_kv_transfer=True)
     for ((_, error, _, _),) in pair.ar.call_all(fail, bad):
         assert error is not None
     for ((text, error, _, _),) in pair.ar.call_all(run_prompts, *thinking_requests("after")):

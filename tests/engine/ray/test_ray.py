@@ -114,8 +114,8 @@ def actor(made: OmniDiffusion, number: int) -> StageActor:
 
 
 def check_images(made: OmniDiffusion, count: int = 1) -> None:
-    wishes = [{**HOW, "seed": seed} for seed in range(count)]
-    images = made.generate(["a fox"] * count, wishes, timeout=WAIT, output_type="pt")
+    params = [{**HOW, "seed": seed} for seed in range(count)]
+    images = made.generate(["a fox"] * count, params, timeout=WAIT, output_type="pt")
     for seed, image in enumerate(images):
         assert torch.equal(image[0], alone(seed=seed))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, url, wishes
+from engine_fixtures import WAIT, alone, checkpoint, params, url
 
 from omni_kvlink import CapacityError, KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -126,16 +126,16 @@ def test_an_error_of_the_ar_stage_reaches_the_consumer(sockets: str) -> None:
         KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
     ):
         prompt = "far too long for two blocks"
-        request = OmniDiffusionRequest(prompt, wishes(), "r", need_kv_transfer=True)
+        request = OmniDiffusionRequest(prompt, params(), "r", need_kv_transfer=True)
         with pytest.raises(CapacityError, match="num_blocks"):
             stage.submit(request).result(WAIT).result()
         with pytest.raises(TransferFailed, match="num_blocks"):
             consumer.get("r", timeout=WAIT)
-        short = OmniDiffusionRequest("a", wishes(), "s", need_kv_transfer=True)
+        short = OmniDiffusionRequest("a", params(), "s", need_kv_transfer=True)
         assert stage.submit(short).result(WAIT).kv_sent is not None
-        stage.submit(OmniDiffusionRequest("a" * 4000, wishes(), "t"))
+        stage.submit(OmniDiffusionRequest("a" * 4000, params(), "t"))
         with pytest.raises(EngineError, match="here already"):
-            stage.submit(OmniDiffusionRequest(prompt, wishes(), "t"))
+            stage.submit(OmniDiffusionRequest(prompt, params(), "t"))
 
 
 def test_a_stage_that_cannot_start_raises_the_cause() -> None:
@@ -152,7 +152,7 @@ def test_a_stage_that_sleeps_in_its_process(sockets: str) -> None:
     with StageProcess(OmniARConfig(checkpoint(), kv=kv)) as stage:
         assert stage.sleep(2)
         assert stage.wake_up()
-        request = OmniDiffusionRequest("a fox", wishes(), "r", need_kv_transfer=True)
+        request = OmniDiffusionRequest("a fox", params(), "r", need_kv_transfer=True)
         assert stage.submit(request).result(WAIT).error is None
 
 
@@ -160,7 +160,7 @@ def test_requests_are_decoded_unchanged() -> None:
     image = torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)
     one = OmniDiffusionRequest(
         ["a fox", image],
-        wishes(3, cfg_interval=(0.1, 0.9), guidance_scale=2.5),
+        params(3, cfg_interval=(0.1, 0.9), guidance_scale=2.5),
         "r",
         need_kv_receive=True,
         kv_nbytes=12,
@@ -184,8 +184,8 @@ def test_outputs_and_errors_are_decoded_unchanged() -> None:
     assert (str(late), late.key, late.waited, late.phase) == ("late", "r", 1.5, "asked")
     assert isinstance(unpack(pack(PeerLostError("gone"))), PeerLostError)
     assert isinstance(unpack(pack(RequestAborted("no"))), RequestAborted)
-    full = unpack(pack(CapacityError("full", asked=3, free=1)))
-    assert (full.asked, full.free) == (3, 1)
+    full = unpack(pack(CapacityError("full", requested=3, free=1)))
+    assert (full.requested, full.free) == (3, 1)
     assert isinstance(unpack(pack(KeyError("layer"))), KeyError)
     other = unpack(pack(threading.BrokenBarrierError("strange")))
     assert isinstance(other, RequestFailed)

@@ -70,7 +70,7 @@ def layers() -> Iterator[Counter[int]]:
 
 def job(prompt: str = "a fox", seed: int = 0) -> tuple[BagelContexts, Tensor]:
     contexts = pipeline().prefill([prompt, "in the snow"], image_shape=SHAPE)
-    pipeline().forget()
+    pipeline().release_caches()
     return contexts, pipeline().initial_noise(SHAPE, torch.Generator().manual_seed(seed))
 
 

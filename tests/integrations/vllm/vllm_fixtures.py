@@ -121,6 +121,4 @@ def transfer(role: str, policy: str = "fail", **extra: Any) -> Answer:
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Words of the model's vocabulary, no special ones."""
-    return [
-        (7 * seed + 31 * position + position * position) % 500 for position in range(tokens)
-    ]
+    return [(7 * seed + 31 * position + position * position) % 500 for position in range(tokens)]

@@ -32,7 +32,7 @@ def stages(processes: list[Stage]) -> Iterator[list[Stage]]:
     """Three processes without managers; what a test made is closed."""
     yield processes
     for stage in reversed(processes):  # senders last
-        stage.do("close")
+        stage.call("close")
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -50,13 +50,13 @@ def settings(transport: str, sockets: str, **more: Any) -> dict[str, Any]:
 
 def pair(stages: list[Stage], kvlink: dict[str, Any]) -> tuple[Stage, Stage]:
     sender, receiver, _ = stages
-    assert sender.do("make", role="sender", kvlink=kvlink)
-    assert receiver.do("make", role="receiver", kvlink=kvlink)
+    assert sender.call("make", role="sender", kvlink=kvlink)
+    assert receiver.call("make", role="receiver", kvlink=kvlink)
     return sender, receiver
 
 
 def send(stage: Stage, request: str, cache: Cache, **more: Any) -> float:
-    began: float = stage.do("send", request=request, cache=dataclasses.asdict(cache), **more)
+    began: float = stage.call("send", request=request, cache=dataclasses.asdict(cache), **more)
     return began
 
 
@@ -71,7 +71,7 @@ def test_a_cache_arrives_exactly(
         cache = Cache(layout, dtype, seed=seed)
         about = {"kv_lens": [27], "ropes": [5], "image_shape": [64, 48], "prompt": "ein Füchslein"}
         send(sender, f"r{seed}", cache, metadata=about)
-        got = receiver.do("receive", request=f"r{seed}")
+        got = receiver.call("receive", request=f"r{seed}")
         assert got["layers"] == cache.expected()
         assert got["metadata"] == {
             "block_size": 8,
@@ -88,15 +88,15 @@ def test_lengths_around_a_block(length: int, sockets: str, stages: list[Stage]) 
     sender, receiver = pair(stages, settings("shm", sockets))
     cache = Cache(seq_len=length)
     send(sender, "r", cache)
-    assert receiver.do("receive", request="r")["layers"] == cache.expected()
+    assert receiver.call("receive", request="r")["layers"] == cache.expected()
 
 
 @pytest.mark.parametrize("layout", ["stacked", "packed"])
 def test_one_rank_to_two(layout: str, kvlink: dict[str, Any], stages: list[Stage]) -> None:
     sender, *receivers = stages
-    sender.do("make", role="sender", kvlink=kvlink, tp=(1, 2))
+    sender.call("make", role="sender", kvlink=kvlink, tp=(1, 2))
     for rank, receiver in enumerate(receivers):
-        receiver.do("make", role="receiver", kvlink=kvlink, tp=(1, 2), rank=rank)
+        receiver.call("make", role="receiver", kvlink=kvlink, tp=(1, 2), rank=rank)
         receiver.begin("receive", request="r")
     cache = Cache(layout, "bfloat16")
     send(sender, "r", cache)
@@ -108,10 +108,10 @@ def test_one_rank_to_two(layout: str, kvlink: dict[str, Any], stages: list[Stage
 @pytest.mark.parametrize("layout", ["stacked", "packed"])
 def test_two_ranks_to_one(layout: str, kvlink: dict[str, Any], stages: list[Stage]) -> None:
     receiver, *senders = stages
-    receiver.do("make", role="receiver", kvlink=kvlink, tp=(2, 1))
+    receiver.call("make", role="receiver", kvlink=kvlink, tp=(2, 1))
     cache = Cache(layout, "bfloat16")
     for rank, sender in enumerate(senders):
-        sender.do("make", role="sender", kvlink=kvlink, tp=(2, 1), rank=rank)
+        sender.call("make", role="sender", kvlink=kvlink, tp=(2, 1), rank=rank)
     receiver.begin("receive", request="r")
     for rank, sender in reversed([*enumerate(senders)]):
         send(sender, "r", dataclasses.replace(cache, shard=rank, shards=2))
@@ -121,11 +121,11 @@ def test_two_ranks_to_one(layout: str, kvlink: dict[str, Any], stages: list[Stag
 def test_two_ranks_to_two(kvlink: dict[str, Any], stages: list[Stage]) -> None:
     """Rank to rank, in two processes: rank 1, whose names must not be rank 0's."""
     sender, receiver, _ = stages
-    sender.do("make", role="sender", kvlink=kvlink, tp=(2, 2), rank=1)
-    receiver.do("make", role="receiver", kvlink=kvlink, tp=(2, 2), rank=1)
+    sender.call("make", role="sender", kvlink=kvlink, tp=(2, 2), rank=1)
+    receiver.call("make", role="receiver", kvlink=kvlink, tp=(2, 2), rank=1)
     cache = Cache(shard=1, shards=2)
     send(sender, "r", cache)
-    assert receiver.do("receive", request="r")["layers"] == cache.expected()
+    assert receiver.call("receive", request="r")["layers"] == cache.expected()
 
 
 def test_a_waiting_receiver_is_woken(kvlink: dict[str, Any], stages: list[Stage]) -> None:
@@ -143,13 +143,13 @@ def test_a_waiting_receiver_is_woken(kvlink: dict[str, Any], stages: list[Stage]
 def test_several_readers_have_it_each(sockets: str, stages: list[Stage]) -> None:
     kvlink = settings("shm", sockets, readers=2)
     sender, *receivers = stages
-    sender.do("make", role="sender", kvlink=kvlink)
+    sender.call("make", role="sender", kvlink=kvlink)
     for receiver in receivers:
-        receiver.do("make", role="receiver", kvlink=kvlink)
+        receiver.call("make", role="receiver", kvlink=kvlink)
         receiver.begin("receive", request="r")
     send(sender, "r", Cache())
     assert [one.result()["layers"] for one in receivers] == [Cache().expected()] * 2
-    until(lambda: sender.do("health", role="sender")["unread"] == 0, "both let go")
+    until(lambda: sender.call("health", role="sender")["unread"] == 0, "both let go")
 
 
 @pytest.mark.parametrize("cache", [Cache(block_ids=(9, 2, 99, 0)), Cache(block_ids=(9, 2, 7))])
@@ -159,14 +159,14 @@ def test_a_short_cache_is_refused_and_nobody_waits(
     """The manager leaves out block 99, which the pool does not have, and sends the rest."""
     sender, receiver = pair(stages, kvlink)
     send(sender, "whole", Cache())
-    assert receiver.do("receive", request="whole")["layers"] == Cache().expected()
+    assert receiver.call("receive", request="whole")["layers"] == Cache().expected()
     receiver.begin("receive", request="short")
     send(sender, "short", cache)
     got = receiver.result()
     assert got["layers"] is None
     assert got["took"] < 5.0  # neither the connector's nor the manager's time-out
-    assert sender.do("health", role="sender")["failures"] > 0
-    output = receiver.do("get", key="omni_0_to_1_kv_cache_short", timeout=5.0)
+    assert sender.call("health", role="sender")["failures"] > 0
+    output = receiver.call("get", key="omni_0_to_1_kv_cache_short", timeout=5.0)
     assert output.startswith("TransferFailed")
     assert "24 tokens, but seq_len is 27" in output
 
@@ -176,10 +176,10 @@ def test_the_sender_dies_while_the_receiver_waits(
 ) -> None:
     """At once, and the next sender of this name is found."""
     killed, (_, receiver, sender) = Stage(), stages
-    killed.do("make", role="sender", kvlink=kvlink)
-    receiver.do("make", role="receiver", kvlink=kvlink)
+    killed.call("make", role="sender", kvlink=kvlink)
+    receiver.call("make", role="receiver", kvlink=kvlink)
     send(killed, "r", Cache())
-    assert receiver.do("receive", request="r")["layers"] == Cache().expected()
+    assert receiver.call("receive", request="r")["layers"] == Cache().expected()
     receiver.begin("receive", request="lost")
     time.sleep(0.3)
     died = time.monotonic()
@@ -187,7 +187,7 @@ def test_the_sender_dies_while_the_receiver_waits(
     got = receiver.result()
     assert got["layers"] is None
     assert got["there"] - died < 2.0
-    sender.do("make", role="sender", kvlink=kvlink)
+    sender.call("make", role="sender", kvlink=kvlink)
     receiver.begin("receive", request="found")
     send(sender, "found", Cache(seed=3))
     assert receiver.result()["layers"] == Cache(seed=3).expected()

@@ -203,7 +203,7 @@ def test_the_last_requests_caches_are_returned(exact: BagelPipeline, checkpoint:
     other = exact.prefill("another", image_shape=(8, 8))
     fresh.render(other, FEW, noise=torch.zeros(4, 16))
     assert fresh.get_past_key_values() is other.gen.past_key_values
-    fresh.forget()
+    fresh.release_caches()
     with pytest.raises(RuntimeError, match="no request"):
         fresh.get_past_key_values()
 

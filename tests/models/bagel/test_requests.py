@@ -82,7 +82,7 @@ def test_forward_is_generate(pipeline: OmniBagelPipeline, seeded: Seeded) -> Non
     assert output.request_id == "r"
     assert torch.equal(output.result()[0], expected)
     assert pipeline.get_kv_metadata()["kv_lens"] == [7]
-    pipeline.forget()
+    pipeline.release_caches()
 
 
 def test_forward_of_a_batch_gives_each_its_own(exact: OmniBagelPipeline, seeded: Seeded) -> None:

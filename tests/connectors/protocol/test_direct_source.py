@@ -58,7 +58,7 @@ def test_ranges_over_two_parts_or_none_are_refused(
 
 
 def test_released_tensors_are_not_found(direct: DirectSource) -> None:
-    direct.give_back()
+    direct.release_tensors()
     for start in (HEADER, START):
         with pytest.raises(WireError):
             direct.find(start, start + 1)
@@ -68,11 +68,11 @@ def test_released_tensors_are_not_found(direct: DirectSource) -> None:
 
 def test_a_get_has_all_when_every_tensor_byte_was_sent(direct: DirectSource) -> None:
     for span in ((0, HEADER), (HEADER, HEADER + 9), (HEADER, HEADER + 9), (START, NBYTES)):
-        direct.took("a", *span)
-        assert not direct.has_all("a")
-    direct.took("b", HEADER, HEADER + FIRST)
-    direct.took("a", HEADER + 9, HEADER + FIRST)
-    assert (direct.has_all("a"), direct.has_all("b")) == (True, False)
+        direct.mark_sent("a", *span)
+        assert not direct.has_sent_all("a")
+    direct.mark_sent("b", HEADER, HEADER + FIRST)
+    direct.mark_sent("a", HEADER + 9, HEADER + FIRST)
+    assert (direct.has_sent_all("a"), direct.has_sent_all("b")) == (True, False)
 
 
 class DirectBench(Bench):

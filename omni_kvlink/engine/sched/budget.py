@@ -1,3 +1,0 @@
-"""Moved to `omni_kvlink.engine.kv.budget`."""
-
-from omni_kvlink.engine.kv.budget import Budget as Budget
