@@ -98,7 +98,9 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         if data.is_empty:
             return
         block_table = block_table_of(
-            data.metadata, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
+            data.metadata.kv_lens,
+            block_size=block_size,
+            block_ids=block_ids, slot_mapping=slot_mapping
         )
         layers = paged_layers(key_cache, value_cache, block_table, data.metadata.layout)
         pairs = [

@@ -75,11 +75,6 @@ def block_table_of(
         raise SchemaError(f"K and V of every layer: {error}") from None
 
 
-def pages_of(metadata: Any, **tables: Any) -> BlockTable:
-    """`block_table_of` under its former name, for modules that do not use the new one yet."""
-    return block_table_of(metadata.kv_lens, **tables)
-
-
 def paged_layers(
     key_cache: PoolLayers, value_cache: PoolLayers | None, block_table: BlockTable, layout: str
 ) -> dict[str, list[PagedTensor]]:

@@ -81,6 +81,11 @@ def _described(data: Payload) -> dict[str, Described]:
         return {SINGLE: _description(data, ("", "", 0))}
     found = {}
     for name, branch in data.branches.items():
+        if isinstance(branch, TensorTransferData):
+            raise SchemaError(
+                f"branch {name!r} is a TensorTransferData, which has no heads: "
+                "send it as a payload of its own"
+            )
         if isinstance(branch, KVCacheTransferData):
             reference = ("", "", 0)
         else:

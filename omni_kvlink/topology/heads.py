@@ -122,7 +122,7 @@ def _rebuilt(data: P, caches: dict[str, KVCacheTransferData], request_id: str, s
     for name, branch in data.branches.items():
         if isinstance(branch, KVCacheTransferData):
             branches[name] = caches[name]
-        elif branch.metadata is None:
+        elif isinstance(branch, TensorTransferData) or branch.metadata is None:
             branches[name] = branch
         else:
             metadata = dataclasses.replace(branch.metadata, shard=shard)

@@ -48,7 +48,7 @@ class Budget:
             raise CapacityError(
                 f"the KV of {request_id!r} takes {nbytes} bytes, {free} of the budget of "
                 f"{self.nbytes} are free: raise kv.budget",
-                asked=nbytes,
+                requested=nbytes,
                 free=free,
             )
         self._reserved[request_id] = nbytes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, Payload
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload
 
 
-def empty_like(data: Payload, device: torch.device) -> Payload:
+def empty_like(data: KVPayload, device: torch.device) -> KVPayload:
     """A payload of the same shapes, dtypes and metadata, its tensors uninitialized on `device`."""
     if isinstance(data, KVCacheTransferData):
         return _empty_cache(data, device)

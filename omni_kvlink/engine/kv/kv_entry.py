@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from omni_kvlink import Payload, Verify
+from omni_kvlink import KVPayload, Verify
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 from omni_kvlink.errors import ClosedError, TransferTimeout
@@ -44,7 +44,7 @@ class KVEntry:
     def __init__(self, request_id: str, nbytes: int, timeout: float):
         self.request_id, self.nbytes, self.timeout = request_id, nbytes, timeout
         self.state = KVState.ALLOCATED
-        self.data: Payload | None = None
+        self.data: KVPayload | None = None
         self.error: Exception | None = None
         self.seconds = 0.0
         self._lock = threading.Lock()

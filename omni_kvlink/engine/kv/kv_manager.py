@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omni_kvlink import KVConsumer, Payload
+from omni_kvlink import KVConsumer, KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.budget import Budget
@@ -150,7 +150,7 @@ class DiffusionKVManager:
 
     # While it runs, and after.
 
-    def get_kv_cache(self, request_id: str) -> Payload:
+    def get_kv_cache(self, request_id: str) -> KVPayload:
         """The KV as it came, a `KVCacheTransferData` or `KVCacheBundle`; never blocks.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, Payload, PrefixOf, SameAs, Shard
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs, Shard
 from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
@@ -40,7 +40,7 @@ class KVPart:
         key = self._branches_key(request_id)
         return key if self.part is None else self.part.key(key)
 
-    def cut(self, payload: Payload) -> Payload:
+    def cut(self, payload: KVPayload) -> KVPayload:
         """This part of the sender's payload; its tensors are views.
 
         Raises:
@@ -112,7 +112,7 @@ class KVPartition:
         return [KVPart(rank, guidance, part) for rank in range(guidance) for part in heads]
 
 
-def _select_branches(payload: Payload, key: str, rank: int, of: int) -> KVCacheBundle:
+def _select_branches(payload: KVPayload, key: str, rank: int, of: int) -> KVCacheBundle:
     """Each `of`-th branch from `rank` on.
 
     Where a branch refers to one that is not selected, its tensors are views of that one's. The

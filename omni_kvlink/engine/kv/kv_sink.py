@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from omni_kvlink import KVCacheBundle, KVLink, Payload
+from omni_kvlink import KVCacheBundle, KVLink, KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.outputs import KVSent
@@ -32,7 +32,7 @@ class KVSink:
         self._parts_each = partition.parts_each
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)
 
-    def send(self, payload: Payload) -> KVSent:
+    def send(self, payload: KVPayload) -> KVSent:
         """Copy a request's KV into the link; blocks at most `put_timeout` seconds.
 
         The caller's tensors may be modified again after it. After an error, call `fail`: some of

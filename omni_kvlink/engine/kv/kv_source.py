@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from omni_kvlink import KVConsumer, KVLink, Payload, Received, Verify
+from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Verify
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.device_copy import empty_like
 from omni_kvlink.lowlevel import begin_get, open_delivery
@@ -36,7 +36,7 @@ class ReceivedKV:
     def __init__(self, received: Received):
         self._received, self.nbytes = received, received.manifest.nbytes
 
-    def to(self, device: torch.device) -> Payload:
+    def to(self, device: torch.device) -> KVPayload:
         """The KV on a device: views of the link's memory on the CPU, else a verified copy.
 
         Raises:

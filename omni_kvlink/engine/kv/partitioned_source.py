@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from omni_kvlink import KVConsumer, KVLink, Payload, Received, Shard, Verify
+from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
 from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
 from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
@@ -104,7 +104,7 @@ class PartitionedKVSource(KVSource):
                 received.append(open_delivery(link, delivery, started=started, verify=verify))
         except BaseException:
             for one in received:
-                one.give_back()
+                one.release_unread()
             for delivery in deliveries[len(received) + 1 :]:
                 delivery.release_unread()
             raise
@@ -201,7 +201,7 @@ class PartitionedKV(ReceivedKV):
         self._parts, self._shard = parts, shard
         self.nbytes = sum(part.manifest.nbytes for part in parts)
 
-    def to(self, device: torch.device) -> Payload:
+    def to(self, device: torch.device) -> KVPayload:
         """One cache on a device, every byte verified while it is copied.
 
         Raises:

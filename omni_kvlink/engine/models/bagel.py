@@ -12,7 +12,7 @@ from omni_kvlink import (
     KVCacheBundle,
     KVCacheTransferData,
     KVMetadata,
-    Payload,
+    KVPayload,
     PrefixOf,
     SameAs,
     Shard,
@@ -82,7 +82,7 @@ class BagelUtility(ModelUtility):
             for key, old in module.state_dict(keep_vars=True).items():
                 old.data = tensors[key]
 
-    def convert(self, payload: Payload, request: OmniDiffusionRequest) -> BagelContexts:
+    def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts; also sets the sampling params' generator.
 
         Contexts of other guidance ranks are `BagelContext.elsewhere`.

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from omni_kvlink import Payload
+from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
@@ -115,7 +115,7 @@ class GPUARModelRunner:
         output.seconds["execute"] = time.perf_counter() - started
         return output
 
-    def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
+    def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
         return self.utility.extract(request)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from omni_kvlink import Payload
+from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError, as_engine_error
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
@@ -182,7 +182,7 @@ class GPUDiffusionModelRunner:
             return self._failed(request, as_engine_error(error, "its KV could not be sent"))
         return output
 
-    def _extract_kv_cache(self, request: OmniDiffusionRequest) -> Payload:
+    def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """The request's KV in the schema's form; the tensors are the model's own.
 
         A `KVCacheTransferData` with `key_cache` and `value_cache` by layer and `kv_lens`, `ropes`

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from omni_kvlink import Payload
+from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.outputs import DiffusionOutput
@@ -86,7 +86,7 @@ class ModelUtility(ABC):
         """Read the weights from the checkpoint again, into the existing modules."""
 
     @abstractmethod
-    def convert(self, payload: Payload, request: OmniDiffusionRequest) -> Any:
+    def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:
         """A received KV in the model's form, its tensors shared.
 
         Sets those sampling params of the request that came with the KV.
@@ -96,7 +96,7 @@ class ModelUtility(ABC):
         """
 
     @abstractmethod
-    def extract(self, request: OmniDiffusionRequest) -> Payload:
+    def extract(self, request: OmniDiffusionRequest) -> KVPayload:
         """The KV of a request that has run, `request.past_key_values`, in the schema's form.
 
         A `KVCacheTransferData`, or a `KVCacheBundle` of those if there are several contexts. The
