@@ -36,6 +36,7 @@ from omni_kvlink.link import ReceivedStream as ReceivedStream
 from omni_kvlink.link import Verify as Verify
 from omni_kvlink.payload.bundle import BundleBranch as BundleBranch
 from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
+from omni_kvlink.payload.bundle import KVPayload as KVPayload
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
 from omni_kvlink.payload.manifest import Shard as Shard

@@ -62,7 +62,7 @@ async def freed(producer: AsyncKVProducer) -> None:
         await asyncio.sleep(0.002)
 
 
-class Gate(TorchCopier):
+class BlockingCopier(TorchCopier):
     """Copies and hashes when it is let."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class Gate(TorchCopier):
         super().verify(*args)
 
 
-async def entered(gate: Gate) -> None:
+async def entered(copier: BlockingCopier) -> None:
     deadline = time.monotonic() + 5
-    while not gate.entered.is_set():
+    while not copier.entered.is_set():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)

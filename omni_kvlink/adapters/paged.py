@@ -100,7 +100,8 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         block_table = block_table_of(
             data.metadata.kv_lens,
             block_size=block_size,
-            block_ids=block_ids, slot_mapping=slot_mapping
+            block_ids=block_ids,
+            slot_mapping=slot_mapping,
         )
         layers = paged_layers(key_cache, value_cache, block_table, data.metadata.layout)
         pairs = [

@@ -235,7 +235,10 @@ def _check_kind(name: str, branch: BundleBranch) -> None:
         raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
 
 
-Payload: TypeAlias = KVCacheTransferData | TensorTransferData | KVCacheBundle
+KVPayload: TypeAlias = KVCacheTransferData | KVCacheBundle
+"""The payloads that an engine reads KV caches from."""
+
+Payload: TypeAlias = KVPayload | TensorTransferData
 """What one transfer carries."""
 
 _KINDS: dict[str, type[Payload]] = {

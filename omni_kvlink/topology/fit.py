@@ -8,6 +8,7 @@ from typing import TypeAlias
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.topology.shards import Payload, first_head, label, request_of, shard_in, suffix
 
 _TARGET_FIELDS = ("kv_lens", "ropes", "num_layers", "dtype", "layout")

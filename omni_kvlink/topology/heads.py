@@ -12,6 +12,7 @@ from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
 from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.topology.fit import check_parts, check_target
 from omni_kvlink.topology.shards import (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from aio_fixtures import THREE, Gate, Test, entered, freed, waiting
+from aio_fixtures import THREE, BlockingCopier, Test, entered, freed, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer, AsyncPutStream
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 async def write(out: AsyncPutStream, *layers: int) -> None:
-    places = layers_of(THREE.make())
+    views = layers_of(THREE.make())
     for layer in layers:
-        await out.write_layer(layer, *places["kv", layer])
+        await out.write_layer(layer, *views["kv", layer])
 
 
 def test_stream_round_trip(run: Callable[[Test], None]) -> None:
@@ -33,14 +33,14 @@ def test_stream_round_trip(run: Callable[[Test], None]) -> None:
             layers = layers_of(data)
             assert len(stream) == len(layers)
             seen = stream.__aiter__()
-            for (branch, layer), places in layers.items():
+            for (branch, layer), views in layers.items():
                 coming = asyncio.ensure_future(seen.__anext__())
                 await asyncio.sleep(0)
                 assert not coming.done()
-                await out.write_layer(layer, *places, branch=branch)
+                await out.write_layer(layer, *views, branch=branch)
                 found = await coming
                 assert (found.branch, found.index) == (branch, layer)
-                assert hash_tensors(found.tensors) == hash_tensors(places)
+                assert hash_tensors(found.tensors) == hash_tensors(views)
                 del found, coming
         assert fingerprint(await stream.wait()) == fingerprint(data)
         stream.release()
@@ -51,10 +51,10 @@ def test_stream_round_trip(run: Callable[[Test], None]) -> None:
 
 def test_stream_of_a_plain_put(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        asking = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+        waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
         await waiting(producer, 1)
         receipt = await producer.put(THREE.make())
-        with await asking as stream:
+        with await waiting_task as stream:
             assert [layer.index async for layer in stream] == [0, 1, 2]
             assert fingerprint(await stream.wait(timeout=0)) == fingerprint(THREE.make())
         await producer.wait(receipt, timeout=5)
@@ -110,8 +110,8 @@ def test_layer_timeout(run: Callable[[Test], None]) -> None:
                     started = time.monotonic()
                     with pytest.raises(TransferTimeout, match="layer 1 of branch 'kv'"):
                         await stream.wait_for_layer(1, timeout=timeout)
-                    wanted = 0.2 if timeout is None else timeout
-                    assert wanted - 0.01 < time.monotonic() - started < wanted + 0.25
+                    expected = 0.2 if timeout is None else timeout
+                    assert expected - 0.01 < time.monotonic() - started < expected + 0.25
                 with pytest.raises(TransferTimeout, match="commit"):
                     await stream.wait(timeout=0.0)
                 await write(out, 1)
@@ -126,16 +126,16 @@ def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         for turn in range(20):
-            asking = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+            waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
             if turn % 2:
                 await waiting(producer, 1)
             async with producer.stream_put(THREE.make()) as out:
                 await write(out, 0)
                 for _ in range(turn % 5):
                     await asyncio.sleep(0)
-                asking.cancel()
+                waiting_task.cancel()
                 try:
-                    stream = await asking
+                    stream = await waiting_task
                 except asyncio.CancelledError:
                     stream = await consumer.stream_get("s", timeout=5)
                 with stream:
@@ -199,19 +199,19 @@ def test_a_cancelled_writer_leaves_no_copy_behind(run: Callable[[Test], None]) -
     """Its memory is not given back while a thread still copies to it."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        gate = producer.link._copier = Gate()
+        copier = producer.link._copier = BlockingCopier()
 
         async def send() -> None:
             async with producer.stream_put(THREE.make()) as out:
                 await write(out, 0)
 
         sending = asyncio.ensure_future(send())
-        await entered(gate)
+        await entered(copier)
         sending.cancel()
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert producer.stats()["memory"]["used"] > 0
-        gate.open.set()
+        copier.open.set()
         with pytest.raises(asyncio.CancelledError):
             await sending
         await freed(producer)

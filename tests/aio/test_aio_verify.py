@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from aio_fixtures import THREE, Gate, Test, entered, freed
+from aio_fixtures import THREE, BlockingCopier, Test, entered, freed
 
 from omni_kvlink import IntegrityError, TransferFailed
 from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        gate = consumer.link._copier = Gate()
+        copier = consumer.link._copier = BlockingCopier()
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
-        await entered(gate)
-        gate.open.set()
+        await entered(copier)
+        copier.open.set()
         with await getting as found:
             assert fingerprint(found) == fingerprint(THREE.make())
         del found, getting
@@ -38,15 +38,15 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
     """The payload goes to another reader, when the hashing is over."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        gate = consumer.link._copier = Gate()
+        copier = consumer.link._copier = BlockingCopier()
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
-        await entered(gate)
+        await entered(copier)
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await getting
         assert receipt.state == "leased"
-        gate.open.set()
+        copier.open.set()
         (await consumer.get("s", timeout=5)).release()
         await producer.wait(receipt, timeout=5)
         assert producer.stats()["transfers"]["redelivered"] == 1
@@ -56,8 +56,8 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
 
 def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        spoiler = producer.link._copier = FlippingCopier()
-        spoiler.flip = "kv.2.value"
+        copier = producer.link._copier = FlippingCopier()
+        copier.flip = "kv.2.value"
         receipt = await producer.put(THREE.make())
         with pytest.raises(IntegrityError, match="layer 2, V"):
             await consumer.get("s", timeout=5, verify="full")

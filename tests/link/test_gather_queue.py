@@ -47,15 +47,15 @@ class Late(TorchCopier):
 @pytest.fixture
 def late(ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     copier = Late()
-    monkeypatch.setattr(producer_module, "is_on_device", lambda place: True)
+    monkeypatch.setattr(producer_module, "is_on_device", lambda view: True)
     monkeypatch.setattr(ends[0], "_copier", copier)
     yield copier
     copier.go.set()
 
 
 def write(out: PutStream) -> None:
-    for (_, layer), places in layers_of(RECIPE.make()).items():
-        out.write_layer(layer, *places)
+    for (_, layer), views in layers_of(RECIPE.make()).items():
+        out.write_layer(layer, *views)
 
 
 def test_the_writer_goes_on_and_readers_wait(
@@ -111,13 +111,13 @@ def test_an_error_of_an_earlier_layer_stops_the_writer(
     producer, _ = ends
     late.go.set()
     out = producer.stream_put(RECIPE.make())
-    places = layers_of(RECIPE.make())
-    out.write_layer(0, *places["kv", 0])
+    views = layers_of(RECIPE.make())
+    out.write_layer(0, *views["kv", 0])
     out._queue._pending[0].result(20)
     producer.abort("s")
-    out.write_layer(1, *places["kv", 1])
+    out.write_layer(1, *views["kv", 1])
     assert out._queue._pending[-1].exception(20) is not None
-    expect(TransferFailed, lambda: out.write_layer(2, *places["kv", 2]))
+    expect(TransferFailed, lambda: out.write_layer(2, *views["kv", 2]))
     out.fail("ended")
 
 

@@ -283,10 +283,10 @@ def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVProducer, KVConsumer])
     producer, _ = ends
     child = os.fork()
     if child == 0:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             producer.__del__()
-        os._exit(len(told))
+        os._exit(len(caught))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
@@ -310,7 +310,7 @@ def test_nobody_serves_port_0() -> None:
 def test_copies_are_counted_on_each_side() -> None:
     """Over a network the bytes are copied once on arrival; scattering is a copy more."""
     data = Recipe("counted").make()
-    targets = [torch.zeros_like(dense(place)) for place in data.tensors()]
+    targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
     with (
         KVLink.serve("zmq+tcp://127.0.0.1:0") as producer,
         KVLink.connect(producer.url, timeout=10) as consumer,

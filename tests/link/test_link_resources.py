@@ -147,12 +147,12 @@ def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
         for side in ("produce", "consume")
     }
     try:
-        said = {side: process.communicate(timeout=60)[0] for side, process in sides.items()}
+        output = {side: process.communicate(timeout=60)[0] for side, process in sides.items()}
     finally:
         for process in sides.values():
             process.kill()
             process.communicate()
-    found = {side: json.loads(line) for side, line in said.items()}
+    found = {side: json.loads(line) for side, line in output.items()}
     for side, costs in found.items():
         assert len(costs) == 5
         for step, (nbytes, faults) in costs.items():

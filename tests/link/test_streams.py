@@ -25,9 +25,9 @@ Ends = tuple[KVProducer, KVConsumer]
 
 
 def write(out: PutStream, *layers: int) -> None:
-    places = layers_of(RECIPE.make())
+    views = layers_of(RECIPE.make())
     for layer in layers:
-        out.write_layer(layer, *places["kv", layer])
+        out.write_layer(layer, *views["kv", layer])
 
 
 def cache(recipe: Recipe = RECIPE) -> KVCacheTransferData:
@@ -114,12 +114,12 @@ def test_a_stream_that_cannot_begin_leaves_nothing(
     def begin(*_: Any, **__: Any) -> None:
         raise TransferFailed("aborted meanwhile")
 
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(producer._end, "begin_stream", begin)
         expect(TransferFailed, lambda: producer.stream_put(cache()))
         gc.collect()
-    assert not told, "it warned of a stream that never was"
+    assert not caught, "it warned of a stream that never was"
     until_freed(producer)
     producer.stream_put(cache()).fail("enough")
 
@@ -163,14 +163,14 @@ def test_allocated_payloads_are_safetensors(ends: Ends, tokens: int, tmp_path: P
     region = received._delivery.region
     assert region is not None
     file.write_bytes(region.view())
-    wanted = layers_of(_first(data, tokens))
+    expected = layers_of(_first(data, tokens))
     with safe_open(file, "pt") as payload:
         names = [name for name in payload.keys() if not name.startswith("pad.")]  # noqa: SIM118
         assert len(names) == 6
         for name in names:
             branch, layer, part = name.split(".")
-            place = wanted[branch, int(layer)][part == "value"]
-            assert hash_tensors([payload.get_tensor(name)]) == hash_tensors([place])
+            view = expected[branch, int(layer)][part == "value"]
+            assert hash_tensors([payload.get_tensor(name)]) == hash_tensors([view])
     loaded = KVCacheTransferData.load(file)
     assert fingerprint(loaded) == fingerprint(_first(data, tokens))
     received.release()
@@ -187,8 +187,8 @@ def test_other_bytes_are_not_taken_for_those_of_the_plan(ends: Ends) -> None:
         for wrong in (key.view(torch.float16), key[:-1]):  # type: ignore[union-attr, index]
             expect(SchemaError, lambda w=wrong: out.write_layer(0, w, value))  # type: ignore[misc]
         out.write_layer(0, key, value)
-        for layer, places in enumerate(others, 1):
-            out.write_layer(layer, *places)
+        for layer, views in enumerate(others, 1):
+            out.write_layer(layer, *views)
     with consumer.get("s", timeout=5, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
     assert out.ledger.copies == 0
@@ -218,9 +218,9 @@ def test_a_link_keeps_no_spent_allocations(ends: Ends) -> None:
             producer.put(data)
         else:
             with producer.stream_put(data) as out:
-                for layer, places in enumerate(layers_of(data).values()):
-                    out.write_layer(layer, *places)
-                del places
+                for layer, views in enumerate(layers_of(data).values()):
+                    out.write_layer(layer, *views)
+                del views
         consumer.get("s", timeout=5).release()
         until_freed(producer)
     assert not producer._allocations
@@ -237,8 +237,8 @@ def test_a_stream_says_what_it_has_not(ends: Ends) -> None:
         expect(SchemaError, lambda: stream.wait_for_layer(0), mentions=("which branch",))
         expect(SchemaError, lambda: stream.wait_for_layer(0, branch="cfg_text"))
         expect(SchemaError, lambda: out.write_layer(0, torch.zeros(1)), mentions=("which branch",))
-        for (branch, layer), places in layers_of(Recipe("b", bundle=True).make()).items():
-            out.write_layer(layer, *places, branch=branch)
+        for (branch, layer), views in layers_of(Recipe("b", bundle=True).make()).items():
+            out.write_layer(layer, *views, branch=branch)
         stream.release()
 
 

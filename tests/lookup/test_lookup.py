@@ -371,9 +371,9 @@ def test_a_killed_consumer_gives_everything_back_and_may_return(
     shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     producer, url = shm.producers[0], shm.links[0].url
-    for life in range(2):
+    for run in range(2):
         with lookup_process("consumer", "shm://killed", url, sockets) as process:
-            if not life:
+            if not run:
                 producer.listen(KVLink.connect("shm://killed", timeout=10.0, directory=sockets))
             assert process.stdout
             assert process.stdout.readline() == "50\n"

@@ -130,7 +130,7 @@ def _select_branches(payload: KVPayload, key: str, rank: int, of: int) -> KVCach
     # The longest branch comes first: it has the tensors that shorter ones refer to.
     for name in sorted(names, key=lambda one: -metadata[one].seq_len):
         declared, cache, own = payload.branches[name], caches[name], metadata[name]
-        source = name if isinstance(declared, KVCacheTransferData) else declared.branch
+        source = declared.branch if isinstance(declared, (SameAs, PrefixOf)) else name
         owner = source if source in names else owners.setdefault(source, name)
         if owner == name:
             branches[name] = KVCacheTransferData(key, cache.layer_blocks, cache.block_ids, own)

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Verify
+from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, TensorTransferData, Verify
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.device_copy import empty_like
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import begin_get, open_delivery
 
 
@@ -24,6 +25,19 @@ class KVGet(Protocol):
 
     def cancel(self) -> None:
         """Stop waiting; a payload that came meanwhile goes back to the producer."""
+
+
+def kv_payload(received: Received) -> KVPayload:
+    """The KV that a payload holds.
+
+    Raises:
+        SchemaError: it holds other tensors.
+    """
+    if isinstance(received.data, TensorTransferData):
+        raise SchemaError(
+            f"payload {received.data.request_id!r} holds a TensorTransferData; expected KV caches"
+        )
+    return received.data
 
 
 class ReceivedKV:
@@ -42,9 +56,10 @@ class ReceivedKV:
         Raises:
             IntegrityError: the bytes are not those that were sent.
         """
+        data = kv_payload(self._received)
         if device.type == "cpu":
-            return self._received.data
-        target = empty_like(self._received.data, device)
+            return data
+        target = empty_like(data, device)
         self._received.scatter(target)
         self.release()
         return target

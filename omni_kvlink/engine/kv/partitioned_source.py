@@ -14,7 +14,7 @@ import torch
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
 from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
-from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
+from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV, kv_payload
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
@@ -208,7 +208,7 @@ class PartitionedKV(ReceivedKV):
             IntegrityError: the bytes are not those that were sent.
             SchemaError: the parts are not of one cache, or some are missing.
         """
-        found = [part.data for part in self._parts]
+        found = [kv_payload(part) for part in self._parts]
         target = blank_heads(found[0], self._shard, device=device)
         for part, view in zip(self._parts, head_targets(found, into=target), strict=True):
             part.scatter(view)

@@ -125,17 +125,13 @@ def _from_dict(key: str, data: Mapping[str, Any], pack: Pack) -> TensorTransferD
 
 def _to_dict(received: Received, data: TensorTransferData, unpack: Unpack) -> tuple[Any, int]:
     """The dict with tensors of its own; each byte is checked while it is copied."""
-    copies = {
-        "key_cache": [torch.empty_like(tensor) for tensor in data["key_cache"]],
-        "value_cache": [torch.empty_like(tensor) for tensor in data["value_cache"]],
-        "rest": torch.empty_like(data["rest"]),
-    }
-    copy = TensorTransferData(data.request_id, copies, data.metadata)
+    layers = {name: [torch.empty_like(tensor) for tensor in data[name]] for name in PARTS}
+    rest = torch.empty_like(data["rest"])
+    copy = TensorTransferData(data.request_id, {**layers, "rest": rest}, data.metadata)
     received.scatter(copy)
     received.release()
-    layers = {name: copies[name] for name in PARTS}
     nbytes = sum(tensor.nbytes for tensor in copy.tensors())
-    return {**unpack(_view(copies["rest"])), "layer_blocks": layers}, nbytes
+    return {**unpack(_view(rest)), "layer_blocks": layers}, nbytes
 
 
 def _flat(data: Any) -> torch.Tensor | None:
