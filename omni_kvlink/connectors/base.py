@@ -241,7 +241,8 @@ class PendingGet(ABC):
             TransferTimeout: it did not arrive in time; tells how far it was.
             TransferFailed: the producer failed or aborted it, or it expired.
             PeerLostError: the producer died, or closed the link.
-        ."""
+        .
+        """
 
     @abstractmethod
     def cancel(self) -> None:

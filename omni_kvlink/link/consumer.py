@@ -26,7 +26,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.bundle import open_payload
+from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.manifest import Branch, Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
@@ -240,7 +240,7 @@ class Received:
             with ledger.phase("view"):
                 region = region_of(delivery)
                 manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
-                data = open_payload(manifest, region)
+                data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             received = cls(data, delivery, manifest, ledger, copier)

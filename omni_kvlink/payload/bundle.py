@@ -241,11 +241,11 @@ KVPayload: TypeAlias = KVCacheTransferData | KVCacheBundle
 Payload: TypeAlias = KVPayload | TensorTransferData
 """What one transfer carries."""
 
-_KINDS: dict[str, type[Payload]] = {
+PAYLOAD_KINDS: dict[str, type[Payload]] = {
     kind.__name__: kind for kind in (KVCacheTransferData, TensorTransferData, KVCacheBundle)
 }
 
 
 def open_payload(manifest: Manifest, region: Region) -> Payload:
     """What was put, as views of the payload; nothing is copied."""
-    return _KINDS[manifest.kind].from_region(manifest, region)
+    return PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
