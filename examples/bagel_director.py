@@ -159,9 +159,9 @@ def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) ->
     """Compare what crossed, and what was painted, bit for bit."""
     crossed = KVCacheBundle.load(bundle_path(args, request))
     difference = crossed.difference(alone)
-    painted = Image.open(image_path(args, request))
+    generated = Image.open(image_path(args, request))
     expected = Image.open(Path(args.scratch) / f"{request.request_id}.png")
-    same_image = painted.size == expected.size and painted.tobytes() == expected.tobytes()
+    same_image = generated.size == expected.size and generated.tobytes() == expected.tobytes()
     print(f"{request.request_id}: {image_path(args, request)}")
     print(f"  K/V   {'bit-exact' if not difference else 'DIFFERENT: ' + difference[:200]}")
     print(f"  image {'bit-exact' if same_image else 'DIFFERENT'}")

@@ -81,8 +81,8 @@ def make_tiny_pipeline(directory: Path) -> Path:
 def _clip() -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-    letters = [chr(code) for code in range(33, 127)]
-    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), *_ENDS]
+    characters = [chr(code) for code in range(33, 127)]
+    vocabulary = [*characters, *(f"{character}</w>" for character in characters), *_ENDS]
     config = CLIPTextConfig(
         vocab_size=len(vocabulary),
         hidden_size=_WIDTH,

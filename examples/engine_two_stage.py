@@ -85,13 +85,13 @@ def compare(checkpoint: str, prompts: list[str], params: list[Any], images: list
     """Against the same requests, one by one; in batches, sums may be in another order."""
     pipeline = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
     worst = exact = 0
-    for prompt, wish, image in zip(prompts, params, images, strict=True):
+    for prompt, options, image in zip(prompts, params, images, strict=True):
         params = DenoiseParams.for_text_to_image()
         expected = pipeline.generate(
             prompt,
-            dataclasses.replace(params, num_timesteps=wish["num_inference_steps"]),
-            generator=torch.Generator().manual_seed(wish["seed"]),
-            image_shape=(wish["height"], wish["width"]),
+            dataclasses.replace(params, num_timesteps=options["num_inference_steps"]),
+            generator=torch.Generator().manual_seed(options["seed"]),
+            image_shape=(options["height"], options["width"]),
         )
         difference = int((expected.int() - image[0].int()).abs().max())
         worst, exact = max(worst, difference), exact + (difference == 0)
@@ -116,10 +116,10 @@ def main() -> int:
         if args.deploy:
             return 0 if run(args, args.deploy, args.deploy, checkpoint) else 1
         if args.ray:
-            ways = {name: on_ray(args, extra) for name, extra in ON_RAY.items()}
+            deployments = {name: on_ray(args, extra) for name, extra in ON_RAY.items()}
         else:
-            ways = {name: deployment(args, how, scratch) for name, how in CONNECTORS.items()}
-        right = [run(args, name, deploy, checkpoint) for name, deploy in ways.items()]
+            deployments = {name: deployment(args, how, scratch) for name, how in CONNECTORS.items()}
+        right = [run(args, name, deploy, checkpoint) for name, deploy in deployments.items()]
     return 0 if all(right) else 1
 
 

@@ -23,13 +23,13 @@ _scalars = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 )
-_words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 json_values = st.recursive(
     _scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
     max_leaves=8,
 )
-extras = st.dictionaries(_words, json_values, max_size=3)
+extras = st.dictionaries(_texts, json_values, max_size=3)
 
 
 @st.composite

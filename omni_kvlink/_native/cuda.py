@@ -34,7 +34,7 @@ DEVICE_CURE = (
 _MEASURED = (1 << 64) - 1
 
 
-class _Options(ctypes.Structure):
+class _DeviceOptions(ctypes.Structure):
     _fields_ = (
         ("device", ctypes.c_uint64),
         ("stream", ctypes.c_uint64),
@@ -98,7 +98,7 @@ class DeviceBatch(host.CopyBatch):
         self._begin("kvlc_scatter", ticket, device, stream)
 
     def _begin(self, name: str, ticket: Ticket, device: int, stream: int) -> None:
-        packed, options = array("q", self._copies()), _Options(device, stream, crossover())
+        packed, options = array("q", self._copies()), _DeviceOptions(device, stream, crossover())
         status = getattr(_load(), name)(
             *self._payload,
             ctypes.c_void_p(packed.buffer_info()[0] if packed else None),

@@ -53,7 +53,7 @@ class CopyFailed(NativeError):
         self.status, self.copy, self.chunk = status, copy, chunk
 
 
-class _Options(ctypes.Structure):
+class _CopyOptions(ctypes.Structure):
     _fields_ = (("threads", ctypes.c_uint64), ("stores", ctypes.c_uint64))
 
 
@@ -123,7 +123,7 @@ class CopyBatch:
 
     def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
         self._payload = (ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
-        self._options = _Options(threads, stores)
+        self._options = _CopyOptions(threads, stores)
         self._views: list[int] = []
         self._spans: list[int] = []
         self._num_digests = 0

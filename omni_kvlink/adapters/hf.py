@@ -44,7 +44,7 @@ class DynamicCacheLike(Protocol):
 C = TypeVar("C", bound=DynamicCacheLike)
 
 
-class _Layers(msgspec.Struct, frozen=True):
+class _CacheLayers(msgspec.Struct, frozen=True):
     """Index in the cache, and tokens seen, of each layer of a branch."""
 
     layers: list[int]
@@ -52,7 +52,7 @@ class _Layers(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class _CacheLayer:
     """One layer of a transformers cache; `window` is 0 if it keeps all tokens."""
 
     index: int
@@ -144,7 +144,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         Raises:
             SchemaError: as `export`.
         """
-        groups: dict[tuple[object, ...], list[_Layer]] = {}
+        groups: dict[tuple[object, ...], list[_CacheLayer]] = {}
         for layer in _layers(cache):
             groups.setdefault(layer.kind, []).append(layer)
         if () in groups and len(groups) > 1:
@@ -199,7 +199,7 @@ def make_cache(config: Any = None) -> Any:
     return kind(config=config) if takes_config and config is not None else kind()
 
 
-def _layers(cache: Any) -> list[_Layer]:
+def _layers(cache: Any) -> list[_CacheLayer]:
     """Return the layers of a cache of any version, checked to hold only K and V."""
     if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
         raise SchemaError(
@@ -212,7 +212,7 @@ def _layers(cache: Any) -> list[_Layer]:
     return [_layer(index, layer) for index, layer in enumerate(cache.layers)]
 
 
-def _layer(index: int, layer: Any) -> _Layer:
+def _layer(index: int, layer: Any) -> _CacheLayer:
     kind = type(layer).__name__
     if kind not in _LAYERS:
         raise SchemaError(f"layer {index} is a {kind}; wanted one of {', '.join(_LAYERS)}")
@@ -228,7 +228,7 @@ def _layer(index: int, layer: Any) -> _Layer:
     return dataclasses.replace(plain, window=window, seen=seen)
 
 
-def _plain(index: int, key: Any, value: Any) -> _Layer:
+def _plain(index: int, key: Any, value: Any) -> _CacheLayer:
     """Return K and V of one layer; transformers has [] or an empty tensor for a missing one."""
     parts: list[torch.Tensor | None] = []
     for word, part in (("K", key), ("V", value)):
@@ -240,11 +240,11 @@ def _plain(index: int, key: Any, value: Any) -> _Layer:
             )
         parts.append(part.detach() if is_there else None)
     seen = next((part.shape[2] for part in parts if part is not None), 0)
-    return _Layer(index, parts[0], parts[1], seen=seen)
+    return _CacheLayer(index, parts[0], parts[1], seen=seen)
 
 
 def _branch(
-    layers: Sequence[_Layer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
+    layers: Sequence[_CacheLayer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
 ) -> KVCacheTransferData:
     """Return layers that keep equally many tokens as one cache; copies nothing."""
     first = next(
@@ -259,7 +259,7 @@ def _branch(
     if metadata.kv_lens != lens:
         raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
     if any(layer.window for layer in layers) or [x.index for x in layers] != [*range(len(layers))]:
-        described = _Layers([x.index for x in layers], [x.seen for x in layers])
+        described = _CacheLayers([x.index for x in layers], [x.seen for x in layers])
         extra = {**metadata.extra, EXTRA: msgspec.to_builtins(described)}
         metadata = dataclasses.replace(metadata, extra=extra)
     block_table = (
@@ -309,7 +309,7 @@ def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
             _set(into, layer.index, layer.key, layer.value, layer.seen)
 
 
-def _received(data: KVCacheTransferData) -> list[_Layer]:
+def _received(data: KVCacheTransferData) -> list[_CacheLayer]:
     """Return the layers of one branch in the shapes of transformers."""
     metadata = data.metadata
     lens = set(metadata.kv_lens)
@@ -321,14 +321,14 @@ def _received(data: KVCacheTransferData) -> list[_Layer]:
     count, batch = metadata.num_layers, len(metadata.kv_lens)
     try:
         raw = metadata.extra.get(EXTRA, {"layers": [*range(count)], "seen": [*lens] * count})
-        described = msgspec.convert(raw, _Layers)
+        described = msgspec.convert(raw, _CacheLayers)
     except msgspec.ValidationError as error:
         raise SchemaError(f"metadata: extra[{EXTRA!r}]: {error}") from None
     if len(described.layers) != count or len(described.seen) != count:
         raise SchemaError(f"metadata: extra[{EXTRA!r}] does not have {count} layers")
     parts = (data.layer_blocks["key_cache"], data.layer_blocks["value_cache"])
     return [
-        _Layer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
+        _CacheLayer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
         for index, seen, key, value in zip(described.layers, described.seen, *parts, strict=True)
     ]
 
@@ -341,7 +341,7 @@ def _shaped(view: TensorView | None, batch: int) -> torch.Tensor | None:
     return dense(view).view(batch, tokens // batch, heads, dim).transpose(1, 2)
 
 
-def _fit(layer: _Layer, window: int) -> _Layer:
+def _fit(layer: _CacheLayer, window: int) -> _CacheLayer:
     """Return what the target's layer keeps of a layer; raise SchemaError if tokens are missing."""
     expected = min(layer.seen, window - 1) if window else layer.seen
     if not layer.tokens <= layer.seen or layer.tokens < expected:

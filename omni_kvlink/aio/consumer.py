@@ -88,7 +88,7 @@ class AsyncKVConsumer:
     ) -> Delivery:
         attempts = GetAttempts(min(timeout, MAX_TIMEOUT))
         while True:
-            request = _Request(self.link, request_id, attempts.seconds_left(), streamed=streamed)
+            request = _AsyncGet(self.link, request_id, attempts.seconds_left(), streamed=streamed)
             pending = await self._answered(request)
             try:
                 return pending.wait(timeout=0.0)  # answered or out of time: does not block
@@ -97,7 +97,7 @@ class AsyncKVConsumer:
                 if not attempts.may_retry() or not await asyncio.to_thread(retry):
                     raise
 
-    async def _answered(self, request: _Request) -> PendingGet:
+    async def _answered(self, request: _AsyncGet) -> PendingGet:
         """The pending get, once its answer is there or the time is over.
 
         Uses `asyncio.wait`, because `wait_for` may swallow a cancellation. Only a reconnection
@@ -188,7 +188,7 @@ class AsyncReceivedStream:
         self.stream.check(future, what, seconds)
 
 
-class _Request:
+class _AsyncGet:
     """Runs `begin_get` in a thread; after `cancel`, a get that was begun is cancelled."""
 
     def __init__(self, consumer: KVConsumer, request_id: str, timeout: float, *, streamed: bool):

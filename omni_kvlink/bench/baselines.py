@@ -77,8 +77,8 @@ def open_baseline(baseline: Baseline, peer: Peer, nbytes: int) -> BaselineSender
     if baseline is RAW_TCP:
         return TcpSender(peer, baseline.name, nbytes)
     if baseline is ROUND_TRIP:
-        return ZmqSender(peer, baseline.name, nbytes)
-    return UcxSender(peer, baseline.name, nbytes, ucx_defaults=baseline is PLAIN_UCX)
+        return ZmqBaselineSender(peer, baseline.name, nbytes)
+    return UcxBaselineSender(peer, baseline.name, nbytes, ucx_defaults=baseline is PLAIN_UCX)
 
 
 class TcpSender:
@@ -126,7 +126,7 @@ class TcpReceiver:
         self._socket.close()
 
 
-class UcxSender:
+class UcxBaselineSender:
     """Sends from a warm buffer by one bare tag send of ucxx."""
 
     def __init__(self, peer: Peer, name: str, nbytes: int, *, ucx_defaults: bool):
@@ -177,7 +177,7 @@ def _ucx_options(ucx_defaults: bool) -> dict[str, str]:
     return UCX_DEFAULTS if ucx_defaults else UcxSettings().options()
 
 
-class ZmqSender:
+class ZmqBaselineSender:
     """Sends one message over ZMQ, and waits for its echo."""
 
     def __init__(self, peer: Peer, name: str, nbytes: int):

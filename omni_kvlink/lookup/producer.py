@@ -29,7 +29,7 @@ TTL = 5.0
 """Seconds that an answer is kept: its consumer waits for it already, or has given the call up."""
 
 
-class _Request(NamedTuple):
+class _OpenQuestion(NamedTuple):
     """A question that arrived, until `expires` on the monotonic clock."""
 
     question: messages.Question
@@ -60,8 +60,8 @@ class LookupProducer:
     ):
         self._store, self._link = store, link
         self._inbox = f"lookup/{uuid.uuid4().hex}"
-        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
-        self._waiting: list[_Request] = []
+        self._queue: SimpleQueue[_OpenQuestion | None] = SimpleQueue()
+        self._waiting: list[_OpenQuestion] = []
         self._consumers: list[KVConsumer] = []
         self._closed = False
         self.answered, self.nbytes, self.ignored = 0, 0, 0
@@ -118,7 +118,7 @@ class LookupProducer:
                     question = messages.read_message(data, messages.Question)
                     prompt = messages.read_prompt(data)
                 expires = time.monotonic() + min(question.timeout, MAX_TIMEOUT)
-                self._queue.put(_Request(question, prompt, expires))
+                self._queue.put(_OpenQuestion(question, prompt, expires))
             except ClosedError:  # noqa: PERF203 - a `get` waits in between
                 return
             except PeerLostError:
@@ -140,7 +140,7 @@ class LookupProducer:
                 if each.expires > time.monotonic():
                     self._try_answer(each)
 
-    def _try_answer(self, request: _Request) -> None:
+    def _try_answer(self, request: _OpenQuestion) -> None:
         """Answer a question, or keep it waiting; a failure is reported to the consumer."""
         key = request.question.answer
         try:
@@ -154,7 +154,7 @@ class LookupProducer:
             with contextlib.suppress(ClosedError):
                 self._link.fail(key, str(error))
 
-    def _answer(self, request: _Request) -> None:
+    def _answer(self, request: _OpenQuestion) -> None:
         key = request.question.answer
         if request.question.probe:
             found = messages.Found(self._store.longest(request.prompt))
@@ -167,5 +167,5 @@ class LookupProducer:
         self.nbytes += receipt.ledger.nbytes
 
 
-_RECHECK = _Request(messages.Question("", 0.0), b"", 0.0)
+_RECHECK = _OpenQuestion(messages.Question("", 0.0), b"", 0.0)
 """Not a question: look at the waiting ones again."""

@@ -210,7 +210,7 @@ class Mapping:
 
 def available_bytes() -> int:
     """Return the bytes that the machine has available and the process's cgroup allows."""
-    limits = [_meminfo_available()]
+    available = [_meminfo_available()]
     try:
         with (
             open("/sys/fs/cgroup/memory.max") as limit,
@@ -218,10 +218,10 @@ def available_bytes() -> int:
         ):
             text = limit.read().strip()
             if text != "max":
-                limits.append(int(text) - int(now.read()))
+                available.append(int(text) - int(now.read()))
     except (OSError, ValueError):
         pass  # no cgroup v2: only the machine's figure counts
-    return max(0, min(limits))
+    return max(0, min(available))
 
 
 def check_available(nbytes: int) -> None:

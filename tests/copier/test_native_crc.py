@@ -52,9 +52,9 @@ def test_while_copying(features: str, source: int, target: int, nbytes: int, sto
         batch = host.CopyBatch(locked.address, target + nbytes, stores=stores)
         view = host.packed_view(NOISE.ctypes.data, NOISE.nbytes, nbytes, offset=source)
         batch.add(target, nbytes, view, digest=True)
-        wanted = NOISE[source : source + nbytes]
-        assert batch.gather() == crc_digest(wanted)
-        assert np.array_equal(locked.bytes[target:], wanted)
+        source_bytes = NOISE[source : source + nbytes]
+        assert batch.gather() == crc_digest(source_bytes)
+        assert np.array_equal(locked.bytes[target:], source_bytes)
         assert not locked.bytes[:target].any()
 
 
@@ -71,9 +71,9 @@ def test_reads_nothing_beyond_a_source(features: str) -> None:
                 locked.address, locked.region.nbytes, run, sizes=(rows,), strides=(2 * run,)
             )
             batch.add(0, rows * run, view, digest=True)
-            wanted = np.concatenate([locked.bytes[2 * i * run :][:run] for i in range(rows)])
-            assert batch.gather() == crc_digest(wanted)
-            assert np.array_equal(target[: rows * run], wanted)
+            source_bytes = np.concatenate([locked.bytes[2 * i * run :][:run] for i in range(rows)])
+            assert batch.gather() == crc_digest(source_bytes)
+            assert np.array_equal(target[: rows * run], source_bytes)
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -89,9 +89,11 @@ def test_writes_nothing_beyond_a_target(features: str) -> None:
                 )
                 batch.add(64, rows * run, view, digest=True)
                 batch.scatter(crc_digest(NOISE[64 : 64 + rows * run]))
-                wanted = np.zeros((rows, 2 * run), np.uint8)
-                wanted[:, :run] = NOISE[64 : 64 + rows * run].reshape(rows, run)
-                assert np.array_equal(locked.bytes, wanted.reshape(-1)[: locked.region.nbytes])
+                source_bytes = np.zeros((rows, 2 * run), np.uint8)
+                source_bytes[:, :run] = NOISE[64 : 64 + rows * run].reshape(rows, run)
+                assert np.array_equal(
+                    locked.bytes, source_bytes.reshape(-1)[: locked.region.nbytes]
+                )
 
 
 def test_refusals_reach_python() -> None:

@@ -123,12 +123,12 @@ def test_against_a_loop(
         for seed, kind in enumerate(kinds)
     ]
     paged = [PagedTensor(pool, block_table) for pool in pools]
-    wanted = [naive(pool, block_table) for pool in pools]
-    plan = plan_of(wanted)
+    dense_layers = [naive(pool, block_table) for pool in pools]
+    plan = plan_of(dense_layers)
     ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
     with using(features):
         digests = NativeCopier().gather(paged, plan, ours)
-        assert digests == TorchCopier().gather(wanted, plan, theirs)
+        assert digests == TorchCopier().gather(dense_layers, plan, theirs)
         assert bytes(ours.view()) == bytes(theirs.view())
 
         # And back, into pools of other bytes: only the sequence's tokens change.
@@ -137,12 +137,12 @@ def test_against_a_loop(
             for seed, kind in enumerate(kinds)
         ]
         expected = [pool.clone() for pool in fresh]
-        for pool, tokens in zip(expected, wanted, strict=True):
+        for pool, tokens in zip(expected, dense_layers, strict=True):
             PagedTensor(pool, block_table).fill(tokens)
         NativeCopier().scatter(
             plan.with_digests(digests), ours, [PagedTensor(pool, block_table) for pool in fresh]
         )
-        for pool, like, tokens in zip(fresh, expected, wanted, strict=True):
+        for pool, like, tokens in zip(fresh, expected, dense_layers, strict=True):
             assert as_bytes(pool) == as_bytes(like)
             assert as_bytes(naive(pool, block_table)) == as_bytes(tokens)
             assert as_bytes(PagedTensor(pool, block_table).dense()) == as_bytes(tokens)
@@ -153,14 +153,14 @@ def test_latents_and_large_blocks() -> None:
     ids = random.Random(1).sample(range(80), 61)
     block_table = BlockTable.of_blocks(torch.tensor(ids), block_size=64, tokens=61 * 64 - 7)
     pools = [tensor_of([80, 64, 576], torch.bfloat16, seed) for seed in range(3)]
-    wanted = [naive(pool, block_table) for pool in pools]
-    plan = plan_of(wanted)
+    dense_layers = [naive(pool, block_table) for pool in pools]
+    plan = plan_of(dense_layers)
     region = Mapping.anonymous(plan.nbytes).region
     digests = NativeCopier().gather(
         [PagedTensor(pool, block_table) for pool in pools], plan, region
     )
     theirs = Mapping.anonymous(plan.nbytes).region
-    assert digests == TorchCopier().gather(wanted, plan, theirs)
+    assert digests == TorchCopier().gather(dense_layers, plan, theirs)
     assert bytes(region.view()) == bytes(theirs.view())
 
 

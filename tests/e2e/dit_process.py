@@ -23,7 +23,7 @@ from omni_kvlink.models.bagel import (
 )
 
 
-def paint(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) -> None:
+def generate_image(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) -> None:
     if job["streamed"]:
         received = link.stream_get(job["key"], timeout=30.0)
         received.wait_for_layer(0, branch="gen")
@@ -58,7 +58,7 @@ def main() -> None:
     with KVLink.connect(url, timeout=30.0, directory=directory) as link:
         for line in sys.stdin:
             job = json.loads(line)
-            paint(link, pipelines[job["dtype"]], job, Path(out))
+            generate_image(link, pipelines[job["dtype"]], job, Path(out))
             print("painted", flush=True)
 
 

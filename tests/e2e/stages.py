@@ -56,8 +56,8 @@ class Stages:
 
     def send(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> Receipt:
         receipt = self.link.put(bundle)
-        self._ask(key, dtype, params, streamed=False)
-        self._hear("painted")
+        self._request(key, dtype, params, streamed=False)
+        self._expect_line("painted")
         receipt.wait(timeout=10.0)
         return receipt
 
@@ -70,12 +70,12 @@ class Stages:
             for at, (key, value) in enumerate(zip(*branch.layer_blocks.values(), strict=True))
         ]
         with self.link.stream_put(bundle) as out:
-            self._ask(key, dtype, params, streamed=True)
+            self._request(key, dtype, params, streamed=True)
             for name, at, keys, values in layers:
                 out.write_layer(at, keys, values, branch=name)
                 if (name, at) == ("gen", 0):
-                    self._hear("layer 0 is here")
-        self._hear("painted")
+                    self._expect_line("layer 0 is here")
+        self._expect_line("painted")
         assert out.receipt
         out.receipt.wait(timeout=10.0)
         return out.receipt
@@ -83,27 +83,27 @@ class Stages:
     def allocate(self, key: str, dtype: str, rooms: dict[str, int]) -> Allocation:
         """Memory of the link for so many tokens of each branch."""
         pipeline = self.pipelines[dtype]
-        words = {"num_layers": pipeline.num_layers, "extra": {"generator": "A" * 6800}}
+        extra_fields = {"num_layers": pipeline.num_layers, "extra": {"generator": "A" * 6800}}
         plan = {
             name: KVCacheTransferData.blank(
                 key,
                 row=(pipeline.config.llm.num_key_value_heads, pipeline.config.llm.head_dim),
                 dtype=pipeline.dtype,
-                metadata={"kv_lens": [tokens], "ropes": [tokens], **words},
+                metadata={"kv_lens": [tokens], "ropes": [tokens], **extra_fields},
             )
             for name, tokens in rooms.items()
         }
         return self.link.allocate(KVCacheBundle(key, plan))
 
-    def _ask(self, key: str, dtype: str, params: DenoiseParams, *, streamed: bool) -> None:
+    def _request(self, key: str, dtype: str, params: DenoiseParams, *, streamed: bool) -> None:
         job = {"key": key, "dtype": dtype, "streamed": streamed}
         assert self.process.stdin
         self.process.stdin.write(json.dumps({**job, "params": dataclasses.asdict(params)}) + "\n")
         self.process.stdin.flush()
 
-    def _hear(self, words: str) -> None:
+    def _expect_line(self, extra_fields: str) -> None:
         assert self.process.stdout
-        assert self.process.stdout.readline() == f"{words}\n"
+        assert self.process.stdout.readline() == f"{extra_fields}\n"
 
 
 @contextmanager
@@ -157,9 +157,9 @@ def assert_equals_one_process(stages: Stages, name: str, dtype: str, key: str) -
     assert crossed.difference(bundle) == ""
     for branch in ("gen", "cfg_text", "cfg_img"):
         assert_same_cache(crossed[branch], getattr(contexts, branch))
-    painted = load_file(stages.out / f"{key}.image")
-    assert same_bytes(painted["latent"], latent.contiguous())
-    assert same_bytes(painted["image"], pipeline.decode(latent))
+    generated = load_file(stages.out / f"{key}.image")
+    assert same_bytes(generated["latent"], latent.contiguous())
+    assert same_bytes(generated["image"], pipeline.decode(latent))
 
 
 def assert_same_cache(data: Any, context: Any) -> None:

@@ -43,9 +43,9 @@ def test_prefilled_in_the_links_memory(stages: Stages, name: str) -> None:
     dtype, key = "bfloat16", f"{name}-in-place"
     pipeline, memory = stages.pipelines[dtype], stages.link.stats()["memory"]["used"]
     allocation = stages.allocate(key, dtype, {"gen": 700, "cfg_img": 60})
-    places = {tensor.data_ptr() for tensor in allocation.data.tensors()}
+    addresses = {tensor.data_ptr() for tensor in allocation.data.tensors()}
     contexts, _, bundle = prefill(pipeline, name, key, in_place(allocation))
-    assert all(tensor.data_ptr() in places for tensor in bundle.tensors())
+    assert all(tensor.data_ptr() in addresses for tensor in bundle.tensors())
     receipt = stages.send(key, dtype, bundle, REQUESTS[name][1])
     assert receipt.ledger.copies == 0
 

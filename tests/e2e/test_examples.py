@@ -113,12 +113,12 @@ def left_behind(script: subprocess.Popen[str], out: Path) -> list[Path]:
 
 def test_two_hosts(tmp_path: Path) -> None:
     with two_hosts(tmp_path) as script:
-        said, errors = script.communicate(timeout=60)
+        output, errors = script.communicate(timeout=60)
     if script.returncode == 77:
         pytest.skip(errors)
-    assert script.returncode == 0, said + errors
-    assert said.count("bit-exact") == 4
-    sent = re.search(r"AR host sent (\d+) bytes", said)
+    assert script.returncode == 0, output + errors
+    assert output.count("bit-exact") == 4
+    sent = re.search(r"AR host sent (\d+) bytes", output)
     assert sent
     assert int(sent[1]) > 19_392 + 146_368, "not all of it went over the cable"
     assert left_behind(script, tmp_path) == []
@@ -141,8 +141,8 @@ def test_two_hosts_interrupted(tmp_path: Path) -> None:
 def test_the_demo_says_when_its_capacity_is_too_small(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--in-place", "--capacity", "100")
     assert done.returncode == 1
-    said = "image-edit: the cache has a capacity of 100 tokens, wanted 258"
-    assert said in done.stderr
+    output = "image-edit: the cache has a capacity of 100 tokens, wanted 258"
+    assert output in done.stderr
     assert "the ar stage failed with status 1" in done.stdout
     assert "bit-exact" not in done.stdout
 

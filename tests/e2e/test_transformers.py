@@ -96,8 +96,8 @@ def test_two_processes_equal_one(stages: Stages, case: Case, lengths: list[int])
     model, mask = model_of(case), left_padded(lengths)
     cache, token, ropes = prefill(model, mask)
     key = f"r{next(_numbers)}"
-    words = {"token": token.tolist(), "attention_mask": mask.tolist()}
-    payload = DynamicCacheAdapter().pack(cache, request_id=key, ropes=ropes, extra=words)
+    extra = {"token": token.tolist(), "attention_mask": mask.tolist()}
+    payload = DynamicCacheAdapter().pack(cache, request_id=key, ropes=ropes, extra=extra)
     receipt = stages.link.put(payload)
     assert receipt.ledger.copies == 1
     there = stages.decode(case, key)

@@ -90,20 +90,20 @@ def test_another_streams_kernel_does_not_delay_copies() -> None:
 
 def test_layers_are_copied_while_the_next_one_is_computed() -> None:
     sources, plan, region = payload(layers=4)
-    copier, landings = PinnedCopier(), []
+    copier, handles = PinnedCopier(), []
     for layer in range(4):
         own = slice(2 * layer, 2 * layer + 2)
         for source in sources[own]:
             source.fill_(layer)
         part = msgspec.structs.replace(plan, tensors=plan.tensors[own])
-        landings.append(copier.begin_gather(sources[own], part, region))
+        handles.append(copier.begin_gather(sources[own], part, region))
         torch.cuda._sleep(LONG // 10)
     done = torch.cuda.Event()
     done.record()
-    digests = landings[0].wait()
+    digests = handles[0].wait()
     assert not done.query(), "the first layer waited for the last"
-    for landing in landings[1:]:
-        digests += landing.wait()
+    for handle in handles[1:]:
+        digests += handle.wait()
     PinnedCopier().verify(plan.with_digests(digests), region)
     for number, source in enumerate(sources):
         assert landed(plan, region, number) == bits(source.cpu())
@@ -115,8 +115,8 @@ def test_a_dropped_handle_waits_for_its_copies() -> None:
     for source in sources:
         source.fill_(5)
     del source
-    landing = PinnedCopier().begin_gather(sources, plan, region)
-    del landing
+    handle = PinnedCopier().begin_gather(sources, plan, region)
+    del handle
     gc.collect()
     assert landed(plan, region, 0) == bits(sources[0].cpu())
 

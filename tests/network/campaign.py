@@ -38,16 +38,16 @@ class Forker:
 
     def begin(self, incarnation: Incarnation) -> int:
         """Fork a process; return its pid."""
-        return self._ask(dataclasses.asdict(incarnation))
+        return self._command(dataclasses.asdict(incarnation))
 
     def reap(self, pid: int) -> int:
         """Wait for a process; return its exit code."""
-        return self._ask({"reap": pid})
+        return self._command({"reap": pid})
 
     def close(self) -> None:
         self._process.communicate(timeout=10)
 
-    def _ask(self, command: dict[str, Any]) -> int:
+    def _command(self, command: dict[str, Any]) -> int:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(command).encode() + b"\n")

@@ -24,7 +24,7 @@ _EXECUTORS = {
     "uni": "omni_kvlink.engine.executor.uniproc:UniprocExecutor",
     "mp": "omni_kvlink.engine.executor.multiproc:MultiprocExecutor",
     "ray": "omni_kvlink.engine.ray.executor:RayExecutor",
-    "diffusers": "omni_kvlink.engine.executor.diffusers:DiffusersPipelineExecutor",
+    "diffusers": "omni_kvlink.engine.models.diffusers_executor:DiffusersPipelineExecutor",
 }
 """Executors by name, as "module:Class"; imported when a configuration names them."""
 

@@ -70,8 +70,8 @@ class PagedNaiveCache(NaiveCache):
         self.table, self.tokens = table, tokens
         self._is_snapshot = is_snapshot
         self._rows = range(0)
-        self.key_cache = _Layers(table, table.pools.keys, tokens)
-        self.value_cache = _Layers(table, table.pools.values, tokens)
+        self.key_cache = _PagedLayers(table, table.pools.keys, tokens)
+        self.value_cache = _PagedLayers(table, table.pools.values, tokens)
 
     @property
     def seq_lens(self) -> int:
@@ -108,7 +108,7 @@ class PagedNaiveCache(NaiveCache):
         return PagedAdapter().export(cache, request_id=request_id, metadata=metadata)
 
 
-class _Layers(MutableMapping[int, torch.Tensor | None]):
+class _PagedLayers(MutableMapping[int, torch.Tensor | None]):
     """K or V by layer, gathered when it is read; `merge` alone writes it."""
 
     def __init__(self, table: SequenceBlocks, pools: list[torch.Tensor], tokens: int):

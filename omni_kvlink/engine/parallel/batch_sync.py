@@ -119,16 +119,16 @@ class BatchSync:
         Returns:
             The errors of all ranks, by request.
         """
-        return self._exchange(_Phase.SETTLE, errors)
+        return self._synchronize(_Phase.SETTLE, errors)
 
     def end(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
         """End the batch: exchange its last errors, as `sync_errors` does."""
-        merged = self._exchange(_Phase.END, errors)
+        merged = self._synchronize(_Phase.END, errors)
         with self._lock:
             self._running = []
         return merged
 
-    def _exchange(self, phase: _Phase, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+    def _synchronize(self, phase: _Phase, errors: Mapping[str, Exception]) -> dict[str, Exception]:
         if self._process_group.is_alone:
             return dict(errors)
         own = [_severity(errors.get(request_id)) for request_id in self._running]

@@ -63,7 +63,7 @@ class StageActor(RemoteStage):
         self._cluster.close()
 
     def _start_process(self) -> RpcClient:
-        config = self._place()
+        config = self._actor_config()
         assert self._placement is not None
         name, options = f"the {config.stage} stage", self._placement.options(0)
         handle = ActorHandle(StageHost, self._cluster, options, name=name)
@@ -80,7 +80,7 @@ class StageActor(RemoteStage):
         handle.pid, self.address = location["pid"], location["address"]
         return client
 
-    def _place(self) -> OmniARConfig | OmniDiffusionConfig:
+    def _actor_config(self) -> OmniARConfig | OmniDiffusionConfig:
         """Reserve resources on a node; returns the configuration for it."""
         config, resources = self.config, _ENGINE_ONLY
         if config.distributed_executor_backend != "ray":

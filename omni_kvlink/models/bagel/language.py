@@ -205,7 +205,7 @@ class DecoderLayer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class TextDecoder(nn.Module):
     """Embeddings, layers and the final norms; only the layers are split over ranks."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
@@ -286,6 +286,6 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: LanguageConfig, *, head: bool, split: Split = WHOLE) -> None:
         super().__init__()
-        self.model = Decoder(config, split)
+        self.model = TextDecoder(config, split)
         if head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -49,7 +49,7 @@ def _conv3(in_channels: int, out_channels: int) -> _Conv:
     return _Conv(in_channels, out_channels, kernel_size=3, padding=1)
 
 
-class _Attention(nn.Module):
+class _VaeAttention(nn.Module):
     """Single-head attention over all cells."""
 
     def __init__(self, channels: int) -> None:
@@ -111,7 +111,7 @@ class _Middle(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.block_1 = _ResBlock(channels, channels)
-        self.attn_1 = _Attention(channels)
+        self.attn_1 = _VaeAttention(channels)
         self.block_2 = _ResBlock(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:

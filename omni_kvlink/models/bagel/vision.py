@@ -18,7 +18,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-class _Attention(nn.Module):
+class _VisionAttention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -49,11 +49,11 @@ class TwoLayerMLP(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
+class _VisionLayer(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.layer_norm_eps
-        self.self_attn = _Attention(hidden, config.num_attention_heads)
+        self.self_attn = _VisionAttention(hidden, config.num_attention_heads)
         self.mlp = TwoLayerMLP(hidden, config.intermediate_size, hidden)
         self.layer_norm1 = LayerNorm(hidden, eps=eps)
         self.layer_norm2 = LayerNorm(hidden, eps=eps)
@@ -81,7 +81,7 @@ class _Embeddings(nn.Module):
 class _Encoder(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers_used))
+        self.layers = nn.ModuleList(_VisionLayer(config) for _ in range(config.layers_used))
 
 
 class _Transformer(nn.Module):

@@ -108,8 +108,8 @@ def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
     with pytest.raises(Exception, match="fault armed"):
         target.call("write", key="s", layer=0)
     target.call("fail_stream", key="s", reason="it was armed")
-    words = ("layer 0 of branch 'kv'", "it was armed")
-    expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, mentions=words)
+    fields = ("layer 0 of branch 'kv'", "it was armed")
+    expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, mentions=fields)
     reader.peer.call("release", key="s")
     until(lambda: producer.call("stats")["memory"]["used"] == 0, "the memory is back")
 

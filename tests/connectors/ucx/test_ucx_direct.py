@@ -61,7 +61,7 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("url", "how", "words"),
+    ("url", "how", "fields"),
     [
         ("ucx://127.0.0.1:0", {"digests": False}, "ucx_tls='tcp,cuda_copy'"),
         ("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy", {}, "digests=False"),
@@ -69,10 +69,10 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_error_names_what_device_tensors_need(
-    url: str, how: dict[str, bool], words: str
+    url: str, how: dict[str, bool], fields: str
 ) -> None:
     with KVLink.serve(url) as producer:
-        with pytest.raises(SchemaError, match=words):
+        with pytest.raises(SchemaError, match=fields):
             producer.put(BIG.make(), direct=True, **how)
         assert producer.stats()["transfers"]["live"] == 0
 

@@ -135,7 +135,7 @@ def wired(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "fields"),
     [
         ({}, "stages: a list"),
         ({"stages": ["x"]}, "a stage is a map"),
@@ -162,13 +162,13 @@ def wired(name: str) -> dict[str, Any]:
         ({"stages": [{"stage_id": 0}], "connectors": {"x": {"extra": {}}}}, "connector's name"),
     ],
 )
-def test_what_does_not_fit_is_an_error(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(SchemaError, match=words):
+def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> None:
+    with pytest.raises(SchemaError, match=fields):
         DeployConfig.from_dict(values)
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"),
+    ("stage", "fields"),
     [
         ({"max_num_seqs": "many"}, "stage 1: Expected `int`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0"),
@@ -176,9 +176,9 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], words: str) -> No
         ({"step_execution": True}, "step_execution"),
     ],
 )
-def test_a_setting_of_another_kind_is_an_error(stage: dict[str, Any], words: str) -> None:
+def test_a_setting_of_another_kind_is_an_error(stage: dict[str, Any], fields: str) -> None:
     deploy = DeployConfig.from_dict({"stages": [{"stage_id": 0}, {"stage_id": 1, **stage}]})
-    with pytest.raises(SchemaError, match=words):
+    with pytest.raises(SchemaError, match=fields):
         stage_configs(deploy, "model", {})
 
 

@@ -27,7 +27,7 @@ def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiff
     return OmniDiffusion(checkpoint(), how, dtype="float32", num_threads=1)
 
 
-def painted(omni: OmniDiffusion, prompts: list[Any]) -> list[torch.Tensor]:
+def generated(omni: OmniDiffusion, prompts: list[Any]) -> list[torch.Tensor]:
     params = [
         {**(WISH if isinstance(p, str) else {"num_inference_steps": STEPS}), "seed": i}
         for i, p in enumerate(prompts)
@@ -59,7 +59,7 @@ def expected(prompts: list[Any]) -> list[torch.Tensor]:
 def test_guidance_ranks_paint_the_same_images(dit: dict[str, Any], url: str) -> None:
     prompts = ["a fox", EDIT, "two hats", "a fox in the snow"]
     with deployed({}, dit, url) as omni:
-        for found, own in zip(painted(omni, prompts), expected(prompts), strict=True):
+        for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
             assert torch.equal(found, own)
         stats = omni.stats()
         assert stats[1]["kv"]["charged"] == stats[1]["kv"]["workers"]["charged"] == 0
@@ -70,7 +70,7 @@ def test_guidance_ranks_paint_the_same_images(dit: dict[str, Any], url: str) -> 
 def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, receivers: int) -> None:
     with deployed({"tensor_parallel_size": senders}, {"tensor_parallel_size": receivers}) as omni:
         prompts = ["a fox", "two hats"]
-        for found, own in zip(painted(omni, prompts), expected(prompts), strict=True):
+        for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
             assert int((found.int() - own.int()).abs().max()) <= 1
 
         def is_back() -> bool:
@@ -87,7 +87,7 @@ def test_a_guidance_rank_is_killed_amid_a_request() -> None:
     deaths: list[Any] = []
     (fox,) = expected(["a fox"])
     with deployed({}, {"cfg_parallel_size": 2}) as omni:
-        assert torch.equal(painted(omni, ["a fox"])[0], fox)
+        assert torch.equal(generated(omni, ["a fox"])[0], fox)
         stage = omni.stages[1]
         before = [worker.pid for worker in stage.executor.workers]  # type: ignore[union-attr]
         stage.executor.register_failure_callback(deaths.append)  # type: ignore[union-attr]
@@ -99,5 +99,5 @@ def test_a_guidance_rank_is_killed_amid_a_request() -> None:
         omni.restart(1)
         after = [worker.pid for worker in stage.executor.workers]  # type: ignore[union-attr]
         assert not set(before) & set(after)
-        assert torch.equal(painted(omni, ["a fox"])[0], fox)
+        assert torch.equal(generated(omni, ["a fox"])[0], fox)
         until(lambda: omni.stats()[0]["link"]["memory"]["used"] == 0)

@@ -209,8 +209,8 @@ def test_a_deployment_of_which_both_stages_have_workers() -> None:
 
         def check() -> None:
             images = omni.generate(prompts, params, timeout=WAIT, output_type="pt")
-            for prompt, wish, image in zip(prompts, params, images, strict=True):
-                assert torch.equal(image[0], alone(prompt, **wish)), prompt
+            for prompt, options, image in zip(prompts, params, images, strict=True):
+                assert torch.equal(image[0], alone(prompt, **options)), prompt
 
         check()
         stages: list[Any] = list(omni.stages)

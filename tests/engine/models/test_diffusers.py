@@ -44,7 +44,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.executor.diffusers import DiffusersPipelineExecutor
+from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,11 @@ def test_several_images_of_one_request(shared: Any, pipe: Any) -> None:
     """Their noise is the same, whoever else is in the batch."""
     single = run(shared, request("a", seed=1, num_outputs_per_prompt=3))[0].result()
     params = {"num_outputs_per_prompt": 3}
-    _, mate = run(shared, request("b", "owl", 2, **params), request("a", seed=1, **params))
+    _, other = run(shared, request("b", "owl", 2, **params), request("a", seed=1, **params))
     assert single.shape == (3, *SIZE, 3)
     assert not close_to(single[0], single[1])
     assert close_to(single[0], alone(pipe, "a fox", 1))
-    assert all(map(close_to, mate.result(), single))
+    assert all(map(close_to, other.result(), single))
 
 
 def test_a_generator_of_ones_own_is_not_consumed(shared: Any, pipe: Any) -> None:
@@ -124,9 +124,9 @@ def test_a_generator_of_ones_own_is_not_consumed(shared: Any, pipe: Any) -> None
 @pytest.mark.parametrize("need", ["need_kv_receive", "need_kv_transfer"])
 def test_what_needs_kv_is_never_painted_without(checkpoint: str, shared: Any, need: str) -> None:
     calls = count_calls(shared)
-    mate, refused = run(shared, request("mate"), request("a", **{need: True}))
+    other, refused = run(shared, request("mate"), request("a", **{need: True}))
     assert calls == [1]
-    assert mate.output is not None
+    assert other.output is not None
     assert refused.output is None
     with pytest.raises(EngineError, match="needs KV"):
         refused.result()
@@ -222,18 +222,18 @@ def test_an_aborted_mate_changes_nobodys_image(checkpoint: str, pipe: Any) -> No
 
 
 def test_abort_through_the_engine(checkpoint: str, pipe: Any) -> None:
-    entered, gate = threading.Event(), threading.Event()
+    entered, may_continue = threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
-        assert gate.wait(WAIT)
+        assert may_continue.wait(WAIT)
 
     with DiffusionEngine(config(checkpoint)) as engine:
         steps = after_step(engine.executor, 1, hold)
         future = engine.submit(request("a", num_inference_steps=50))
         assert entered.wait(WAIT)
         engine.abort("a")
-        gate.set()
+        may_continue.set()
         with pytest.raises(RequestAborted):
             future.result(WAIT).result()
         assert len(steps) == 2

@@ -15,7 +15,7 @@ with tempfile.TemporaryDirectory() as directory:
 
 
 def test_importing_the_executor_touches_no_diffusers() -> None:
-    modules = "omni_kvlink.engine, omni_kvlink.engine.executor.diffusers"
+    modules = "omni_kvlink.engine, omni_kvlink.engine.models.diffusers_executor"
     check_untouched(modules, "diffusers", "transformers")
 
 

@@ -142,69 +142,75 @@ def hook(threshold: float = 1.0, **settings: Any) -> tuple[TeaCache, Callable[..
     """A TeaCache, and one call of it: the input's size at a step, and the pass's result."""
     backend = TeaCache({"rel_l1_thresh": threshold, **settings})
 
-    def ask(step: int, size: float, flow: float, branch: str = "gen") -> float:
+    def run_step(step: int, size: float, flow: float, branch: str = "gen") -> float:
         rows = torch.full((4, 8), size)
         return float(backend.velocity(branch, step, rows, lambda: torch.full((2, 3), flow))[0, 0])
 
-    return backend, ask
+    return backend, run_step
 
 
 def test_tea_cache_sums_changes_up() -> None:
-    _, ask = hook(1.0)
-    assert ask(0, 1.0, 10) == 10
-    assert ask(1, 1.5, 11) == 10  # 0.5
-    assert ask(2, 2.1, 12) == 10  # and 0.4 from there
-    assert ask(3, 2.73, 13) == 13  # and 0.3: 1.2 in all
-    assert ask(4, 4.0, 14) == 13  # from 0 again
+    _, run_step = hook(1.0)
+    assert run_step(0, 1.0, 10) == 10
+    assert run_step(1, 1.5, 11) == 10  # 0.5
+    assert run_step(2, 2.1, 12) == 10  # and 0.4 from there
+    assert run_step(3, 2.73, 13) == 13  # and 0.3: 1.2 in all
+    assert run_step(4, 4.0, 14) == 13  # from 0 again
 
 
 def test_the_block_cache_compares_with_what_was_computed() -> None:
-    backend, asked = BlockCache({"residual_diff_threshold": 0.5}), []
+    backend, layers_run = BlockCache({"residual_diff_threshold": 0.5}), []
 
-    def ask(step: int, added: float, middle: float) -> float:
+    def run_step(step: int, added: float, middle: float) -> float:
         def run(rows: Tensor, start: int, stop: int) -> Tensor:
-            asked.append((start, stop))
+            layers_run.append((start, stop))
             return rows + (0 if start == stop else middle if start else added)
 
         return float(backend.layers("gen", step, torch.zeros(4, 8), run, 3)[0, 0])
 
-    assert ask(0, 1.0, 10) == 11
-    assert ask(1, 1.4, 20) == pytest.approx(11.4)
-    assert ask(2, 1.6, 30) == pytest.approx(31.6)  # 0.6 from the first, though 0.14 from the second
-    assert asked == [(0, 1), (1, 3), (3, 3), (0, 1), (3, 3), (0, 1), (1, 3), (3, 3)]
+    assert run_step(0, 1.0, 10) == 11
+    assert run_step(1, 1.4, 20) == pytest.approx(11.4)
+    assert run_step(2, 1.6, 30) == pytest.approx(
+        31.6
+    )  # 0.6 from the first, though 0.14 from the second
+    assert layers_run == [(0, 1), (1, 3), (3, 3), (0, 1), (3, 3), (0, 1), (1, 3), (3, 3)]
 
 
 def test_at_threshold_0_an_input_that_stands_still_is_computed() -> None:
-    _, ask = hook(0.0)
-    assert [ask(0, 1, 10), ask(1, 1, 11)] == [10, 11]
+    _, run_step = hook(0.0)
+    assert [run_step(0, 1, 10), run_step(1, 1, 11)] == [10, 11]
 
 
 def test_branches_keep_their_own() -> None:
-    _, ask = hook()
-    assert [ask(0, 1, 10), ask(0, 1, 20, "cfg_text")] == [10, 20]
-    assert [ask(1, 1, 11), ask(1, 1, 21, "cfg_text")] == [10, 20]
+    _, run_step = hook()
+    assert [run_step(0, 1, 10), run_step(0, 1, 20, "cfg_text")] == [10, 20]
+    assert [run_step(1, 1, 11), run_step(1, 1, 21, "cfg_text")] == [10, 20]
 
 
 def test_a_number_that_is_none_is_never_reused() -> None:
-    _, ask = hook()
-    assert [ask(0, float("nan"), 10), ask(1, float("nan"), 11), ask(2, 1.0, 12)] == [10, 11, 12]
+    _, run_step = hook()
+    assert [run_step(0, float("nan"), 10), run_step(1, float("nan"), 11), run_step(2, 1.0, 12)] == [
+        10,
+        11,
+        12,
+    ]
 
 
 def test_refresh_forgets_all() -> None:
-    backend, ask = hook()
-    assert [ask(0, 1, 10), ask(1, 1, 11)] == [10, 10]
+    backend, run_step = hook()
+    assert [run_step(0, 1, 10), run_step(1, 1, 11)] == [10, 10]
     backend.refresh(None, STEPS)
     assert not backend.memory.computed
     assert not backend.memory.reused
-    assert ask(2, 1, 12) == 12
+    assert run_step(2, 1, 12) == 12
 
 
 def test_a_generation_that_begins_unannounced_begins_anew() -> None:
     """As images of another size do, in the same batch of an engine."""
-    _, ask = hook()
-    assert [ask(0, 1, 10), ask(0, 1, 20, "cfg_text"), ask(1, 1, 11)] == [10, 20, 10]
-    assert ask(0, 1, 30) == 30
-    assert ask(1, 1, 40, "cfg_text") == 40  # not the last generation's, though its step was 0
+    _, run_step = hook()
+    assert [run_step(0, 1, 10), run_step(0, 1, 20, "cfg_text"), run_step(1, 1, 11)] == [10, 20, 10]
+    assert run_step(0, 1, 30) == 30
+    assert run_step(1, 1, 40, "cfg_text") == 40  # not the last generation's, though its step was 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -261,29 +267,29 @@ def test_a_pipeline_without_a_free_hook_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> None:
     """And what the engine kept of the first is none of the link's memory."""
-    images, wish = {}, {"num_inference_steps": STEPS + 1}
+    images, options = {}, {"num_inference_steps": STEPS + 1}
     for order in (("first", "second"), ("second",)):
         with link(sockets) as producer:
             how = {"cache_backend": name, "cache_config": LOOSE[name]}
             with closing(DiffusionEngine(config(producer, sockets, **how))) as engine:
                 for key in order:
                     producer.put(bundle(key, seed=len(key)))
-                    done = engine.submit(request(key, seed=len(key), **wish)).result(WAIT)
+                    done = engine.submit(request(key, seed=len(key), **options)).result(WAIT)
                     images[len(order), key] = done.result()[0]
                 memory = engine.executor.worker.model_runner.cache_backend.memory
                 assert memory.reused["gen"] > 0
                 assert engine.executor.kv_manager.stats()["charged"] == 0
     assert torch.equal(images[2, "second"], images[1, "second"])
-    assert not torch.equal(images[2, "second"], alone(seed=len("second"), **wish))
+    assert not torch.equal(images[2, "second"], alone(seed=len("second"), **options))
 
 
 @pytest.mark.parametrize("name", ["none", *NAMES])
 def test_a_deployment_names_its_backend(name: str) -> None:
     stage = {"stage_id": 0, "cache_backend": name, "cache_config": LOOSE.get(name, {})}
     how = {"pipeline": "bagel_single_stage", "stages": [stage]}
-    wish = {"height": 16, "width": 24, "num_inference_steps": 9, "seed": 1}
+    options = {"height": 16, "width": 24, "num_inference_steps": 9, "seed": 1}
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
-        images = omni.generate(["a fox"], wish, timeout=WAIT, output_type="pt")
+        images = omni.generate(["a fox"], options, timeout=WAIT, output_type="pt")
     expected = alone(seed=1, num_inference_steps=9)
     assert torch.equal(images[0][0], expected) == (name == "none")
 

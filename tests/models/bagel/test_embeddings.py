@@ -70,8 +70,8 @@ def test_sincos_table_tells_the_column_first_then_the_row() -> None:
     for row in range(side):
         for column in range(side):
             expected = []
-            for place in (column, row):
-                angles = [place / 10000 ** (i / 4) for i in range(4)]
+            for position in (column, row):
+                angles = [position / 10000 ** (i / 4) for i in range(4)]
                 expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
             assert torch.allclose(table[row * side + column], torch.tensor(expected), atol=1e-6)
 

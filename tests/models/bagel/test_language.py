@@ -32,14 +32,14 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 def _mask_and_positions(blocks: list[Block]) -> tuple[Tensor, list[int], list[bool]]:
     total = sum(len(block.rows) for block in blocks)
     mask = torch.zeros(total, total, dtype=torch.bool)
-    positions, latent, at, place = [], [], 0, 0
+    positions, latent, at, position = [], [], 0, 0
     for block in blocks:
         n = len(block.rows)
         for i in range(n):
             mask[at + i, : at + (i + 1 if block.causal else n)] = True
-            positions.append(place + i if block.causal else place)
+            positions.append(position + i if block.causal else position)
             latent.append(block.latent and 0 < i < n - 1)
-        at, place = at + n, place + (n if block.causal else 1)
+        at, position = at + n, position + (n if block.causal else 1)
     return mask, positions, latent
 
 
@@ -77,8 +77,8 @@ def reference(
         out = []
         for row, gen in zip(x, latent, strict=True):
             name = f"language_model.model.{layer}.mlp{'_moe_gen' * gen}"
-            gate, up = (weights[f"{name}.{part}_proj.weight"] @ row for part in ("gate", "up"))
-            out.append(weights[f"{name}.down_proj.weight"] @ (gate * gate.sigmoid() * up))
+            gated, up = (weights[f"{name}.{part}_proj.weight"] @ row for part in ("gate", "up"))
+            out.append(weights[f"{name}.down_proj.weight"] @ (gated * gated.sigmoid() * up))
         return torch.stack(out)
 
     for i in range(llm.num_hidden_layers):
