@@ -14,12 +14,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from setuptools import Command, Distribution, setup
 from setuptools.command.build import build
 from setuptools.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel

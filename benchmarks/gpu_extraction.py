@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,7 +22,11 @@ from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.copier import GatherHandle, PinnedCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.payload.views import TensorView
 
 DEVICE = "cuda"
 HEADS, DIM, BLOCK = 4, 128, 16

@@ -18,14 +18,16 @@ import os
 import random
 import sys
 import time
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.integrations.vllm_omni import register
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 LAYERS, HEADS, DIM, BLOCK = 28, 4, 128, 16
 WARMUP = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -13,13 +12,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from omni_kvlink import KVCacheBundle
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.models.bagel import DenoiseParams
+
+if TYPE_CHECKING:
+    import argparse
 
 STAGES = Path(__file__).with_name("bagel_two_stage.py")
 

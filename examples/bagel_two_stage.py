@@ -18,10 +18,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bagel_director import Request, bundle_path, image_path, orders, report, run_stages, verdict
@@ -38,6 +37,9 @@ from omni_kvlink.models.bagel import (
     NaiveCache,
     make_tiny_checkpoint,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -7,8 +7,7 @@ import json
 import random
 import sys
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -17,6 +16,9 @@ from safetensors.torch import save_file
 from omni_kvlink import KVConsumer, KVLink, KVMetadata, KVProducer
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, Match, PrefixStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCABULARY = 1000
 Piece = tuple[int, int, int]

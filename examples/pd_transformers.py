@@ -29,7 +29,7 @@ from pd_engine import Engine, make_prompts, run_consumer, run_producer
 from safetensors.torch import load_file
 
 from omni_kvlink.lookup import Match
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 
 Facts = dict[str, Any]
 

@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 BLOCK = 32
 LENGTHS = (5, 32, 33, 300)

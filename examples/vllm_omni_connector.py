@@ -10,12 +10,14 @@ import logging
 import multiprocessing
 import os
 import sys
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink.integrations.vllm_omni import register
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 NAMES = ("key_cache", "value_cache")
 LAYERS, BLOCKS, BLOCK, HEADS, DIM, TOKENS = 4, 64, 16, 4, 128, 1000

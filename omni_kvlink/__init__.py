@@ -6,8 +6,8 @@ Importing this imports no connector and has no side effect.
 from typing import TYPE_CHECKING, NoReturn
 
 from omni_kvlink._version import __version__ as __version__
-from omni_kvlink.connectors.base import Ledger as Ledger
-from omni_kvlink.connectors.base import Receipt as Receipt
+from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
+from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
 from omni_kvlink.errors import BusyError as BusyError
 from omni_kvlink.errors import CapacityError as CapacityError
 from omni_kvlink.errors import ClosedError as ClosedError

@@ -19,9 +19,9 @@ the producer.
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
 """
 
-from omni_kvlink.connectors.base import Delivery as Delivery
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
+from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
 from omni_kvlink.connectors.runtime.user_dirs import locked as locked

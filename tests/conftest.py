@@ -10,14 +10,16 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from aio_fixtures import run as run
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _numbers = itertools.count()
 _failed = pytest.StashKey[bool]()

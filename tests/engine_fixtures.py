@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +22,9 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHAPE = (16, 24)
 STEPS = 5

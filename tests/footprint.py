@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink
 from omni_kvlink.testing.caches import layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 LAYERS, SHAPE = 2, (6400, 8, 512)
 NBYTES = LAYERS * 2 * 6400 * 8 * 512 * 2

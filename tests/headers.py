@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ALIGN = 256
 SIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I64": 8}

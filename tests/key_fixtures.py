@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.control.keys import generate
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class KeyFiles:

@@ -7,15 +7,19 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Start
 
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing import faults
 from omni_kvlink.testing.peer_harness import ProcessPeer
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fault_harness import Start
 
 
 @pytest.fixture

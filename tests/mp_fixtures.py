@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_fixtures import WAIT, bundle, config, link, request
 
-from omni_kvlink import KVLink
 from omni_kvlink.engine import (
     DiffusionEngine,
     DiffusionOutput,
     DiffusionParallelConfig,
     EngineError,
 )
-from omni_kvlink.engine.ipc.rpc import RpcClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from omni_kvlink import KVLink
+    from omni_kvlink.engine.ipc.rpc import RpcClient
 
 
 class EngineUnderTest:

@@ -6,15 +6,12 @@ import hashlib
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from engine_fixtures import bundle, checkpoint, request
 
-from omni_kvlink import KVCacheBundle
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
     KVConfig,
@@ -27,6 +24,12 @@ from omni_kvlink.engine.kv.kv_entry import KVState
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+
+    from omni_kvlink import KVCacheBundle
 
 TIMEOUT = 60.0
 _numbers = itertools.count()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.bundle import Payload
-from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import TensorView, dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.manifest import Manifest
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 

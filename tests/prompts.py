@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.lookup import Match, PrefixStore
 from omni_kvlink.payload.views import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.lookup import Match, PrefixStore
 
 LAYERS, HEADS, DIM = 3, 2, 4
 ROW = 2 * LAYERS * HEADS * DIM * 4

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NODES = ("127.0.0.2", "127.0.0.3")
 """Not 127.0.0.1, which Ray replaces by the machine's address in the network."""

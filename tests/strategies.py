@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 from payloads import DTYPES, empty, noise
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf, SameAs, Shard
-from omni_kvlink.payload.bundle import BundleBranch
+
+if TYPE_CHECKING:
+    from omni_kvlink.payload.bundle import BundleBranch
 
 request_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 branch_names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,11}", fullmatch=True).filter(

@@ -10,15 +10,17 @@ import json
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import omni_kvlink
 from omni_kvlink import KVConsumer, KVLink, KVProducer, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
 
 ROOT = Path(omni_kvlink.__file__).parent
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class RawPeer:

@@ -10,10 +10,13 @@ import ctypes
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ABI = 1
 DIMS = 4

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import NativeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class CompiledPart:

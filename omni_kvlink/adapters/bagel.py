@@ -11,16 +11,18 @@ import base64
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
-from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense, first_tokens, same_bytes
+
+if TYPE_CHECKING:
+    from omni_kvlink.payload.manifest import Shard
 
 GEN = "gen"
 

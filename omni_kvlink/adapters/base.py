@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
 C = TypeVar("C")
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -22,6 +21,9 @@ from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 INSTALL = "pip install 'omni-kvlink[hf]'"
 EXTRA = "dynamic_cache"

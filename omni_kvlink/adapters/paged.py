@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
@@ -14,6 +11,11 @@ from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.schema import CACHES, KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense, overlaps_itself, write
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

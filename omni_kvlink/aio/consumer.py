@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import (
@@ -27,7 +25,13 @@ from omni_kvlink.link import (
     open_delivery,
     open_stream,
 )
-from omni_kvlink.lowlevel import Delivery, PendingGet
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from concurrent.futures import Future
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.get_table import Delivery
 
 
 class AsyncKVConsumer:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from omni_kvlink.aio.consumer import AsyncKVConsumer
 from omni_kvlink.aio.producer import AsyncKVProducer
 from omni_kvlink.link import KVLink, LinkOptions
-from omni_kvlink.lowlevel import Copier
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from omni_kvlink.copier import Copier
 
 
 class AsyncKVLink(ABC):  # noqa: B024 - it only registers virtual subclasses

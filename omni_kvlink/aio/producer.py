@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.base import Receipt
-from omni_kvlink.link import Allocation, KVProducer, Payload, PutStream
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.link import Allocation, KVProducer, Payload, PutStream
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 
 class AsyncKVProducer:

@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +27,9 @@ from omni_kvlink.connectors.ucx import unavailable
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.ucx.worker import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TIMEOUT = 60.0
 CHUNK = 8 << 20

@@ -8,14 +8,16 @@ from __future__ import annotations
 import mmap
 import socket
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import zmq
 
 from omni_kvlink.bench.bare_ucx import UCX_DEFAULTS, TagSend
 from omni_kvlink.connectors.ucx.settings import UcxSettings
-from omni_kvlink.testing.peer_harness import Peer
+
+if TYPE_CHECKING:
+    from omni_kvlink.testing.peer_harness import Peer
 
 SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""

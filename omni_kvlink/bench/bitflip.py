@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omni_kvlink.copier import Copier
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 
 class BitflipCopier(Copier):

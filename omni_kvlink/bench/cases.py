@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +19,9 @@ from omni_kvlink.bench.payloads import (
 )
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
 from omni_kvlink.payload.manifest import KV_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCES: tuple[Sources, ...] = ("contiguous", "strided", "paged")
 BRANCHINGS = ("single", "prefix", "same", "empty", "mixed")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench import latency, machine, membench, report, streaming, verify
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.payloads import BLOCK, Shape
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.payload.manifest import KV_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PRESETS = {
     "tiny": Shape(1, 1, 1, 1024),

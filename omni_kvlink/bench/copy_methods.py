@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +16,13 @@ from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.schema import KVCacheTransferData, same_bytes
-from omni_kvlink.payload.views import TensorView, dense, tensor_view
+from omni_kvlink.payload.views import TensorView, dense, same_bytes, tensor_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.schema import KVCacheTransferData
 
 
 class CopyMethod(ABC):

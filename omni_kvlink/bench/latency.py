@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,10 +23,14 @@ from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
-from omni_kvlink.connectors.base import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
-from omni_kvlink.payload.bundle import Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
+    from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"
 PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")

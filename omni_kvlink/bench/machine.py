@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from omni_kvlink._version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def describe() -> dict[str, Any]:

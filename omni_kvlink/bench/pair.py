@@ -9,9 +9,8 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent import futures
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.reader import ReaderCommands
@@ -19,6 +18,9 @@ from omni_kvlink.connectors.registry import schemes
 from omni_kvlink.errors import KVLinkError, UnavailableError
 from omni_kvlink.link import KVLink, KVProducer
 from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, ProcessPeer, ThreadPeer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SAME_PROCESS = ("inproc",)
 """Connectors whose two ends cannot be in two processes."""

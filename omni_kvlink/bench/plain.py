@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _STEP = 512 << 10
 _TRIALS = 3

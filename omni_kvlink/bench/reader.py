@@ -22,8 +22,7 @@ from omni_kvlink.bench.payloads import (
     found_in_tensors,
     make_sample,
 )
-from omni_kvlink.link import KVConsumer, KVLink
-from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.link import KVConsumer, KVLink, begin_get
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense

@@ -6,10 +6,12 @@ import contextlib
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.machine import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 SCHEMA = "kvlink-bench/1"
 WIDTH = 96

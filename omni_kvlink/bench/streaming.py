@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +14,15 @@ from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.copier import Copier, named_copier
-from omni_kvlink.link import Allocation
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from omni_kvlink.link import Allocation
 
 KEY = "bench"
 MEASUREMENTS = {

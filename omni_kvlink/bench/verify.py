@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.bitflip import BitflipCopier
-from omni_kvlink.bench.cases import Case
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import table
 from omni_kvlink.copier import named_copier
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.peer_harness import PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.bench.cases import Case
 
 MAX_SHOWN = 10
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.errors import KVLinkError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _EPILOG = "exit status: 0 done, 2 wrong usage or an error"
 

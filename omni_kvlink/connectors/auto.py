@@ -7,14 +7,13 @@ import os
 import sys
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
-from omni_kvlink.connectors.runtime.consumer import Session
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
 from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
@@ -26,6 +25,9 @@ from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
 from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.consumer import Session
 
 _log = logging.getLogger("omni_kvlink")
 

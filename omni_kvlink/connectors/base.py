@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
-from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
-from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.memory.region import Lease, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
+    from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
+    from omni_kvlink.memory.region import Lease, Region
 
 MAX_RETRIES = 3
 """Times that a `get` is repeated when only its connection broke."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.base import Backend
 from omni_kvlink.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Backend
 
 GROUP = "omni_kvlink.connectors"
 """The entry-point group for connectors of other packages: `scheme = "module:BACKEND"`."""

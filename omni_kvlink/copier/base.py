@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.views import TensorView
 
 
 class GatherHandle:

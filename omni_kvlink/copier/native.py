@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
+from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier, mismatch
 from omni_kvlink.errors import NativeError, SchemaError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from omni_kvlink.memory.region import Region
 
 
 class NativeCopier(Copier):

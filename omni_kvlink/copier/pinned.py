@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -16,9 +15,13 @@ from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import Copier, GatherHandle
 from omni_kvlink.copier.native import NativeCopier, check_fit, failures
 from omni_kvlink.errors import NativeError
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.views import TensorView, packed_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 BATCH = 8 << 20
 """Bytes that one thread digests at a time, while later ones are still being copied."""

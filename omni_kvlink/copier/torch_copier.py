@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,10 +10,14 @@ from crc32c import crc32c
 
 from omni_kvlink.copier.base import Copier, mismatch
 from omni_kvlink.copier.native import check_fit
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.memory.region import Region
 
 
 class TorchCopier(Copier):

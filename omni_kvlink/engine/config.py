@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from omni_kvlink import Verify
+if TYPE_CHECKING:
+    from omni_kvlink import Verify
 
 C = TypeVar("C", bound="StageConfig")
 

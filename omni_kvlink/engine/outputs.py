@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.request import OmniDiffusionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from omni_kvlink.link.consumer import check_verify as check_verify
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream
 from omni_kvlink.link.end import MAX_TIMEOUT as MAX_TIMEOUT
-from omni_kvlink.link.end import Payload as Payload
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
 from omni_kvlink.link.producer import PutStream as PutStream
+from omni_kvlink.payload.bundle import Payload as Payload

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link.end import Payload
-from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.bundle import open_payload
-from omni_kvlink.payload.manifest import Manifest
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Lease, Region
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class Allocation:

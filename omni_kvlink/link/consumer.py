@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property
-from typing import ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-import torch
-
-from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, Delivery, Ledger, PendingGet
-from omni_kvlink.connectors.protocol.get_table import Progress
-from omni_kvlink.copier import Copier
+from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
+from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
@@ -24,12 +21,18 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Branch, Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
+
+if TYPE_CHECKING:
+    import torch
+
+    from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
+    from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Region
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 LayerKey: TypeAlias = tuple[str, int]

@@ -8,13 +8,14 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.base import Connector
-from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.payload.bundle import Payload as Payload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from omni_kvlink.connectors.base import Connector
+    from omni_kvlink.copier import Copier
 
 MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from omni_kvlink.copier import GatherHandle
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.copier import GatherHandle
 
 
 class GatherQueue:

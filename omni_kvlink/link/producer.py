@@ -5,23 +5,29 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from omni_kvlink.connectors.base import Ledger, Producer, Receipt
+from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.consumer import check_request_id
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd, Payload
+from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
 from omni_kvlink.payload.views import TensorView, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from omni_kvlink.connectors.base import Producer
+    from omni_kvlink.copier import Copier
+    from omni_kvlink.payload.bundle import Payload
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""

@@ -7,12 +7,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from omni_kvlink.connectors.base import PendingGet, Receipt
 from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
 from omni_kvlink.link import (
     MAX_TIMEOUT,
@@ -27,6 +23,14 @@ from omni_kvlink.link import (
 from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
 
 RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 """Seconds that a select waits for a lost producer, and how often at most it tries again."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import TensorView
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.payload.schema import KVCacheTransferData
+    from omni_kvlink.payload.views import TensorView
 
 
 class Match:

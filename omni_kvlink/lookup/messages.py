@@ -7,17 +7,19 @@ link, under the key that the question names.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.link import Payload
-from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import SIZE, count
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+
+if TYPE_CHECKING:
+    from omni_kvlink.link import Payload
+    from omni_kvlink.lookup.match import Match
 
 HELLO = "lookup/hello"
 KV, HIDDEN = "kv", "hidden"

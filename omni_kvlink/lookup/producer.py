@@ -7,9 +7,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import (
     ClosedError,
@@ -20,7 +19,11 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer
 from omni_kvlink.lookup import messages
-from omni_kvlink.lookup.store import PrefixStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from omni_kvlink.lookup.store import PrefixStore
 
 UNLIMITED_READERS = 2**31 - 1
 """Readers of the hello, which stays for as long as the link."""

@@ -6,11 +6,8 @@ import dataclasses
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.lookup.index import PrefixIndex
@@ -18,7 +15,13 @@ from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError
-from omni_kvlink.memory.region import Mapping, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.memory.region import Mapping, Region
 
 GRAIN = 4096
 """Blocks start and end on multiples of a page, so that two transfers never share a page."""

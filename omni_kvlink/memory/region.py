@@ -11,11 +11,14 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from omni_kvlink.errors import CapacityError, ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14

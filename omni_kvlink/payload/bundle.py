@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, check_branches
 from omni_kvlink.payload.safetensors_file import map_file, write_file
 from omni_kvlink.payload.schema import (
@@ -19,7 +16,13 @@ from omni_kvlink.payload.schema import (
     cache_at,
 )
 from omni_kvlink.payload.tensor_data import TensorTransferData, tensors_at
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.views import TensorView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from crc32c import crc32c
 
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
 
 
 class ChunkDigest:

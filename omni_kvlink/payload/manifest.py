@@ -13,14 +13,16 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 from crc32c import crc32c
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, VersionError, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 VERSION = (1, 1)
 """The newest version that this library writes."""

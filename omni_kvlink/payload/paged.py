@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 Index: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,9 @@ from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dtype_code, tensor_views
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def write_file(

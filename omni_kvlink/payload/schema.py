@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import (
     KV_DTYPES,
     PART_WORDS,
@@ -32,6 +30,11 @@ from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, pag
 from omni_kvlink.payload.safetensors_file import map_file, write_file
 from omni_kvlink.payload.views import TensorView, dtype_name, first_tokens, tensor_views
 from omni_kvlink.payload.views import same_bytes as same_bytes
+
+if TYPE_CHECKING:
+    import os
+
+    from omni_kvlink.memory.region import Region
 
 T = TypeVar("T")
 

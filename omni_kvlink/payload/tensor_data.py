@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import (
     MAX_DEPTH,
     MAX_RANK,
@@ -23,6 +21,11 @@ from omni_kvlink.payload.paged import PagedTensor, check_strided
 from omni_kvlink.payload.safetensors_file import map_file, write_file
 from omni_kvlink.payload.schema import Reserve, check_request_id, json_copy
 from omni_kvlink.payload.views import TensorView, dtype_code, same_bytes, tensor_views
+
+if TYPE_CHECKING:
+    import os
+
+    from omni_kvlink.memory.region import Region
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import DTYPES, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""

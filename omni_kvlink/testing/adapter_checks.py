@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import KV_DTYPES
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, same_bytes
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked
+
+if TYPE_CHECKING:
+    from omni_kvlink.adapters.base import CacheAdapter
 
 C = TypeVar("C")
 Layers = list[torch.Tensor | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,17 +15,19 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.link import Allocation, KVProducer, Payload
-from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.memory.region import Region
+from omni_kvlink.link import begin_get
 from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
 from omni_kvlink.testing.stream_checks import write
+
+if TYPE_CHECKING:
+    from omni_kvlink.link import Allocation, KVProducer, Payload
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 CACHE = Recipe("a", layers=3, tokens=10, heads=2, dim=24)
 BUNDLE = Recipe("a", bundle=True, layers=2, tokens=9)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,6 +15,9 @@ from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 """The tensors of each layer, by branch and layer: K and V, one latent, or one tensor."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.testing import (
     allocation_checks,
@@ -21,6 +20,9 @@ from omni_kvlink.testing import (
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import Rig, run_checked
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Check = Callable[[Rig], None]
 

@@ -6,11 +6,11 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from crc32c import crc32c
 
-from omni_kvlink.copier import Copier
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import KV_DTYPES, Manifest
@@ -18,6 +18,9 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked
+
+if TYPE_CHECKING:
+    from omni_kvlink.copier import Copier
 
 MIB = 1 << 20
 _FILL = 0xA5

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import DuplicateKeyError, TransferTimeout
-from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.link import begin_get
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.connectors.base import Producer, Receipt
+from omni_kvlink.connectors.base import Producer
 from omni_kvlink.errors import SchemaError, TransferFailed, TransferTimeout
-from omni_kvlink.link import KVProducer, Payload
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.link import KVProducer, Payload
 
 RECIPES = (
     Recipe("d", layers=3, tokens=100),

@@ -8,12 +8,15 @@ Actions are `kill` (SIGKILL), `stop` (SIGSTOP), `sleep:SECONDS` and `raise` (Run
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.runtime.fault_points import POINTS as POINTS
 from omni_kvlink.connectors.runtime.fault_points import VARIABLE as VARIABLE
 from omni_kvlink.connectors.runtime.fault_points import parse
 from omni_kvlink.connectors.runtime.fault_points import point as point
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:

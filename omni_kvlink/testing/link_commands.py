@@ -7,12 +7,10 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.connectors.base import Receipt
 from omni_kvlink.link import (
     KVConsumer,
     KVLink,
@@ -21,8 +19,6 @@ from omni_kvlink.link import (
     Received,
     ReceivedStream,
 )
-from omni_kvlink.payload.bundle import Payload
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import (
     Layers,
     Recipe,
@@ -32,6 +28,13 @@ from omni_kvlink.testing.caches import (
     parts_of,
 )
 from omni_kvlink.testing.peer_harness import CommandSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.views import TensorView
 
 
 class LinkCommands(CommandSet):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import (
@@ -14,12 +14,16 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 MIB = 1 << 20
 

@@ -18,13 +18,15 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import omni_kvlink
 from omni_kvlink import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 PATIENCE = 20.0
 """Seconds after which a call of a peer is given up."""

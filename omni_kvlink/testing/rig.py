@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.link import KVConsumer, KVLink, KVProducer
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 SLACK = 0.25
 """Seconds by which no call may outlive its deadline, and in which every wake-up must come."""

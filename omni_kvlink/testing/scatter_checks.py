@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.link import Payload
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import Recipe, hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
 from omni_kvlink.testing.stream_checks import begin, write
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
 SIZE = 4

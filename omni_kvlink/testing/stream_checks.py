@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_kvlink.errors import DuplicateKeyError, SchemaError, TransferTimeout
-from omni_kvlink.link import KVProducer, PutStream
 from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from omni_kvlink.link import KVProducer, PutStream
 
 
 def begin(producer: KVProducer, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:

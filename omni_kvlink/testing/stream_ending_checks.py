@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +17,13 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.link import KVConsumer, KVProducer, ReceivedStream
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
 from omni_kvlink.testing.stream_checks import begin, write
+
+if TYPE_CHECKING:
+    from omni_kvlink.link import KVConsumer, KVProducer, ReceivedStream
 
 THREE = Recipe("s", layers=3)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.topology.shards import Payload, first_head, label, request_of, shard_in, suffix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.payload.manifest import Shard
 
 _TARGET_FIELDS = ("kv_lens", "ropes", "num_layers", "dtype", "layout")
 """Metadata that must be equal in a target and in the parts written into it."""

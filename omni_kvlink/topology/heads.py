@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +28,9 @@ from omni_kvlink.topology.shards import (
     shard_in,
     suffix,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def slice_heads(data: P, start: int, stop: int) -> P:

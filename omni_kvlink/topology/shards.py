@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
+
+if TYPE_CHECKING:
+    from omni_kvlink.payload.manifest import Shard
 
 Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
 P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)

@@ -11,7 +11,7 @@ import torch
 from omni_kvlink import PrefixOf, SameAs, SchemaError
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import BagelContext, NaiveCache
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 
 LAYERS, HEADS, DIM = 3, 2, 8
 

@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PagedTensor, SchemaError
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing import check_adapter
 
 transformers = pytest.importorskip(

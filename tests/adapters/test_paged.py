@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +23,9 @@ from omni_kvlink import (
 from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
 from omni_kvlink.errors import NativeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 BLOCKS, SIZE, HEADS, DIM, TOKENS = 8, 4, 2, 3, 10
 _numbers = itertools.count()

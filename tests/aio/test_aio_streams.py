@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from aio_fixtures import THREE, BlockingCopier, Test, entered, freed, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer, AsyncPutStream
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer, AsyncPutStream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

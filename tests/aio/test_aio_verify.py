@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 from aio_fixtures import THREE, BlockingCopier, Test, entered, freed
 
 from omni_kvlink import IntegrityError, TransferFailed
-from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 from omni_kvlink.aio.consumer import _Verification
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.scatter_checks import FlippingCopier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

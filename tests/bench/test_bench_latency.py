@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_kvlink.bench.cli import main
 from omni_kvlink.bench.latency import OTHER_TIMES, PHASES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL = ["--layers", "2", "--tokens", "300", "--rounds", "4", "--warmup", "1"]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from omni_kvlink.cli.main import main
 from omni_kvlink.connectors.control.keys import read_public, read_secret
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_keygen_writes_a_pair_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import Field
@@ -10,6 +10,9 @@ from leak_checks import impatient as impatient
 from leak_checks import socket_dir as socket_dir
 from leak_checks import start as start
 from leak_checks import zmq_started as zmq_started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(params=["pooled", "sealed"])

@@ -6,9 +6,8 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import zmq
@@ -25,6 +24,10 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
 from omni_kvlink.testing.rig import SLACK, Rig, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
 HAS_UCX = ucx.unavailable() is None

@@ -8,15 +8,19 @@ import shlex
 import shutil
 import subprocess
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import pinned
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.payload.views import TensorView
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FIELDS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from omni_kvlink._native import host
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 FEATURES = ("portable", "avx2", "avx512", "avx512+clmul")
 NEEDS_LIBRARY = pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.manifest import DIGEST_CHUNK
 from omni_kvlink.testing import COPIER_CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = NEEDS_LIBRARY
 

@@ -7,9 +7,7 @@ import itertools
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fake_device
 import msgspec
@@ -26,8 +24,13 @@ from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import MappedPages, Mapping, Region
-from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import check_copier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing import COPIER_CHECKS, CheckFailed, check_copier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 
 @pytest.mark.parametrize("check", COPIER_CHECKS, ids=lambda check: check.__name__[6:])

@@ -6,10 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +22,10 @@ from omni_kvlink.models.bagel import (
     InPlaceCache,
     make_tiny_checkpoint,
 )
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 STEPS = 6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +11,9 @@ from omni_kvlink import UnavailableError
 from omni_kvlink.connectors.registry import backend, split_url
 
 from .stages import REQUESTS, Stages, assert_equals_one_process, in_place, prefill, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 URLS = [
     "zmq+tcp://127.0.0.1:0",

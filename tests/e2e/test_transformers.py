@@ -7,9 +7,8 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,11 +16,14 @@ from safetensors.torch import load_file
 
 from omni_kvlink import KVCacheBundle, KVLink
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from .hf_models import KINDS, WINDOW, Case, decode, forward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _numbers = itertools.count()
 CASES = [

@@ -9,13 +9,16 @@ import sys
 import threading
 import tokenize
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 from engine_fixtures import WAIT, alone, bundle, config, link, request
 
 import omni_kvlink.engine
 from omni_kvlink.engine import DiffusionEngine
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 ROOT = Path(omni_kvlink.engine.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import Copier, PinnedCopier
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 DEVICE = "cuda"
 ENGINES, MIXED, KERNEL, MEASURED = "0", "300", str(1 << 62), ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.testing import check_copier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = GPU
 

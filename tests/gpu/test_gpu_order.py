@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -14,7 +15,9 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.manifest import Manifest
+
+if TYPE_CHECKING:
+    from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU
 LONG = 2_000_000_000  # clock cycles: about a second

@@ -7,7 +7,7 @@ is tested in tests/gpu.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,11 +15,15 @@ from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, Tra
 from omni_kvlink.copier import GatherHandle, TorchCopier
 from omni_kvlink.link import PutStream
 from omni_kvlink.link import producer as producer_module
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 RECIPE = Recipe("s", layers=3, tokens=10, dim=24)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
-from omni_kvlink.link import PutStream, ReceivedStream
 from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import SLACK, expect, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from omni_kvlink.link import PutStream, ReceivedStream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 RECIPE = Recipe("s", layers=3, tokens=10, dim=24)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -15,6 +15,9 @@ import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
 from omni_kvlink.memory.region import Mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 steps = settings(max_examples=60, stateful_step_count=40, deadline=None)
 

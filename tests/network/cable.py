@@ -10,8 +10,11 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _numbers = itertools.count()
 _CLONE_NEWNET = 0x40000000

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evidence import Entry, Record, parse
 from peer_process import Incarnation
 
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    import random
 
 KEYS = 200
 PRODUCER, READERS = "P", ("A", "B")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from fault_harness import timed
 
@@ -11,6 +11,9 @@ from omni_kvlink import KVLinkError
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import SLACK
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class Get:

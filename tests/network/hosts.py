@@ -6,16 +6,19 @@ import importlib.util
 import itertools
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cable import Cable
 from gets import Get, insist
-from key_fixtures import KeyFiles
 
-from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
+
+if TYPE_CHECKING:
+    from key_fixtures import KeyFiles
+
+    from omni_kvlink.testing.caches import Recipe
 
 _ports = itertools.count(7000)
 HAS_UCX = importlib.util.find_spec("ucxx") is not None

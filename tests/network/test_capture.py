@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import zmq.utils.z85
-from cable import Cable
 from hosts import HAS_UCX, Hosts
-from key_fixtures import KeyFiles
 
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.memory_checks import sized
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from cable import Cable
+    from key_fixtures import KeyFiles
 
 REQUEST = "request-of-somebody"
 PAYLOAD = sized(REQUEST, 2 << 20, seed=77)

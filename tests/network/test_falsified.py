@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Start
 from key_fixtures import KeyFiles
 from proxy import FALSE, Proxy
 from zmq_fixtures import free_port
@@ -17,6 +16,11 @@ from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fault_harness import Start
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000

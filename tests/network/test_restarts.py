@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from campaign import PRODUCER, READERS, Campaign, Forker
 from evidence import contradictions
 from zmq_fixtures import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 UCX = pytest.param(
     "ucx",

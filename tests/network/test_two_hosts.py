@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import kill
-from gets import Get
 from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 from omni_kvlink import PeerLostError, TransferTimeout
@@ -18,6 +17,11 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gets import Get
 
 DEAD, CUT = 1.0, 5.0
 """Seconds until a peer's death, and a disconnected cable, are detected."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from key_fixtures import KeyFiles
@@ -13,6 +12,10 @@ from key_fixtures import KeyFiles
 from omni_kvlink import KVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 LARGE = (1 << 30).to_bytes(8, "big")

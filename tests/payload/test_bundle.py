@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import strategies
@@ -20,6 +19,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.manifest import MAX_BRANCHES
 from omni_kvlink.payload.views import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def about(tokens: int, **other: Any) -> KVMetadata:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import strategies
@@ -24,6 +23,10 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 def bundle() -> KVCacheBundle:

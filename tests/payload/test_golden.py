@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
 from payloads import bits
 
-from omni_kvlink.payload.bundle import Payload
 from omni_kvlink.payload.manifest import KV_VERSION, VERSION, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.payload.bundle import Payload
 
 HERE = Path(__file__).parent / "golden"
 MAKE: dict[str, Any] = runpy.run_path(str(HERE / "make.py"))

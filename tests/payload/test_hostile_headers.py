@@ -7,8 +7,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import headers
 import hostile
@@ -22,6 +22,9 @@ from payloads import written
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
 from omni_kvlink.payload.manifest import MAX_HEADER, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MOST_SECONDS = 0.05
 MOST_BYTES = 16 << 20

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import headers
 import msgspec
@@ -26,6 +25,9 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.payload.manifest import ALIGN, DIGEST_CHUNK, MAX_TENSORS, Manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

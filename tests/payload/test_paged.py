@@ -9,8 +9,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -37,6 +37,9 @@ from omni_kvlink import BlockTable, KVCacheTransferData, KVLink, PagedTensor
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.manifest import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _numbers = itertools.count()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -37,7 +35,12 @@ from omni_kvlink import (
 )
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.schema import LayerBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from omni_kvlink.payload.schema import LayerBlocks
 
 # ---- the schema
 

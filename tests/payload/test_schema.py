@@ -3,9 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import strategies
@@ -16,6 +15,9 @@ from payloads import DTYPES, bits, cache, empty, noise, written
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.payload.views import dense, tensor_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ABOUT: dict[str, Any] = {"kv_lens": [3], "ropes": [3], "num_layers": 3}
 

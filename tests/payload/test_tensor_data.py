@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
@@ -20,6 +19,9 @@ from omni_kvlink.payload.manifest import DTYPES, KV_VERSION, MAX_DEPTH, MAX_TENS
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 shapes: st.SearchStrategy[list[int]] = st.lists(st.integers(0, 4), max_size=4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
-from omni_kvlink.connectors.base import Delivery, PendingGet
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import (
@@ -22,10 +21,16 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 ROW = 600
 BLOCK = 1 << 14

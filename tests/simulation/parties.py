@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from world import Clock, Memory, Wire
 
@@ -22,6 +21,9 @@ from omni_kvlink.connectors.protocol.messages import (
     Release,
 )
 from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 LAYERS = 4
 

@@ -6,11 +6,13 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Clock:

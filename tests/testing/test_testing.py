@@ -7,9 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +25,9 @@ from omni_kvlink.testing import (
     faults,
 )
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _numbers = itertools.count()
 Cache = dict[str, list[torch.Tensor | None]]

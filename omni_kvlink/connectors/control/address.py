@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
-from collections.abc import Iterator
 from socket import SOCK_STREAM
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
 from omni_kvlink.errors import BusyError, ConnectorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)

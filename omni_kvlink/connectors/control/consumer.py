@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.security import check_access
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.runtime.consumer import Session, closed_here
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer
 from omni_kvlink.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
 
 S = TypeVar("S", bound=ControlSession)
 

@@ -6,14 +6,11 @@ import select
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.monitored_socket import Buffer, MonitoredSocket, is_broken
 from omni_kvlink.connectors.control.security import ZapAuth, check_access, secure_server
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
@@ -32,13 +29,17 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     unexpected,
 )
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
 from omni_kvlink.errors import ClosedError, WireError
-from omni_kvlink.memory.region import Region
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
     from omni_kvlink.connectors.runtime.producer import PooledProducer
+    from omni_kvlink.memory.region import Region
 
 MAX_PEERS = 1024
 _REFUSAL_RETRY = 1.0

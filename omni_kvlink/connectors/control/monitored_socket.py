@@ -9,12 +9,14 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Buffer: TypeAlias = "bytes | memoryview"
 MAX_QUEUED = 4096

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all, read_public, read_secret
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
 
 _DOMAIN = b"kvlink"
 _ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context

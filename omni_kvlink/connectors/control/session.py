@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket, is_broken
 from omni_kvlink.connectors.control.security import secure_client
 from omni_kvlink.connectors.protocol.messages import (
@@ -25,10 +22,16 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.consumer import check_hello
-from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
 from omni_kvlink.errors import ConnectorError, KVLinkError, PeerLostError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
+    from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 
 
 class ControlSession(RemoteSession):

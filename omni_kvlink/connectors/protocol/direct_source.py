@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import ALIGN
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
 
 _ZEROS = np.zeros(ALIGN, np.uint8)
 _PADDING = Region(_ZEROS.ctypes.data, ALIGN, _ZEROS)

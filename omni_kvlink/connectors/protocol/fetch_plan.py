@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from omni_kvlink.errors import WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CHUNK = 4 << 20
 """Bytes to request, and to send, at a time. Each chunk costs both sides 0.2 ms, because the copy

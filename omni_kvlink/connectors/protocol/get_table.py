@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import (
     MAX_TEXT,
@@ -31,8 +31,12 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import MAX_HEADER, MAX_TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.memory.region import Region
 
 NEVER_ANNOUNCED = "never announced by the producer"
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import WireError
-from omni_kvlink.memory.region import Region
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
 
 PROTOCOL = (1, 1)
 """The lowest and the highest protocol version that this library speaks."""

@@ -23,8 +23,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -38,6 +38,9 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.direct_source import DirectSource
 
 MAX_TOMBSTONES = 4096
 """Failed or expired keys that are remembered, so that a later get learns the reason."""

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, GetTable
@@ -35,8 +35,10 @@ from omni_kvlink.errors import (
     VersionError,
     WireError,
 )
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import MAX_HEADER
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
 
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from omni_kvlink.connectors.base import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Progress
+from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
 from omni_kvlink.connectors.protocol.messages import (
     Chunk,
     Committed,
@@ -21,9 +19,13 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
-from omni_kvlink.memory.arena import Block
-from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import ALIGN, MAX_HEADER, MAX_TENSORS, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.memory.region import Region
 
 _HEAD, _WHOLE, _TENSOR = "head", "whole", "tensor"
 Label: TypeAlias = "str | Layer"

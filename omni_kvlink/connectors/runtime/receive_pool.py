@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from omni_kvlink._native import host
-from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
 _STREAM_MIN = 256 << 10
 """Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""

@@ -10,10 +10,8 @@ from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.base import Delivery, Options, PendingGet
-from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -38,6 +36,11 @@ from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.errors import KVLinkError, PeerLostError, TransferTimeout, WireError
 from omni_kvlink.payload.manifest import MAX_HEADER
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Options, PendingGet
+    from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+    from omni_kvlink.connectors.protocol.get_table import Delivery
 
 
 class RemoteGet(SessionGet):

@@ -7,9 +7,12 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import ConnectorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:

@@ -11,10 +11,13 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
 from omni_kvlink.errors import BusyError, ClosedError, ConnectorError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128

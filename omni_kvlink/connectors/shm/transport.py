@@ -15,9 +15,8 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
@@ -58,6 +57,9 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.arena import GRAIN
 from omni_kvlink.memory.region import Mapping, Region, is_sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 MAX_PEERS = 1024
 MAX_BACKLOG = 4096

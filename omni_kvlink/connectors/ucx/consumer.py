@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import (
     Chunk,
     Message,
@@ -19,11 +16,16 @@ from omni_kvlink.connectors.protocol.messages import (
     TransportAddress,
     unexpected,
 )
-from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+    from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
 class UcxConsumer(ControlConsumer):

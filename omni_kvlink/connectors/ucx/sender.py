@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.ucx.addressing import Tags
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 
 class _Connected(NamedTuple):

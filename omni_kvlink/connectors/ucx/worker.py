@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.errors import PeerLostError, UnavailableError
 from omni_kvlink.memory.region import Region
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.ucx.settings import UcxSettings
 
 _LOG_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.address import ControlAddress
+from typing import TYPE_CHECKING
+
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits
 from omni_kvlink.connectors.protocol.messages import MAX_MESSAGE
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.address import ControlAddress
 
 _MALLOC_KEEPS = 31 << 20
 """Bytes; glibc adapts its threshold to freed blocks of at most 32 MiB."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import Chunk, FetchRange, encode
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 
 class ZmqSender(RangeSender):

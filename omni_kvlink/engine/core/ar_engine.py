@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.core.stage_engine import StageEngine
 from omni_kvlink.engine.executor import Executor
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 _ANSWER = 5.0
 """Seconds to count a prompt's tokens, in which nothing else is scheduled."""

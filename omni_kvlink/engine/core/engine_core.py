@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.executor import Executor
-from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.sched.scheduler import Scheduler
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.engine.executor import Executor
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.sched.scheduler import Scheduler
 
 _STABLE = 0.25
 """Share of `max_wait` for which no request must arrive until a batch counts as complete."""

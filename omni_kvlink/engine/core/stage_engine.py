@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.core.engine_core import EngineCore
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.executor import Executor
-from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.sched.scheduler import Scheduler
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.engine.executor import Executor
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.sched.scheduler import Scheduler
 
 C = TypeVar("C", bound=StageConfig)
 _ANSWER = 5.0

@@ -10,8 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
@@ -25,6 +24,9 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.errors import KVLinkError, TransferTimeout
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None

@@ -7,8 +7,7 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -19,9 +18,13 @@ from omni_kvlink.engine.config import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
-from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
 NODE = "{node}"

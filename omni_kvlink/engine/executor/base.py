@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.interface import KVManager
-from omni_kvlink.engine.outputs import (
-    BatchRunnerOutput,
-    DiffusionSchedulerOutput,
-    ModelRunnerOutput,
-)
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import model_utility
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.outputs import (
+        BatchRunnerOutput,
+        DiffusionSchedulerOutput,
+        ModelRunnerOutput,
+    )
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 FailureCallback: TypeAlias = Callable[[EngineError], None]
 

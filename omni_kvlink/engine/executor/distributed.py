@@ -6,9 +6,8 @@ import dataclasses
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
@@ -27,6 +26,9 @@ from omni_kvlink.engine.outputs import (
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""

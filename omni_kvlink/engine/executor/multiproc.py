@@ -6,10 +6,13 @@ import dataclasses
 import os
 import shutil
 import tempfile
+from typing import TYPE_CHECKING
 
-from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.executor.distributed import DistributedExecutor
 from omni_kvlink.engine.ipc.process import ProcessHandle
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import StageConfig
 
 
 class MultiprocExecutor(DistributedExecutor):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError
@@ -17,10 +16,14 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
 )
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
 from omni_kvlink.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class UniprocExecutor(Executor):

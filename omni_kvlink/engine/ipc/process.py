@@ -7,15 +7,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, Methods, RpcServer
 from omni_kvlink.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.config import StageConfig
 
 _MAIN = "omni_kvlink.engine.ipc.process_main"
 

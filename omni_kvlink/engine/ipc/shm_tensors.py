@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping as Values
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink.engine.ipc.codec import dtype_of, inline_tensor, read_inline_tensor, tensor_spec
 from omni_kvlink.errors import CapacityError, WireError
 from omni_kvlink.lowlevel import ArenaPool, Block, Mapping, Region, byte_tensor, is_sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping as Values
 
 INLINE_NBYTES = 64 << 10
 """Tensors of fewer bytes are part of the message itself."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from omni_kvlink.engine.config import KVConfig
-from omni_kvlink.engine.request import OmniDiffusionRequest
+from typing import TYPE_CHECKING
+
 from omni_kvlink.errors import CapacityError
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import KVConfig
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class Budget:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.request import OmniDiffusionRequest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.engine.kv.kv_entry import KVState
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class KVManager(Protocol):

@@ -6,14 +6,18 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-
-from omni_kvlink import KVPayload, Verify
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 from omni_kvlink.errors import ClosedError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from omni_kvlink import KVPayload, Verify
+    from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV
 
 
 class KVState(enum.Enum):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink import KVConsumer, KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.budget import Budget
 from omni_kvlink.engine.kv.kv_entry import KVEntry, KVState
 from omni_kvlink.engine.kv.kv_receiver import KVReceiver
 from omni_kvlink.engine.kv.kv_source import KVSource
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink import KVConsumer, KVPayload
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 _RECONNECT = 0.2
 """Seconds that a receive may take to reconnect to a producer that went away."""

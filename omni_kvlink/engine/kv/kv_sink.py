@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from omni_kvlink import KVCacheBundle, KVLink, KVPayload
-from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.outputs import KVSent
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import KVConfig
 
 
 class KVSink:

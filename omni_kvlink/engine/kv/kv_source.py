@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, TensorTransferData, Verify
-from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.device_copy import empty_like
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import begin_get, open_delivery
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+
+    from omni_kvlink.engine.config import KVConfig
 
 
 class KVGet(Protocol):

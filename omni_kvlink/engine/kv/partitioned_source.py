@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
-from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
 from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV, kv_payload
-from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
 from omni_kvlink.topology import blank_heads, head_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+    from omni_kvlink.engine.parallel.rank_coords import RankCoords
 
 
 def connect_source(

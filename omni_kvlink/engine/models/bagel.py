@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,21 +19,25 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
-from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.models.bagel_requests import fill_params
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
-from omni_kvlink.models.bagel.model import Stage
 from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.parallel.process_group import ProcessGroup
+    from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.models.bagel.model import Stage
 
 BRANCHES = ("gen", "cfg_text", "cfg_img")
 

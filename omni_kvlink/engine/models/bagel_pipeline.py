@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_kvlink.engine.models.bagel_requests import generate
-from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.models.bagel.cache import BagelContexts
 
 
 class OmniBagelPipeline(BagelPipeline):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest, Prompt
-from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.sampling import DenoiseParams
-from omni_kvlink.models.bagel.steps import BagelSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest, Prompt
+    from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+    from omni_kvlink.models.bagel.steps import BagelSteps
 
 _FIELDS = {
     "guidance_scale": "cfg_text_scale",

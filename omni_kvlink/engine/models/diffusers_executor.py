@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import (
     EngineDeadError,
     EngineError,
@@ -24,6 +22,11 @@ from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, Diffu
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.config import OmniDiffusionConfig
 
 INSTALL = "pip install 'omni-kvlink[diffusers]'"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +12,9 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 """Sampling params that diffusers calls by another name."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine.request import Prompt
 from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.request import Prompt
 
 
 def as_tensors(prompt: Any) -> Prompt:

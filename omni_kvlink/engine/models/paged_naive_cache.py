@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink import KVCacheTransferData, KVMetadata
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.errors import CapacityError, SchemaError
 from omni_kvlink.models.bagel import NaiveCache
 from omni_kvlink.models.bagel.cache import Layer, joined
+
+if TYPE_CHECKING:
+    from omni_kvlink import KVCacheTransferData, KVMetadata
+    from omni_kvlink.engine.kv.block_manager import KVPools
 
 
 class SequenceBlocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,6 +13,9 @@ from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFaile
 from omni_kvlink.engine.ipc.codec import pack_error, unpack_error
 from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST, ProcessGroup
 from omni_kvlink.errors import KVLinkError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 _FAILED_RANK_TIMEOUT = 10.0
 """Seconds that a rank with an unexpected error waits for the others, which may be in a sum."""

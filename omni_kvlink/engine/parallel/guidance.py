@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from omni_kvlink.engine.parallel.batch_sync import BatchSync
-from omni_kvlink.engine.parallel.process_group import ProcessGroup
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.engine.parallel.batch_sync import BatchSync
+    from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 
 class SharedBranches:

@@ -8,10 +8,9 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -22,6 +21,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-igno
 from omni_kvlink.engine.config import DiffusionParallelConfig, StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MAX_BROADCAST = (8 << 10) - 4
 """Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from omni_kvlink.engine.config import DiffusionParallelConfig
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import DiffusionParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,12 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-import torch
 
-from omni_kvlink.engine.config import C, StageConfig
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import (
     inline_tensor,
@@ -34,6 +31,13 @@ from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.parallel.process_group import open_rendezvous
 from omni_kvlink.engine.ray.cluster import NODE, Cluster, library
 from omni_kvlink.errors import PeerLostError, SchemaError, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from omni_kvlink.engine.config import C, StageConfig
 
 Message: TypeAlias = tuple[bytes, list[Any]]
 """MessagePack, and the bytes of large tensors, which Ray's object store holds without a copy."""

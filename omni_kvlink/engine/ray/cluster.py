@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.errors import TransferTimeout, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.config import StageConfig
 
 INSTALL = "pip install 'omni-kvlink[ray]'"
 NODE = "{node}"

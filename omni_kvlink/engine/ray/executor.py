@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.executor.distributed import DistributedExecutor
 from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, at_node
 from omni_kvlink.engine.ray.cluster import Cluster, Placement, rank_resources
 from omni_kvlink.engine.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import StageConfig
 
 
 class RankHost(ActorHost):

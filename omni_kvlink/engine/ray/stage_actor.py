@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, at_node
@@ -13,6 +12,9 @@ from omni_kvlink.engine.ray.cluster import Cluster, Placement, library, rank_res
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.service import StageService
 from omni_kvlink.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 
 _ENGINE_ONLY = {"memory": float(1 << 20)}
 """Resources of a stage whose ranks are actors of their own: next to nothing."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.kv.block_manager import BlockManager
 from omni_kvlink.engine.outputs import ARSchedulerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.engine.config import OmniARConfig
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 Blocks = dict[str, list[int]]
 

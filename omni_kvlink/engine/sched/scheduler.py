@@ -6,13 +6,16 @@ import dataclasses
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest, always, never
-from omni_kvlink.errors import KVLinkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.errors import KVLinkError
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.interface import KVManager
 from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import KVLinkError
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class SyncScheduler(Scheduler):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import ClosedError, KVLinkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
+    from omni_kvlink.engine.ipc.rpc import RpcClient
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 S = TypeVar("S", bound="RemoteStage")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
-from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import public_methods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.engine.errors import EngineError
 
 
 class StageService:

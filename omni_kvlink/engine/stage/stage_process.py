@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.ipc.process import ProcessHandle
 from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 
 
 class StageProcess(RemoteStage):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _BACKENDS: dict[str, str] = {
     "tea_cache": "omni_kvlink.engine.step_cache.tea_cache:TeaCache",

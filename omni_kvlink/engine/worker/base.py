@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError
-from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+    from omni_kvlink.engine.kv.kv_sink import KVSink
+    from omni_kvlink.engine.worker.model import ModelUtility
 
 TAGS = ("weights", "kv_cache")
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink import KVPayload
-from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
-from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+
+if TYPE_CHECKING:
+    from omni_kvlink import KVPayload
+    from omni_kvlink.engine.config import OmniARConfig
+    from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class GPUARModelRunner:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from omni_kvlink.engine.config import OmniARConfig
-from omni_kvlink.engine.outputs import ARSchedulerOutput, ModelRunnerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.base import WorkerBase
 from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.engine.config import OmniARConfig
+    from omni_kvlink.engine.outputs import ARSchedulerOutput, ModelRunnerOutput
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class GPUARWorker(WorkerBase[GPUARModelRunner]):

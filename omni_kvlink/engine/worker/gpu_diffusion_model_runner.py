@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink import KVPayload
-from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineError, as_engine_error
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
-from omni_kvlink.engine.kv.kv_source import KVSource
 from omni_kvlink.engine.kv.partitioned_source import connect_source
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink import KVPayload
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.kv.kv_source import KVSource
 
 
 class GPUDiffusionModelRunner:

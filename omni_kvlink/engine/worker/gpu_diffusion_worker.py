@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from omni_kvlink.engine.config import OmniDiffusionConfig
-from omni_kvlink.engine.outputs import BatchRunnerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.base import WorkerBase
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 from omni_kvlink.engine.worker.parallel_model_runner import ParallelDiffusionModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.outputs import BatchRunnerOutput
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):

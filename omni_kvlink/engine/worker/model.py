@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-
-from omni_kvlink import KVPayload
-from omni_kvlink.engine.config import StageConfig
-from omni_kvlink.engine.kv.block_manager import KVPools
-from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from omni_kvlink import KVPayload
+    from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 
 _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 """Models by name, as "module:Class"; imported when a configuration names them."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from omni_kvlink.engine.config import OmniDiffusionConfig
-from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.guidance import SharedBranches
-from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.parallel.process_group import ProcessGroup
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
 class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
@@ -21,10 +20,13 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
 from omni_kvlink.errors import ClosedError
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 Job: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
 

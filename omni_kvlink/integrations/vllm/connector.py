@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,6 +18,9 @@ from omni_kvlink.integrations.vllm.step import StepMetadata
 from omni_kvlink.integrations.vllm.worker import KVWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

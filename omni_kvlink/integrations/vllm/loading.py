@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink import BlockTable, KVConsumer, ReceivedStream
 from omni_kvlink.errors import IntegrityError, TransferFailed
 from omni_kvlink.integrations.vllm.payload import HEAD, LAST, Pools
-from omni_kvlink.integrations.vllm.peers import Peers
-from omni_kvlink.integrations.vllm.stats import Meter
-from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink import BlockTable, KVConsumer, ReceivedStream
+    from omni_kvlink.integrations.vllm.peers import Peers
+    from omni_kvlink.integrations.vllm.stats import Meter
+    from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
 
 log = logging.getLogger(f"vllm.{__name__}")
 

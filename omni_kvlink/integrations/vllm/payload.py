@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import (
     BlockTable,
@@ -16,9 +13,15 @@ from omni_kvlink import (
     TensorTransferData,
 )
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.blocks import BlockFormat
-from omni_kvlink.integrations.vllm.step import PromptCache
-from omni_kvlink.lowlevel import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from omni_kvlink.integrations.vllm.blocks import BlockFormat
+    from omni_kvlink.integrations.vllm.step import PromptCache
+    from omni_kvlink.lowlevel import Manifest
 
 HEAD, LAST = "head", "last"
 """The branches: the block of the prompt's last token, and the blocks before it, if any."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink
 from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 class Peers:

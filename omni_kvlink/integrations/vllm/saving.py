@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
-from omni_kvlink import BlockTable, KVProducer, PutStream, Receipt
 from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
-from omni_kvlink.integrations.vllm.payload import Pools
-from omni_kvlink.integrations.vllm.settings import VllmSettings
-from omni_kvlink.integrations.vllm.stats import Meter
-from omni_kvlink.integrations.vllm.step import PromptCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink import BlockTable, KVProducer, PutStream, Receipt
+    from omni_kvlink.integrations.vllm.payload import Pools
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
+    from omni_kvlink.integrations.vllm.stats import Meter
+    from omni_kvlink.integrations.vllm.step import PromptCache
 
 log = logging.getLogger(f"vllm.{__name__}")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
 
 SEND, FETCH = "do_remote_decode", "do_remote_prefill"
 """vLLM's own keys in `kv_transfer_params`, so that its routers work with this connector."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm
 
 from omni_kvlink import KVLink
@@ -15,13 +13,17 @@ from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.payload import Pools
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.saving import Saver
-from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import Meter
-from omni_kvlink.integrations.vllm.step import StepMetadata
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
+    from omni_kvlink.integrations.vllm.step import StepMetadata
 
 QUOTA = 4 << 30
 

@@ -7,10 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink import Receipt, Received
 from omni_kvlink.errors import (
     ClosedError,
     DuplicateKeyError,
@@ -24,6 +22,11 @@ from omni_kvlink.integrations.vllm_omni.pending_gets import PendingGets
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from omni_kvlink import Receipt, Received
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase

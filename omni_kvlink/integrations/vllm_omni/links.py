@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.errors import ClosedError, TransferTimeout
-from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
+
+if TYPE_CHECKING:
+    from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 
 
 class Links:

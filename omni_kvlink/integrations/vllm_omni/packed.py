@@ -8,13 +8,15 @@ block ids that its pool does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
 
 from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

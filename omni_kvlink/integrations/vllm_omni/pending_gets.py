@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from typing import TYPE_CHECKING
 
-from omni_kvlink import KVConsumer, Received
 from omni_kvlink.errors import TransferTimeout
-from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
+
+if TYPE_CHECKING:
+    from omni_kvlink import KVConsumer, Received
+    from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 
 STALE_SECONDS = 5.0
 """Seconds after its last poll until a pending get is cancelled."""

@@ -9,11 +9,13 @@ import re
 import select
 import time
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
-from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.lowlevel import check_private, default_directory, locked, watching
+
+if TYPE_CHECKING:
+    from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 
 _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, device, dtype
 
 from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping, Sequence
 
 Layer: TypeAlias = tuple[Tensor, Tensor]
 """K and V of a layer, each `[tokens, kv_heads, head_dim]`."""

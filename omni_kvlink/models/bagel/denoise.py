@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from omni_kvlink.models.bagel.cache import BagelContexts
-from omni_kvlink.models.bagel.hooks import DenoiseHooks, RunLayers
-from omni_kvlink.models.bagel.model import BagelModel
 from omni_kvlink.models.bagel.sampling import DenoiseParams, guide, schedule
+
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel.cache import BagelContexts
+    from omni_kvlink.models.bagel.hooks import DenoiseHooks, RunLayers
+    from omni_kvlink.models.bagel.model import BagelModel
 
 OnStep = Callable[[int, int], None]
 

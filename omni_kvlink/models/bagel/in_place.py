@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.cache import Layer, NaiveCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 
 class InPlaceCache(NaiveCache):

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
-from omni_kvlink.models.bagel.config import LanguageConfig
 from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from omni_kvlink.models.bagel.hooks import RunLayers
 from omni_kvlink.models.bagel.shards import WHOLE, CutLinear, Split
+
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel.config import LanguageConfig
 
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -12,6 +12,9 @@ from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.shards import WHOLE, Split, cuts_of
 from omni_kvlink.models.bagel.vae import Autoencoder, GroupNorm
 from omni_kvlink.models.bagel.weights import load_weights, table_side
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MODEL_FILE = "ema.safetensors"
 AUTOENCODER_FILE = "ae.safetensors"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from omni_kvlink.models.bagel.cache import BagelContext, NaiveCache
-from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.embeddings import PositionEmbedding, TimestepEmbedder, patchify
 from omni_kvlink.models.bagel.language import LanguageModel, Mode, Through
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.vision import TwoLayerMLP, VisionModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.models.bagel.config import BagelConfig
 
 Stage = Literal["all", "ar", "dit"]
 

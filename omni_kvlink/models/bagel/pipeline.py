@@ -7,13 +7,10 @@ processes, with a `BagelContexts` and the generator's state between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Generator, Tensor
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.cache import BagelContext, BagelContexts, LayerCache, NaiveCache
-from omni_kvlink.models.bagel.denoise import OnStep
 from omni_kvlink.models.bagel.images import (
     ImageLike,
     ResizeRule,
@@ -24,6 +21,11 @@ from omni_kvlink.models.bagel.images import (
 )
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.steps import BagelSteps
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from omni_kvlink.models.bagel.denoise import OnStep
 
 Prompt = str | ImageLike | Sequence[str | ImageLike]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from omni_kvlink.models.bagel.config import LanguageConfig
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.models.bagel.config import LanguageConfig
 
 
 def alone(x: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -16,16 +15,20 @@ from omni_kvlink.models.bagel.cache import (
     ElsewhereCache,
     check_context,
 )
-from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
 from omni_kvlink.models.bagel.embeddings import unpatchify
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.model import BagelModel, Stage
-from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
-from omni_kvlink.models.bagel.vae import Autoencoder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.models.bagel.config import BagelConfig
+    from omni_kvlink.models.bagel.sampling import DenoiseParams
+    from omni_kvlink.models.bagel.vae import Autoencoder
 
 _Steps = TypeVar("_Steps", bound="BagelSteps")
 

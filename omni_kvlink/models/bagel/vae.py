@@ -7,12 +7,14 @@ float32, with float32 weights.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.config import AutoencoderConfig
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel.config import AutoencoderConfig
 
 _GROUPS = 32
 

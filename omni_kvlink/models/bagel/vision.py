@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.config import VisionConfig
 from omni_kvlink.models.bagel.embeddings import blank_embedding, grid_ids, patchify
+
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel.config import VisionConfig
 
 
 class LayerNorm(nn.LayerNorm):

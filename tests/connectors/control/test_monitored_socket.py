@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -17,6 +16,9 @@ from omni_kvlink.connectors.protocol.messages import Failed, Get
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

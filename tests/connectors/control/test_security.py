@@ -6,8 +6,8 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from key_fixtures import KeyFiles
@@ -18,6 +18,9 @@ from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

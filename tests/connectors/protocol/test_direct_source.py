@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from transfer_table_fixtures import HERE, Bench
@@ -12,6 +12,9 @@ from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer
 from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferState
 from omni_kvlink.memory.region import Mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEADER, FIRST, SECOND = 512, 700, 300
 START = 512 + 768

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import pytest
 
 from omni_kvlink import KVLinkError, PeerLostError, WireError
 from omni_kvlink.connectors.protocol.get_table import Progress
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 ONE = (b"1234",)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +13,13 @@ from omni_kvlink.connectors.protocol.messages import SLOT, holds
 from omni_kvlink.connectors.registry import backend
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from transfer_table_fixtures import HERE, Bench
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol.messages import Committed, Ending, Failed, Layer, Offer, Status
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 K, V = (b"\1\2\3\4", b"\5\6\7\10"), (b"abcd", b"efgh")
 DRAFT = 512

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 from zmq_fixtures import fresh_url
@@ -11,13 +11,17 @@ from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.copier import Copier, TorchCopier
 from omni_kvlink.link import producer as sending
-from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.views import TensorView
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import SLACK, expect, until, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 RECIPE = Recipe("k", layers=9, tokens=100)

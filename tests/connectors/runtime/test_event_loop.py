@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop, readable_pidfd
 from omni_kvlink.testing.rig import SLACK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -7,21 +7,25 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import Field, Start, kill, timed
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.memory.region import Region
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

@@ -10,10 +10,13 @@ import json
 import random
 import signal
 import sys
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from omni_kvlink import KVLink, KVLinkError, Receipt
 from omni_kvlink.testing.caches import Recipe
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 PUTS = 150
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import NOTICED, Field, Start, kill, timed
@@ -16,6 +16,9 @@ from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

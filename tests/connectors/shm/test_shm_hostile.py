@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -18,6 +18,9 @@ from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offe
 from omni_kvlink.connectors.shm.rendezvous import listen, unlink
 from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.rig import expect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

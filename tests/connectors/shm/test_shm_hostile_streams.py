@@ -8,11 +8,10 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from test_shm_hostile import Hostile
-from unauthorized import Raw
 
 from omni_kvlink import KVLink, KVLinkError, PeerLostError, TransferFailed, WireError
 from omni_kvlink.connectors.protocol.messages import (
@@ -29,6 +28,9 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import SLACK, expect
+
+if TYPE_CHECKING:
+    from unauthorized import Raw
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import Field, Start, kill, timed
@@ -14,6 +14,9 @@ from omni_kvlink import PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited, RemoteLink
 from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

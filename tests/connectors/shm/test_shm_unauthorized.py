@@ -5,8 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import pytest
@@ -27,6 +26,9 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NOBODY = 65534

@@ -5,9 +5,12 @@ from __future__ import annotations
 import array
 import contextlib
 import socket
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Raw:

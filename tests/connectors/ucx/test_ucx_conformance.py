@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from zmq_fixtures import free_port
@@ -23,6 +23,9 @@ from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

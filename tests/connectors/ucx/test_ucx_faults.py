@@ -6,10 +6,8 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_harness import Field, Start, kill
@@ -21,6 +19,10 @@ from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

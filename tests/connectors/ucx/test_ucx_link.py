@@ -6,9 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from key_fixtures import KeyFiles
@@ -35,14 +33,19 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.protocol.transfer_table import Transfer
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.memory.region import Region
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.rig import until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.memory.region import Region
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

@@ -6,9 +6,8 @@ import importlib.util
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +19,9 @@ if importlib.util.find_spec("ucxx") is None:  # loading it would change every ot
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
 from ucx_killed_process import PATIENCE, UcxProcess, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BIG = 235_000_000
 CLOSED = 2.5

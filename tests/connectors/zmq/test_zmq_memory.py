@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from zmq_fixtures import fresh_url
@@ -14,7 +14,6 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import CapacityError, KVLink, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
-from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
 from omni_kvlink.connectors.zmq import consumer as zmq_consumer
 from omni_kvlink.lowlevel import begin_get, open_delivery
@@ -24,6 +23,11 @@ from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 MIB = 1 << 20

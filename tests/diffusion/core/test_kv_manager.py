@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from engine_fixtures import WAIT, bundle, link, request
@@ -20,6 +20,9 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.engine import DiffusionKVManager, EngineError, KVConfig, KVState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class ManagerFixture:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +18,10 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 

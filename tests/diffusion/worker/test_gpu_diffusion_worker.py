@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +17,10 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner, GPUDiffusionWorker
 from omni_kvlink.models.bagel import BagelPipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture

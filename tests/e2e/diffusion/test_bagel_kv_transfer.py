@@ -18,7 +18,7 @@ from omni_kvlink.engine import (
     StageProcess,
 )
 from omni_kvlink.models.bagel import DenoiseParams
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 
 from ..stages import picture
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +26,10 @@ from omni_kvlink.engine import (
     OmniDiffusion,
     RequestAborted,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
 
 CONNECTORS = {
     "shm": {"name": "SharedMemoryConnector"},

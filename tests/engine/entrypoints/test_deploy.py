@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
 from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BAGEL = """
 async_chunk: false

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +27,9 @@ from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import ARExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LONG = {"num_inference_steps": 50_000}
 """A request that runs for minutes."""

@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +27,9 @@ from omni_kvlink.engine import (
     OmniDiffusion,
     RequestAborted,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LONG = {"num_inference_steps": 50_000}
 numbers = itertools.count()

@@ -7,8 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES, ShmTensorReader
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 BIG = 4 * INLINE_NBYTES

@@ -7,10 +7,9 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -45,6 +44,9 @@ from omni_kvlink.engine import (
     RequestFailed,
 )
 from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(scope="module")

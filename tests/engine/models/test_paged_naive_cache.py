@@ -13,7 +13,7 @@ from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionReq
 from omni_kvlink.engine.kv.block_manager import BlockManager, KVPools
 from omni_kvlink.engine.models.bagel import BagelUtility
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
-from omni_kvlink.payload.schema import same_bytes
+from omni_kvlink.payload.views import same_bytes
 
 CPU = torch.device("cpu")
 PROMPTS: dict[str, Any] = {

@@ -7,8 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from parallel_fixtures import Stage, digests, execute, generate, receive, requests, started, value
@@ -16,6 +15,9 @@ from parallel_fixtures import Stage, digests, execute, generate, receive, reques
 from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 GUIDANCE: dict[str, Any] = {"cfg_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}

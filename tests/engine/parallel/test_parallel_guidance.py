@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,6 +28,9 @@ from parallel_fixtures import (
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import OmniDiffusionConfig
 from omni_kvlink.engine.worker import GPUDiffusionWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BRANCHES = ("gen", "cfg_text", "cfg_img")
 KINDS = [("float32", 2), ("float32", 3), ("bfloat16", 2)]

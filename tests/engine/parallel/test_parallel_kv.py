@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -39,6 +38,9 @@ from omni_kvlink.payload.bundle import PrefixOf, SameAs
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import shard_of, slice_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()

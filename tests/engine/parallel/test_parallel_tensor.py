@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -44,6 +43,9 @@ from omni_kvlink.engine.models.bagel_requests import denoise_params
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TWO = DiffusionParallelConfig(tensor_parallel_size=2)
 ONWARD = ("shm://onward-0", "shm://onward-1")

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -30,6 +29,9 @@ from omni_kvlink.engine import (
     StageActor,
 )
 from omni_kvlink.engine.ray.executor import RayExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ray = pytest.importorskip("ray", reason="needs `pip install 'omni-kvlink[ray]'`")
 

@@ -7,10 +7,9 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, pipel
 from torch import Tensor
 
 from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
-from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.step_cache.block_cache import BlockCache
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.step_cache.step_cache import StepCache
@@ -26,6 +24,11 @@ from omni_kvlink.engine.step_cache.tea_cache import TeaCache
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 
 SHAPE, STEPS = (16, 24), 12
 PARAMS = DenoiseParams(num_timesteps=STEPS + 1, cfg_img_scale=1.5, cfg_interval=(0.0, 1.0))

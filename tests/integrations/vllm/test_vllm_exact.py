@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm_fixtures import BLOCK, EngineProcess, prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.skipif(

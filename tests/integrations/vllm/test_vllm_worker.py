@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +20,9 @@ from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BLOCKS, BLOCK, HEADS, ROW = 12, 4, 2, 6
 LAYERS = ["a", "b", "c"]

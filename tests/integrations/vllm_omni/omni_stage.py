@@ -8,8 +8,7 @@ import logging
 import multiprocessing
 import os
 import time
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +19,9 @@ if importlib.util.find_spec("vllm_omni") is None:
 from omni_caches import Cache, fingerprint
 
 from omni_kvlink.integrations.vllm_omni import register
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 PATIENCE = 60.0
 NAME = "OmniKVLinkConnector"

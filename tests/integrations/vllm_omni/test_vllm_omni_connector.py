@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +23,9 @@ from omni_kvlink.integrations.vllm_omni import connector as module
 from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 EDGE = ("0", "1")
 CACHE = "omni_0_to_1_kv_cache_r"

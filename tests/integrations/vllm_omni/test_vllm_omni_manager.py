@@ -6,14 +6,16 @@ import dataclasses
 import importlib.util
 import itertools
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from omni_caches import LAYOUTS, Cache
 from omni_stage import Stage
 
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TRANSPORTS = ["shm", "zmq+ipc", "zmq+tcp", "ucx"]
 _names = itertools.count()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from omni_kvlink.models.bagel import BagelPipeline
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel import BagelPipeline
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-from omni_kvlink.models.bagel import BagelPipeline
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel import BagelPipeline
 
 transformers = pytest.importorskip("transformers")
 

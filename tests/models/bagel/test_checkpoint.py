@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +19,9 @@ from omni_kvlink.models.bagel import (
     CheckpointError,
     make_tiny_checkpoint,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Tensors = dict[str, torch.Tensor]
 

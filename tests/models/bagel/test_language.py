@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from omni_kvlink.models.bagel import BagelPipeline
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel import BagelPipeline
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams
 from omni_kvlink.models.bagel.tokenizer import written_text
 
 from .conftest import SHAPE
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Seeded = Callable[[int], torch.Generator]
 FEW = DenoiseParams(num_timesteps=5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.models.bagel_requests import fill_params
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 
 from .conftest import SHAPE
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 
 Seeded = Callable[[int], torch.Generator]
 EDIT = DenoiseParams(num_timesteps=5, cfg_img_scale=2.0, cfg_interval=(0.8, 1.0))

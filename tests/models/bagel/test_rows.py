@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel import BagelPipeline
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel import BagelPipeline
 
 
 def _linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

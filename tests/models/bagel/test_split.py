@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -16,6 +14,10 @@ from torch import Tensor
 from omni_kvlink.models.bagel import BagelPipeline
 from omni_kvlink.models.bagel.shards import Split, cuts_of
 from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint, tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 IDS = [1, 70, 80, 90, 2]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel import BagelPipeline
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel import BagelPipeline
 
 
 def test_shapes_go_down_and_up_by_the_downsample(pipeline: BagelPipeline) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,8 +17,12 @@ import torch
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf, SameAs, Shard
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.bundle import Payload
 from omni_kvlink.payload.tensor_data import TensorTransferData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.payload.bundle import Payload
 
 HERE = Path(__file__).parent
 PRODUCER = {"library": "golden", "host": "golden"}
