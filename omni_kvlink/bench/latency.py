@@ -23,13 +23,14 @@ from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import bar, bar_line, table, wrapped
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
     from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"

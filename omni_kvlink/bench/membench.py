@@ -10,13 +10,12 @@ from omni_kvlink._native import host
 from omni_kvlink.bench.copy_methods import make_copy_methods
 from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.machine import torch_threads
+from omni_kvlink.bench.payloads import Shape
 from omni_kvlink.bench.report import table, wrapped
 from omni_kvlink.bench.stats import Summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from omni_kvlink.bench.payloads import Shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.bitflip import BitflipCopier
+from omni_kvlink.bench.cases import Case
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import table
 from omni_kvlink.copier import named_copier
@@ -17,7 +18,6 @@ from omni_kvlink.testing.peer_harness import PeerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.bench.cases import Case
 
 MAX_SHOWN = 10
 

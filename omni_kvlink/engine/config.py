@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from omni_kvlink import Verify
+from omni_kvlink import Verify
 
 C = TypeVar("C", bound="StageConfig")
 

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.request import OmniDiffusionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
-    from omni_kvlink.engine.request import OmniDiffusionRequest
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.lookup.index import PrefixIndex
 from omni_kvlink.lookup.match import Match
@@ -18,8 +20,6 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from omni_kvlink.payload.views import TensorView
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 

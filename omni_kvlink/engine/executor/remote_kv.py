@@ -13,6 +13,8 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.budget import Budget
 from omni_kvlink.engine.kv.kv_entry import KVState
 from omni_kvlink.engine.kv.kv_receiver import KVReceiver
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import CapacityError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import KVConfig
     from omni_kvlink.engine.executor.dp_router import DPRouter
-    from omni_kvlink.engine.request import OmniDiffusionRequest
-    from omni_kvlink.engine.worker.service import WorkerClient
 
 _GRACE = 0.15
 """Seconds after a request's deadline in which a worker's own TransferTimeout may arrive."""

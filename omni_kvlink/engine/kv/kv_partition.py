@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs, Shard
+from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.topology import Part, Topology, shard_of
-
-if TYPE_CHECKING:
-    from omni_kvlink.engine.config import DiffusionParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.sampling import DenoiseParams
@@ -17,7 +18,7 @@ from omni_kvlink.models.bagel.sampling import DenoiseParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest, Prompt
+    from omni_kvlink.engine.request import DiffusionRequestBatch, Prompt
     from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
     from omni_kvlink.models.bagel.steps import BagelSteps
 

@@ -210,5 +210,5 @@ class GPUDiffusionModelRunner:
         request.past_key_values = request.sampling_params.generator = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
-        if hasattr(self.pipeline, "forget"):
+        if hasattr(self.pipeline, "release_caches"):
             self.pipeline.release_caches()

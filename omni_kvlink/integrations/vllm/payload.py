@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from omni_kvlink import (
     BlockTable,
@@ -13,13 +16,9 @@ from omni_kvlink import (
     TensorTransferData,
 )
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.blocks import BlockFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from omni_kvlink.integrations.vllm.blocks import BlockFormat
     from omni_kvlink.integrations.vllm.step import PromptCache
     from omni_kvlink.lowlevel import Manifest
 

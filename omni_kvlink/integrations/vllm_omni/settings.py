@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omni_kvlink import Verify
 from omni_kvlink.lowlevel import Options, check_verify
-
-if TYPE_CHECKING:
-    from omni_kvlink import Verify
 
 TRANSPORTS = ("shm", "zmq+ipc", "zmq+tcp", "ucx")
 SECTION = "kvlink"

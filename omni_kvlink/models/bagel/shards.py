@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from omni_kvlink.models.bagel.config import LanguageConfig
 
 

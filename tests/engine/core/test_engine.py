@@ -73,8 +73,8 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
         assert reader.executor.worker.model_runner.connector.stats()["waiting"] == 0
         assert link_used(omni) == 0
-    for prompt, params, image in zip(prompts, params, images, strict=True):
-        expected = alone(prompt, **params)
+    for prompt, fields, image in zip(prompts, params, images, strict=True):
+        expected = alone(prompt, **fields)
         same = torch.equal if seqs == 1 else close_to
         assert same(image[0], expected), prompt
 
