@@ -79,6 +79,6 @@ def test_bad_options(options: dict[str, object], error: str) -> None:
 
 def test_unknown_option_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no option quoat; there are quota, mode"):
-        KVLink.serve("inproc://x", quoat=5)
+        KVLink.serve("inproc://x", quoat=5)  # type: ignore[call-arg]  # on purpose
     with pytest.raises(ValueError, match="no option speed"):
         KVLink.serve("inproc://x?speed=9")

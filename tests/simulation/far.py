@@ -27,6 +27,7 @@ from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.get_table import Delivery
@@ -244,7 +245,7 @@ class FarConnection:
         self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
         self.session = FarSession(self, SimLoop(self.clock), reader.pool)
         self.is_closed = False
-        producer.connections.add(self)  # type: ignore[arg-type]
+        producer.connections.add(self)
 
     def break_off(self) -> None:
         """Both sides learn of it in their own time."""
@@ -259,14 +260,14 @@ class FarConnection:
 
     def _on_peer_lost(self) -> None:
         if self in self.producer.connections:
-            self.producer.connections.discard(self)  # type: ignore[arg-type]
+            self.producer.connections.discard(self)
             self.producer.transfers.on_peer_lost(self)
 
     def _on_producer_message(self, message: Message) -> None:
         if isinstance(message, FetchRange):
             self.producer.serve(self, message)
         else:
-            self.producer.handle(self, message)  # type: ignore[arg-type]
+            self.producer.handle(self, message)
 
     def _on_message(self, message: Message, *beside: bytes) -> None:
         if self.session.is_closed:
@@ -404,5 +405,5 @@ class FarGet:
         self._reader.outcomes[outcome] += 1
 
 
-def _came(future: object) -> bool:
-    return future.done() and future.exception() is None  # type: ignore[attr-defined, no-any-return]
+def _came(future: Future[None]) -> bool:
+    return future.done() and future.exception() is None

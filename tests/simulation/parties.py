@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from world import Clock, Memory, Wire
 
@@ -28,13 +29,23 @@ if TYPE_CHECKING:
 LAYERS = 4
 
 
+class SimPeer(Hashable, Protocol):
+    """A consumer's connection to one run of a producer, as the producer uses it."""
+
+    name: str
+    to_reader: Wire
+
+    def break_off(self) -> None:
+        """Break the connection; both sides notice it after a while."""
+
+
 class Producer:
     """One run of a producer."""
 
     def __init__(self, clock: Clock):
         self.clock, self.memory = clock, Memory()
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
-        self.connections: set[Connection] = set()
+        self.connections: set[SimPeer] = set()
         self.reserved: list[Transfer] = []
         self.alive = True
         self._tick()
@@ -69,7 +80,7 @@ class Producer:
         for connection in list(self.connections):
             connection.break_off()
 
-    def handle(self, peer: Connection, message: Message) -> None:
+    def handle(self, peer: SimPeer, message: Message) -> None:
         if not self.alive or peer not in self.connections:
             return
         self.clock.record(f"  from {peer.name}:", message)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from far import FarConsumer, FarProducer
 from parties import Producer, SimConsumer
 from world import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SEEDS = int(os.environ.get("KVLINK_SEEDS", "2100"))
 ONLY = os.environ.get("KVLINK_SEED")
@@ -50,7 +53,7 @@ class Scenario:
         reader.connect(producer)
         readers, ttl = chance.randint(1, 2), chance.choice((0.3, 2.0, 5.0))
         streamed = chance.random() < 0.5
-        deeds = {
+        deeds: dict[str, tuple[int, Callable[[], None]]] = {
             "put": (6, partial(producer.put, key, readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
             # No transport repeats or reorders bytes that are read in place.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVLink, KVProducer
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.messages import SLOT, holds
 from omni_kvlink.connectors.registry import backend
@@ -46,7 +46,7 @@ def test_commit_word_comes_last() -> None:
     url, copier = f"slots-{next(_numbers)}", Watching()
     end = backend("inproc").serve(url, Options(quota=1 << 20))
     with (
-        KVLink(f"inproc://{url}", end, copier=copier, digests=True) as producer,
+        KVProducer(f"inproc://{url}", end, copier=copier, digests=True) as producer,
         KVLink.connect(f"inproc://{url}", timeout=1) as reader,
     ):
         for turn in range(5):

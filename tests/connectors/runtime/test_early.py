@@ -19,6 +19,7 @@ from omni_kvlink.testing.rig import SLACK, expect, until, until_requested
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from omni_kvlink import KVProducer
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
@@ -30,7 +31,7 @@ RECIPE = Recipe("k", layers=9, tokens=100)
 class Halting(TorchCopier):
     """A copier that fails, or waits until the reader has a lease, before the third gather."""
 
-    def __init__(self, producer: KVLink, error: Exception | None):
+    def __init__(self, producer: KVProducer, error: Exception | None):
         self._producer, self._error, self._calls = producer, error, 0
 
     def gather(
@@ -47,27 +48,27 @@ class Halting(TorchCopier):
 @pytest.fixture(params=["tcp", "ipc"])
 def producer(
     request: pytest.FixtureRequest, sockets: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[KVLink]:
+) -> Iterator[KVProducer]:
     monkeypatch.setattr(sending, "STEP", 1024)
     with KVLink.serve(fresh_url(request.param, sockets), copier="torch") as link:
         yield link
 
 
 @pytest.fixture
-def reader(producer: KVLink) -> Iterator[RemoteLink]:
+def reader(producer: KVProducer) -> Iterator[RemoteLink]:
     threads = ThreadPeer(LinkCommands())
     threads.call("connect", link="r", url=producer.url, timeout=5)
     yield RemoteLink(threads, "r")
     threads.close()
 
 
-def halt(producer: KVLink, error: Exception | None = None) -> None:
+def halt(producer: KVProducer, error: Exception | None = None) -> None:
     copier: Copier = Halting(producer, error)
     producer._copier = copier
 
 
 def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
-    producer: KVLink, reader: RemoteLink
+    producer: KVProducer, reader: RemoteLink
 ) -> None:
     halt(producer)
     get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
@@ -77,7 +78,7 @@ def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
     receipt.wait(timeout=5)
 
 
-def test_a_put_that_fails_is_reported(producer: KVLink, reader: RemoteLink) -> None:
+def test_a_put_that_fails_is_reported(producer: KVProducer, reader: RemoteLink) -> None:
     """In milliseconds, and the key can be put again."""
     halt(producer, MemoryError("no more"))
     get = reader.submit("get", key="k", timeout=PATIENCE)
@@ -91,7 +92,7 @@ def test_a_put_that_fails_is_reported(producer: KVLink, reader: RemoteLink) -> N
 
 
 def test_nothing_is_announced_without_a_waiting_get(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch, reader: RemoteLink
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch, reader: RemoteLink
 ) -> None:
     begun = list[object]()
     monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))

@@ -23,6 +23,8 @@ from omni_kvlink.testing.rig import SLACK, expect, until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink import KVProducer
+
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 
@@ -79,7 +81,7 @@ def port() -> int:
 
 
 @pytest.fixture
-def producer(port: int) -> Iterator[KVLink]:
+def producer(port: int) -> Iterator[KVProducer]:
     with KVLink.serve(f"zmq+tcp://127.0.0.1:{port}") as link:
         yield link
 
@@ -92,18 +94,18 @@ def cable(port: int) -> Iterator[Cable]:
 
 
 @pytest.fixture
-def reader(producer: KVLink, cable: Cable) -> Iterator[RemoteLink]:
+def reader(producer: KVProducer, cable: Cable) -> Iterator[RemoteLink]:
     threads = ThreadPeer(LinkCommands())
     threads.call("connect", link="r", url=f"zmq+tcp://127.0.0.1:{cable.port}", timeout=5)
     yield RemoteLink(threads, "r")
     threads.close()
 
 
-def waiting(producer: KVLink) -> bool:
+def waiting(producer: KVProducer) -> bool:
     return bool(producer.stats()["transfers"]["waiting"] == 1)
 
 
-def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
+def test_a_get_that_waits(producer: KVProducer, cable: Cable, reader: RemoteLink) -> None:
     get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
     for session in range(1, 4):
         until(lambda: waiting(producer), "the get arrived")
@@ -116,7 +118,9 @@ def test_a_get_that_waits(producer: KVLink, cable: Cable, reader: RemoteLink) ->
     receipt.wait(timeout=5)
 
 
-def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
+def test_a_get_whose_bytes_are_coming(
+    producer: KVProducer, cable: Cable, reader: RemoteLink
+) -> None:
     recipe = sized("k", 200 << 20)
     data = recipe.make()
     get = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
@@ -129,7 +133,9 @@ def test_a_get_whose_bytes_are_coming(producer: KVLink, cable: Cable, reader: Re
     receipt.wait(timeout=5)
 
 
-def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: RemoteLink) -> None:
+def test_a_stream_that_was_not_begun(
+    producer: KVProducer, cable: Cable, reader: RemoteLink
+) -> None:
     stream = reader.submit("stream_get", key="k", timeout=PATIENCE)
     until(lambda: waiting(producer), "the get arrived")
     cable.cut()
@@ -141,7 +147,7 @@ def test_a_stream_that_was_not_begun(producer: KVLink, cable: Cable, reader: Rem
     receipt.wait(timeout=5)
 
 
-def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
+def test_in_asyncio(producer: KVProducer, cable: Cable) -> None:
     async def get() -> object:
         url = f"zmq+tcp://127.0.0.1:{cable.port}"
         async with await AsyncKVLink.connect(url, timeout=5) as link:
@@ -157,7 +163,7 @@ def test_in_asyncio(producer: KVLink, cable: Cable) -> None:
 
 
 def test_a_restarted_producer_is_not_asked_again(
-    port: int, producer: KVLink, cable: Cable, reader: RemoteLink
+    port: int, producer: KVProducer, cable: Cable, reader: RemoteLink
 ) -> None:
     """The payload died with the producer: the get fails at once, not at its deadline."""
     get = reader.submit("get", key="k", timeout=PATIENCE)

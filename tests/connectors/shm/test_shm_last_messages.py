@@ -9,7 +9,8 @@ import pytest
 from unauthorized import greeted
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.protocol.messages import Get, Offer, Release
+from omni_kvlink.connectors.protocol.messages import Get, Offer, Outcome, Release
+from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
 from omni_kvlink.testing.stream_checks import begin, write
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 @pytest.mark.parametrize("outcome", ["read", "rejected"])
-def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -> None:
+def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcome) -> None:
     """Linux reports unread messages as a reset of the connection, before the reader's last ones."""
     with KVLink.serve("shm://last", directory=sockets) as producer:
         out, layers = begin(producer, Recipe("s", layers=8))
@@ -30,8 +31,13 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: str) -
             assert isinstance(offer, Offer)
             write(out, layers)
             unblock = threading.Event()  # both events are seen at once, as on a busy machine
-            producer._end.loop.call(lambda: unblock.wait(5) or None)  # type: ignore[union-attr]
-            peer.send(Release(1, offer.epoch, outcome))  # type: ignore[arg-type]
+
+            def block() -> None:
+                unblock.wait(5)
+
+            assert isinstance(producer._end, PooledProducer)
+            producer._end.loop.call(block)
+            peer.send(Release(1, offer.epoch, outcome))
             peer.sock.close()
             unblock.set()
         _close(fds)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from omni_kvlink import KVCacheTransferData, KVLink, PeerLostError, TransferFailed
+from omni_kvlink import KVCacheTransferData, KVLink, KVProducer, PeerLostError, TransferFailed
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed
 
@@ -29,6 +32,20 @@ def first_tensor(data: object) -> torch.Tensor:
     return tensor
 
 
+def wait(event: threading.Event) -> None:
+    event.wait(5)
+
+
+def disconnect_reader(producer: KVProducer) -> None:
+    """Break the connection of the only reader."""
+    end = producer._end
+    assert isinstance(end, PooledProducer)
+    (listener,) = end.listeners
+    assert isinstance(listener, ShmListener)
+    (peer,) = listener._peers
+    end.loop.call(lambda: listener._disconnect(peer))
+
+
 @pytest.mark.parametrize("side", ["reader", "producer"])
 def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, side: str) -> None:
     url = f"shm://living?directory={socket_dir}"
@@ -39,12 +56,13 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         delivery = get_id.wait(timeout=5)
         with open_delivery(reader, delivery, started=time.perf_counter(), verify="auto") as data:
             seen = first_tensor(data)
-        session = reader._end._session  # type: ignore[union-attr]
+        assert isinstance(reader._end, ShmConsumer)
+        session = reader._end._session
+        assert isinstance(session, ShmSession)
         if side == "reader":
             session._loop.call(session._channel.close)  # not while its thread reads
         else:
-            (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
-            producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
+            disconnect_reader(producer)
             with pytest.raises(PeerLostError):
                 session.get_table.request("b").future.result(5)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
@@ -67,7 +85,8 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> No
         reader, busy = KVLink.connect(url, timeout=5), threading.Event()
         begin_get(reader, "a", timeout=5)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-        producer._end.loop.call(lambda: busy.wait(5))  # type: ignore[union-attr]
+        assert isinstance(producer._end, PooledProducer)
+        producer._end.loop.call(partial(wait, busy))
         reader.close()
         receipt = producer.put(cache("a", 1))  # offered before its Cancel was read
         busy.set()
@@ -82,8 +101,7 @@ def test_another_reader_gets_what_a_disconnected_one_still_reads(socket_dir: str
         receipt = producer.put(cache("a", 1))
         with reader.get("a", timeout=5) as data:
             seen = first_tensor(data)
-        (peer,) = producer._end.listeners[0]._peers  # type: ignore[union-attr]
-        producer._end.loop.call(lambda: producer._end.listeners[0]._disconnect(peer))  # type: ignore[union-attr]
+        disconnect_reader(producer)
         with KVLink.connect(url, timeout=5) as other, other.get("a", timeout=5) as data:
             assert int(first_tensor(data).max()) == 1
         receipt.wait(timeout=5)

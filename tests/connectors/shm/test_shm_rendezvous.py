@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink
+from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink, KVProducer
 from omni_kvlink.connectors.shm.rendezvous import listen, socket_path, unlink
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import SLACK, expect, until
@@ -111,7 +111,7 @@ def test_late_unlink_keeps_the_socket_of_a_successor(path: str) -> None:
 
 
 def test_many_serve_one_name_at_once(sockets: str) -> None:
-    served: list[KVLink] = []
+    served: list[KVProducer] = []
     refused: list[BaseException] = []
 
     def serve() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import storm
 
-from omni_kvlink import KVLink, TransferTimeout
+from omni_kvlink import KVConsumer, KVLink, TransferTimeout
 from omni_kvlink.testing.caches import fingerprint
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -47,6 +47,6 @@ def test_puts_in_a_storm_of_signals(socket_dir: str, mode: str) -> None:
     assert process.returncode == 0
 
 
-def _check(reader: KVLink, number: int, timeout: float) -> None:
+def _check(reader: KVConsumer, number: int, timeout: float) -> None:
     with reader.get(f"k{number}", timeout=timeout, verify="full") as found:
         assert fingerprint(found) == fingerprint(storm.recipe(number).make())

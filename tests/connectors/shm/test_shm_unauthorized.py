@@ -30,6 +30,8 @@ from omni_kvlink.testing.rig import expect, until, until_freed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from omni_kvlink import KVProducer
+
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NOBODY = 65534
 
@@ -40,7 +42,7 @@ def path(sockets: str) -> str:
 
 
 @pytest.fixture(params=["pooled", "sealed"])
-def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVLink]:
+def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVProducer]:
     with KVLink.serve("shm://name", directory=sockets, mode=request.param, quota=4 << 20) as link:
         yield link
 
@@ -61,7 +63,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_before_the_greeting(producer: KVLink, path: str, garbage: bytes) -> None:
+def test_garbage_before_the_greeting(producer: KVProducer, path: str, garbage: bytes) -> None:
     with dialled(path) as peer:
         peer.send(garbage)
         assert peer.is_dropped()
@@ -84,7 +86,7 @@ FORBIDDEN: list[Message | bytes] = [
 
 @pytest.mark.parametrize("message", FORBIDDEN, ids=range(len(FORBIDDEN)))
 def test_forbidden_after_the_greeting(
-    producer: KVLink, sockets: str, path: str, message: Message | bytes
+    producer: KVProducer, sockets: str, path: str, message: Message | bytes
 ) -> None:
     """The peer is disconnected and counted; other readers are not affected."""
     with (
@@ -101,7 +103,7 @@ def test_forbidden_after_the_greeting(
         receipt.wait(timeout=5)
 
 
-def test_descriptors_are_not_taken_from_readers(producer: KVLink, path: str) -> None:
+def test_descriptors_are_not_taken_from_readers(producer: KVProducer, path: str) -> None:
     for number in (1, 4, 20):
         with greeted(path) as peer, open("/dev/null") as null:
             peer.send(Get(1, "k"), *[null.fileno()] * number)
@@ -109,7 +111,7 @@ def test_descriptors_are_not_taken_from_readers(producer: KVLink, path: str) -> 
     assert producer.stats()["refused"] == {"bad message": 3}
 
 
-def test_releases_of_what_was_never_offered(producer: KVLink, path: str) -> None:
+def test_releases_of_what_was_never_offered(producer: KVProducer, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         for epoch in range(5):
@@ -119,7 +121,7 @@ def test_releases_of_what_was_never_offered(producer: KVLink, path: str) -> None
     assert receipt.state == "committed"
 
 
-def test_other_version_is_refused_by_the_producer(producer: KVLink, path: str) -> None:
+def test_other_version_is_refused_by_the_producer(producer: KVProducer, path: str) -> None:
     with dialled(path) as peer:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
         refused, _ = peer.receive()
@@ -129,7 +131,7 @@ def test_other_version_is_refused_by_the_producer(producer: KVLink, path: str) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
-def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> None:
+def test_other_user_is_refused(producer: KVProducer, sockets: str, path: str) -> None:
     """Even where file permissions would let it in."""
     os.chmod(sockets, 0o711)
     os.chmod(path, 0o777)
@@ -155,7 +157,7 @@ def test_other_user_is_refused(producer: KVLink, sockets: str, path: str) -> Non
 # A reader can read the producer's memory, and nothing else
 
 
-def test_reader_cannot_change_the_memory(producer: KVLink, path: str) -> None:
+def test_reader_cannot_change_the_memory(producer: KVProducer, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         peer.send(Get(1, "k"))
@@ -196,7 +198,7 @@ def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
             os.close(fd)
 
 
-def test_rejected_payload_is_reported(producer: KVLink, path: str) -> None:
+def test_rejected_payload_is_reported(producer: KVProducer, path: str) -> None:
     receipt = producer.put(Recipe("k").make())
     with greeted(path) as peer:
         peer.send(Get(1, "k"))
