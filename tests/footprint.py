@@ -73,7 +73,9 @@ def produce(url: str) -> Iterator[Callable[[str], None]]:
         def in_place(key: str) -> None:
             allocation = link.allocate(renamed(data, key))
             for target, source in zip(allocation.data.tensors(), data.tensors(), strict=True):
-                target.copy_(source)  # type: ignore[union-attr, arg-type]
+                assert isinstance(target, torch.Tensor)
+                assert isinstance(source, torch.Tensor)
+                target.copy_(source)
             link.put(allocation.data).wait(timeout=WAIT)
             del target
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from typing import Any, NoReturn
 
 import pytest
 
@@ -43,11 +44,11 @@ def test_missing_package_names_the_cure(rows: None) -> None:
 
 
 def test_backend_that_cannot_run_here_says_why(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*arguments: object) -> None:
+    def never(*arguments: object) -> NoReturn:
         raise AssertionError("it is not available")
 
     module = types.ModuleType("moon")
-    module.BACKEND = Backend(never, never, lambda: "it needs the moon; go there")  # type: ignore[attr-defined, arg-type]
+    vars(module)["BACKEND"] = Backend(never, never, lambda: "it needs the moon; go there")
     monkeypatch.setitem(sys.modules, "moon", module)
     registry.register("moon", "moon:BACKEND")
     with pytest.raises(UnavailableError, match="cannot run here: it needs the moon; go there"):
@@ -72,9 +73,9 @@ def test_import_is_lazy() -> None:
         ({"prefault": -1}, "prefault"),
     ],
 )
-def test_bad_options(options: dict[str, object], error: str) -> None:
+def test_bad_options(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        Options(**options)  # type: ignore[arg-type]
+        Options(**options)
 
 
 def test_unknown_option_names_the_known_ones() -> None:

@@ -47,7 +47,7 @@ PLANS = {key: plan_of(key) for key in "abc"}
 
 
 def tensor_of(key: str, epoch: int, layer: int) -> bytes:
-    """What a layer of this payload holds, and of no other."""
+    """The bytes of this layer of this payload; those of every other layer differ."""
     return f"{key}/{epoch}/{layer};".encode().ljust(ROW, b"%d" % (epoch % 10))
 
 
@@ -108,10 +108,10 @@ class FarProducer(Producer):
             return
         self.clock.soon(partial(self._announce, transfer, layer, owned, until))
 
-    def _leave(
+    def _send_from_tensors(
         self, peer: FarConnection, transfer: Transfer, fetch: FetchRange, piece: Region
     ) -> None:
-        """The network reads the memory later."""
+        """Send a range of the caller's tensors; their memory is read now, after the request."""
         if peer in self.connections:
             chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))
@@ -122,10 +122,10 @@ class FarProducer(Producer):
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
                 found = transfer.direct.find(fetch.start, fetch.stop)
-                self.clock.soon(partial(self._leave, peer, transfer, fetch, found))
+                self.clock.soon(partial(self._send_from_tensors, peer, transfer, fetch, found))
                 return
             piece = bytes(self._memory(transfer)[fetch.start : fetch.stop])
-            assert len(piece) == fetch.stop - fetch.start, "asked for more than there is"
+            assert len(piece) == fetch.stop - fetch.start, "more was requested than there is"
             peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
 
     def _reserve(self, key: str) -> Transfer | None:
@@ -202,7 +202,7 @@ class SimPool:
     def allocate(self, nbytes: int, waiter: object) -> None:
         assert nbytes <= BLOCK
         self.blocks += 1
-        waiter.on_allocated(self._free.pop())  # type: ignore[attr-defined]
+        waiter.on_allocated(self._free.pop())  # type: ignore[attr-defined]  # an int instead of a Block
 
     def cancel(self, waiter: object) -> None:
         pass
@@ -211,7 +211,7 @@ class SimPool:
         return self._mapping.region.slice(block * BLOCK, BLOCK)
 
     def free(self, block: int) -> None:
-        assert block not in self._free, "given back twice"
+        assert block not in self._free, "freed twice"
         self.region(block).view()[:] = b"\xcc" * BLOCK
         self._free.append(block)
         self.blocks -= 1
@@ -220,8 +220,8 @@ class SimPool:
 class FarSession(RemoteSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
-    def __init__(self, connection: FarConnection, turn: SimLoop, pool: SimPool):
-        super().__init__("sim://", turn, pool)  # type: ignore[arg-type]
+    def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
+        super().__init__("sim://", loop, pool)  # type: ignore[arg-type]  # simulated ones
         self._connection = connection
 
     @property
@@ -248,7 +248,7 @@ class FarConnection:
         producer.connections.add(self)
 
     def break_off(self) -> None:
-        """Both sides learn of it in their own time."""
+        """Break the connection; each side notices it after a delay of its own."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -272,7 +272,7 @@ class FarConnection:
     def _on_message(self, message: Message, *beside: bytes) -> None:
         if self.session.is_closed:
             return
-        self.clock.record(f"  {self.name} hears:", message)
+        self.clock.record(f"  {self.name} receives:", message)
         try:
             if isinstance(message, Chunk):
                 self.session.on_chunk(message, memoryview(beside[0]))
@@ -296,7 +296,7 @@ class FarConsumer(SimConsumer):
             self.far = FarConnection(self, producer, wild=self.is_wild)
 
     def die(self) -> None:
-        """End the process, and its memory with it."""
+        """End the process and its connection."""
         if self.far is not None:
             self.far.break_off()
 
@@ -324,16 +324,16 @@ class FarConsumer(SimConsumer):
 class FarGet:
     """One get, and the checks of what it receives, layer by layer if it streams."""
 
-    def __init__(self, reader: FarConsumer, key: str, get_id: PendingGet, timeout: float):
-        assert isinstance(get_id, RemoteGet)
-        self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, get_id
+    def __init__(self, reader: FarConsumer, key: str, pending: PendingGet, timeout: float):
+        assert isinstance(pending, RemoteGet)
+        self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, pending
         self._delivery: Delivery | None = None
         self._is_over = False
-        get_id.future.add_done_callback(lambda _: self._answered())
+        pending.future.add_done_callback(lambda _: self._answered())
         self._clock.after(timeout, self._expire)
 
     def _expire(self) -> None:
-        """The deadline: withdrawn, unless the answer came first."""
+        """Cancel the get at its deadline, unless it was answered."""
         if not self._pending.future.done():
             self._pending.cancel()
             self._finish("timed out")
@@ -348,19 +348,19 @@ class FarGet:
         self._delivery = self._pending.wait(timeout=0.0)
         progress = self._delivery.progress
         if progress is None:
-            self._look(offer, range(LAYERS))
+            self._check(offer, range(LAYERS))
             self._clock.soon(partial(self._release, offer, range(LAYERS), "read"), 0.5)
         else:
             self._clock.soon(partial(self._follow, offer, 0), 0.1)
 
     def _follow(self, offer: Offer, layer: int) -> None:
-        """Look again, now and then, at all layers that are there."""
+        """Check all layers that have arrived; repeat until the stream ends."""
         assert self._delivery is not None
         progress = self._delivery.progress
         assert progress is not None
-        while layer < LAYERS and _came(progress.when(range(layer, layer + 1))):
+        while layer < LAYERS and _has_succeeded(progress.when(range(layer, layer + 1))):
             layer += 1
-        self._look(offer, range(layer))
+        self._check(offer, range(layer))
         if progress.whole.done():
             # A layer whose announcement was overtaken by the commit fails.
             is_read = progress.whole.exception() is None and layer == LAYERS
@@ -371,28 +371,26 @@ class FarGet:
         else:
             self._clock.soon(partial(self._follow, offer, layer), 0.2)
 
-    def _look(self, offer: Offer, layers: range) -> None:
-        """What was delivered never changes: it is what was offered, byte for byte."""
+    def _check(self, offer: Offer, layers: range) -> None:
+        """Check that the delivered bytes are the offered ones; they never change."""
         assert self._delivery is not None
         assert self._delivery.region is not None
         view, plan = self._delivery.region.view(), PLANS[self._key]
         for layer in layers:
             start = plan.header_nbytes + plan.tensors[layer].start
-            found, get_state = (
-                bytes(view[start : start + ROW]),
-                tensor_of(self._key, offer.epoch, layer),
-            )
-            assert found == get_state, (
-                f"{self._reader.name}: {found[:16]!r}, offered {get_state[:16]!r}"
+            found = bytes(view[start : start + ROW])
+            expected = tensor_of(self._key, offer.epoch, layer)
+            assert found == expected, (
+                f"{self._reader.name}: {found[:16]!r}, offered {expected[:16]!r}"
             )
         if self._delivery.progress is None:
             assert Manifest.decode(view).request_id == self._key
 
     def _release(self, offer: Offer, layers: range, outcome: str) -> None:
         assert self._delivery is not None
-        self._look(offer, layers)
+        self._check(offer, layers)
         if self._clock.chance.random() < 0.05:
-            self._delivery.reject("it is not to my liking")
+            self._delivery.reject("rejected by the scenario")
         else:
             self._delivery.release()
         self._delivery = None
@@ -405,5 +403,5 @@ class FarGet:
         self._reader.outcomes[outcome] += 1
 
 
-def _came(future: Future[None]) -> bool:
+def _has_succeeded(future: Future[None]) -> bool:
     return future.done() and future.exception() is None

@@ -19,6 +19,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Location,
     Message,
     Offer,
+    Outcome,
     Release,
 )
 from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
@@ -173,12 +174,12 @@ class Connection:
         self.to_producer = Wire(clock, lambda message: producer.handle(self, message), wild=wild)
         self.get_table = GetTable(self.to_producer.send, self.to_producer.send)
         self.to_reader = Wire(clock, self._handle, wild=wild)
-        self.is_closed = self.is_deaf = False
+        self.is_closed = self.is_ended = False
         self.holds = 0
         producer.connections.add(self)
 
     def break_off(self) -> None:
-        """Both sides notice it after a while. The consumer may still read what it has."""
+        """Break the connection; both sides notice it later. The consumer's leases stay valid."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -188,11 +189,11 @@ class Connection:
         self.clock.soon(self._detach, 0.3)
 
     def _end(self) -> None:
-        self.is_deaf = True
+        self.is_ended = True
         self.get_table.close(PeerLostError("gone"))
 
     def _handle(self, message: Message) -> None:
-        if self.is_deaf:
+        if self.is_ended:
             return
         try:
             self.get_table.on_message(message)
@@ -207,14 +208,14 @@ class Connection:
 
     def _reap(self) -> None:
         """Report the peer as lost when its process ended or it released everything."""
-        if self.holds or not self.is_deaf:
+        if self.holds or not self.is_ended:
             self.clock.soon(self._reap, 0.3)
         else:
             self.producer.transfers.on_peer_lost(self)
 
 
 class SimConsumer:
-    """A consumer process; it reconnects when its session broke."""
+    """A consumer process; it reconnects after its session broke."""
 
     def __init__(self, clock: Clock, name: str, *, wild: bool):
         self.clock, self.name, self.is_wild = clock, name, wild
@@ -229,7 +230,7 @@ class SimConsumer:
 
     def die(self) -> None:
         if self.connection is not None:
-            self.connection.holds, self.connection.is_deaf = 0, True
+            self.connection.holds, self.connection.is_ended = 0, True
             self.connection.break_off()
             self.connection = None
 
@@ -239,7 +240,7 @@ class SimConsumer:
 
     @property
     def taken(self) -> int:
-        """Blocks of its own memory."""
+        """Blocks of the consumer's own memory that are in use."""
         return 0
 
     def abort(self, key: str) -> None:
@@ -269,7 +270,7 @@ class WaitingGet:
         self._clock, self._is_over, self._turn = reader.clock, False, 0
 
     def expire(self) -> None:
-        """The deadline: withdrawn, unless the answer came first."""
+        """Cancel the get at its deadline, unless it was answered."""
         if not self._is_over and self._connection.get_table.cancel(self._get_state):
             self._finish("timed out")
 
@@ -283,13 +284,13 @@ class WaitingGet:
         progress = self._get_state.progress
         assert bool(offer.draft) == (progress is not None)
         if progress is None:
-            self._look(offer, range(LAYERS))
+            self._check(offer, range(LAYERS))
             self._clock.soon(partial(self._release, offer, range(LAYERS)), 0.5)
         else:
             self._clock.soon(partial(self._follow, offer, 0), 0.1)
 
     def _follow(self, offer: Offer, layer: int) -> None:
-        """Take a stream's layers as they come; look again at all that came before."""
+        """Take a stream's layers as they arrive, and check all earlier ones again."""
         progress = self._get_state.progress
         assert progress is not None
         future = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
@@ -298,7 +299,7 @@ class WaitingGet:
         self._clock.after(2.0, goes_on)
 
     def _next(self, offer: Offer, future: Future[None], layer: int, turn: int) -> None:
-        """The layer came, or an error, or its deadline: whatever is first."""
+        """Act on the first of: the layer, an error, the deadline."""
         if turn != self._turn:
             return
         self._turn += 1
@@ -309,25 +310,25 @@ class WaitingGet:
         if future.exception() is not None:
             self._release(offer, range(layer), outcome="stream failed")
         elif layer == LAYERS or self._clock.chance.random() < 0.03:
-            self._look(offer, seen)
+            self._check(offer, seen)
             self._clock.soon(partial(self._release, offer, seen), 0.3)
         else:
-            self._look(offer, seen)
+            self._check(offer, seen)
             self._clock.soon(partial(self._follow, offer, layer + 1))
 
-    def _look(self, offer: Offer, layers: range) -> None:
-        """What is leased never changes: it is what was offered, whole."""
+    def _check(self, offer: Offer, layers: range) -> None:
+        """Check that the leased blocks hold what was offered; they never change."""
         block = self._connection.producer.memory.blocks[offer.location.arena]
         found = [block.get(layer) for layer in layers]
-        get_state = [(self._get_state.key, offer.epoch)] * len(layers)
-        assert found == get_state, f"{self._reader.name} sees {found}, offered was {get_state[:1]}"
+        expected = [(self._get_state.key, offer.epoch)] * len(layers)
+        assert found == expected, f"{self._reader.name} sees {found}, offered was {expected[:1]}"
 
     def _release(self, offer: Offer, layers: range, outcome: str = "read") -> None:
-        if self._connection.holds:  # the process is alive
-            self._look(offer, layers)
+        if self._connection.holds:  # the consumer's process is alive
+            self._check(offer, layers)
             self._connection.holds -= 1
-            reported = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)  # type: ignore[arg-type]
+            reported: Outcome = "rejected" if self._clock.chance.random() < 0.05 else "read"
+            self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)
         self._finish(outcome)
 
     def _finish(self, outcome: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SEEDS = int(os.environ.get("KVLINK_SEEDS", "2100"))
 ONLY = os.environ.get("KVLINK_SEED")
 KEYS = "abc"
-SHARE = 300
+SEEDS_PER_TEST = 300
 Parties: TypeAlias = tuple[type[Producer], type[SimConsumer]]
 NEAR: Parties = Producer, SimConsumer
 FAR: Parties = FarProducer, FarConsumer
@@ -40,20 +40,20 @@ class Scenario:
     def run(self) -> None:
         """Act fifty times in ten seconds, disconnect everybody, and check the final state."""
         for _ in range(50):
-            self.clock.after(self.clock.chance.uniform(0, 10), self._something)
+            self.clock.after(self.clock.chance.uniform(0, 10), self._act)
         self.clock.run(10.0)
         for reader in self.readers:
             reader.break_off()
         self.clock.run(30.0)
         self._check()
 
-    def _something(self) -> None:
+    def _act(self) -> None:
         chance, producer = self.clock.chance, self.producers[-1]
         reader, key = chance.choice(self.readers), chance.choice(KEYS)
         reader.connect(producer)
         readers, ttl = chance.randint(1, 2), chance.choice((0.3, 2.0, 5.0))
         streamed = chance.random() < 0.5
-        deeds: dict[str, tuple[int, Callable[[], None]]] = {
+        actions: dict[str, tuple[int, Callable[[], None]]] = {
             "put": (6, partial(producer.put, key, readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
             # No transport repeats or reorders bytes that are read in place.
@@ -64,20 +64,20 @@ class Scenario:
             "reader dies": (1, reader.die),
             "producer dies": (1, self._restart),
         }
-        name = chance.choices(list(deeds), [weight for weight, _ in deeds.values()])[0]
+        name = chance.choices(list(actions), [weight for weight, _ in actions.values()])[0]
         self.clock.record(name, key, reader.name)
-        deeds[name][1]()
+        actions[name][1]()
 
     def _restart(self) -> None:
         self.producers[-1].die()
         self.producers.append(self._producer(self.clock))
 
     def _check(self) -> None:
-        """Every put and every get has ended; nothing is held, waited for or taken."""
+        """Check that every put and get has ended, and that no memory is in use."""
         for reader in self.readers:
-            assert reader.open == 0, f"{reader.name} still waits"
-            assert reader.taken == 0, f"{reader.name} has memory taken"
-            # On wires that keep their order a stream goes on or ends; it never just stops.
+            assert reader.open == 0, f"{reader.name} still waits for a get"
+            assert reader.taken == 0, f"{reader.name} still uses memory"
+            # On wires that keep the order, a stream continues or ends; it never stalls.
             assert self.wild or not reader.outcomes["layer timed out"], reader.name
         for producer in self.producers:
             stats = producer.transfers.stats()
@@ -89,10 +89,10 @@ class Scenario:
 
 
 @pytest.mark.parametrize("parties", [NEAR, FAR], ids=["near", "far"])
-@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))
 def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
-    """Near: both sides see the same memory. Far: what is offered is fetched, piece by piece."""
-    seeds = [int(ONLY)] if ONLY else range(first, min(first + SHARE, SEEDS))
+    """Near: both sides map the same memory. Far: the offered bytes are fetched in ranges."""
+    seeds = [int(ONLY)] if ONLY else range(first, min(first + SEEDS_PER_TEST, SEEDS))
     outcomes: Counter[str] = Counter()
     for seed in seeds:
         scenario = Scenario(seed, *parties)
@@ -106,4 +106,4 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
             outcomes.update(reader.outcomes)
     if not ONLY:
         names = ("read", "failed", "timed out", "stream failed")
-        assert min(outcomes[name] for name in names) > 20  # every way to end was taken
+        assert min(outcomes[name] for name in names) > 20  # each outcome occurred

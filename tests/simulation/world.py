@@ -43,7 +43,7 @@ class Clock:
 
 
 class Memory:
-    """A producer's blocks. A freed one holds garbage and is the next to be given out."""
+    """A producer's blocks. A freed block holds garbage and is the next to be allocated."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, dict[int, Any]] = {}
@@ -65,10 +65,10 @@ class Memory:
 
 
 class Wire:
-    """One direction of a connection: in order, late, and cut off somewhere when it breaks.
+    """One direction of a connection: ordered, delayed, and cut at a random moment when it breaks.
 
     Args:
-        wild: messages may also overtake each other and come twice.
+        wild: messages may also overtake each other and arrive twice.
     """
 
     def __init__(self, clock: Clock, handle: Callable[..., None], *, wild: bool):
@@ -77,7 +77,7 @@ class Wire:
         self._lost_from = float("inf")
 
     def send(self, message: Message, *beside: bytes) -> None:
-        """A message, and the bytes that travel beside it."""
+        """Send a message and the bytes that belong to it."""
         data, now, chance = encode(message), self._clock.now, self._clock.chance
         if now >= self._lost_from:
             return

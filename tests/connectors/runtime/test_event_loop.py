@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,9 +16,17 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop, readable_
 from omni_kvlink.testing.rig import SLACK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def in_order(*calls: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 @pytest.fixture
@@ -30,7 +39,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_call_runs_in_the_loop() -> None:
     loop, done, where = EventLoop("t"), threading.Event(), list[bool]()
-    loop.call(lambda: (where.append(loop.is_own_thread), done.set()))  # type: ignore[func-returns-value, arg-type]
+    loop.call(in_order(lambda: where.append(loop.is_own_thread), done.set))
     assert done.wait(5)
     assert where == [True]
     assert not loop.is_own_thread
@@ -40,14 +49,14 @@ def test_call_runs_in_the_loop() -> None:
 def test_calls_run_in_order_and_before_the_close() -> None:
     loop, seen = EventLoop("t"), list[int]()
     for number in range(1000):
-        loop.call(lambda number=number: seen.append(number))  # type: ignore[misc]
+        loop.call(partial(seen.append, number))
     loop.close()
     assert seen == list(range(1000))
 
 
 def test_close_from_inside_and_twice() -> None:
     loop, done = EventLoop("t"), threading.Event()
-    loop.call(lambda: (loop.close(), done.set()))  # type: ignore[func-returns-value, arg-type]
+    loop.call(in_order(loop.close, done.set))
     assert done.wait(5)
     loop.close()
     loop.close()
@@ -67,7 +76,8 @@ def test_watch_and_unwatch(pipe: tuple[int, int]) -> None:
     assert seen.wait(5)
     seen.clear()
     quiet = threading.Event()
-    loop.call(lambda: (loop.unwatch(pipe[0]), loop.unwatch(pipe[0]), quiet.set()))  # type: ignore[func-returns-value, arg-type]
+    unwatch = partial(loop.unwatch, pipe[0])
+    loop.call(in_order(unwatch, unwatch, quiet.set))
     assert quiet.wait(5)
     os.write(pipe[1], b"x")
     assert not seen.wait(0.05)
@@ -123,7 +133,12 @@ def test_far_deadlines_do_not_break_it(far: float) -> None:
 def test_crash_is_reported() -> None:
     errors: list[BaseException] = []
     done = threading.Event()
-    loop = EventLoop("t", crashed=lambda error: (errors.append(error), done.set()))  # type: ignore[func-returns-value, arg-type]
+
+    def crashed(error: BaseException) -> None:
+        errors.append(error)
+        done.set()
+
+    loop = EventLoop("t", crashed=crashed)
     loop.call(lambda: [][1])
     assert done.wait(5)
     assert isinstance(errors[0], IndexError)
@@ -153,7 +168,12 @@ def test_pidfd() -> None:
         os._exit(0)
     fd = readable_pidfd(child)
     loop, done = EventLoop("t"), threading.Event()
-    loop.call(lambda: loop.watch(fd, READ, lambda events: (loop.unwatch(fd), done.set())))  # type: ignore[func-returns-value, arg-type]
+
+    def ended(events: int) -> None:
+        loop.unwatch(fd)
+        done.set()
+
+    loop.call(lambda: loop.watch(fd, READ, ended))
     assert done.wait(5)
     os.waitpid(child, 0)
     assert readable_pidfd(child) == -1

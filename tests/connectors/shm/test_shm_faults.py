@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -283,7 +284,7 @@ def test_close_with_readers_waiting(field: Field, start: Start) -> None:
     until(lambda: producer.stats()["transfers"]["waiting"] == 10, "the gets arrived")
     producer.close()
     for get in waiting:
-        expect(PeerLostError, lambda get=get: get.result(PATIENCE), within=NOTICED)  # type: ignore[misc]
+        expect(PeerLostError, partial(get.result, PATIENCE), within=NOTICED)
 
 
 def test_close_with_a_removed_directory(pooled: Field) -> None:

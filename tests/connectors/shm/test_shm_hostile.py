@@ -1,4 +1,4 @@
-"""What a hostile producer can do to a reader: nothing but fail."""
+"""A hostile producer can do nothing to a reader but fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(sockets: str) -> str:
 
 
 class Hostile:
-    """A producer that completes the handshake and then answers the first get as it is told."""
+    """A producer that completes the handshake and then then answers the first get with `answer`."""
 
     def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
         self._listener = listen(path)
@@ -46,10 +46,10 @@ class Hostile:
             peer = Raw(sock)
             peer.receive()
             peer.send(own_hello())
-            get_id, _ = peer.receive()
-            assert isinstance(get_id, Get)
+            get, _ = peer.receive()
+            assert isinstance(get, Get)
             with contextlib.suppress(BrokenPipeError):
-                self._answer(peer, get_id)
+                self._answer(peer, get)
             peer.is_dropped()
 
     def __enter__(self) -> Hostile:
@@ -69,11 +69,13 @@ def arena(nbytes: int, *, sealed: bool = True, head: bytes = b"") -> int:
     return fd
 
 
-def pass_arena(fd: int, *, claimed: int = 8192, location: Location | None = None, epoch: int = 3):  # type: ignore[no-untyped-def]
-    def answer(peer: Raw, get_id: Get) -> None:
+def pass_arena(
+    fd: int, *, claimed: int = 8192, location: Location | None = None, epoch: int = 3
+) -> Callable[[Raw, Get], None]:
+    def answer(peer: Raw, get: Get) -> None:
         peer.send(Memory(0, claimed), fd)
         os.close(fd)
-        peer.send(Offer(get_id.get_id, epoch, location or Location(0, 0, 1000)))
+        peer.send(Offer(get.get_id, epoch, location or Location(0, 0, 1000)))
 
     return answer
 
@@ -90,10 +92,10 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "not a memfd": (lambda: pass_arena(os.open("/dev/zero", os.O_RDONLY)), WireError),
     "a directory": (lambda: pass_arena(os.open("/", os.O_RDONLY)), WireError),
     "no arena": (
-        lambda: lambda peer, get_id: peer.send(Offer(get_id.get_id, 1, Location(5, 0, 100))),
+        lambda: lambda peer, get: peer.send(Offer(get.get_id, 1, Location(5, 0, 100))),
         WireError,
     ),
-    "no descriptor": (lambda: lambda peer, get_id: peer.send(Memory(0, 4096)), WireError),
+    "no descriptor": (lambda: lambda peer, get: peer.send(Memory(0, 4096)), WireError),
     "beyond": (lambda: pass_arena(arena(8192), location=Location(0, 4096, 8192)), WireError),
     "far beyond": (lambda: pass_arena(arena(8192), location=Location(0, 2**52, 100)), WireError),
     "huge": (lambda: pass_arena(arena(8192), location=Location(0, 0, 2**53)), WireError),
@@ -103,10 +105,10 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "another epoch": (lambda: pass_arena(arena(8192, head=_slot(2, 1000, 2))), IntegrityError),
     "another size": (lambda: pass_arena(arena(8192, head=_slot(3, 999, 3))), IntegrityError),
     "no payload": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 3))), WireError),
-    "garbage": (lambda: lambda peer, get_id: peer.send(b"\xff" * 100), WireError),
-    "too long": (lambda: lambda peer, get_id: peer.send(b"\xff" * 66_000), WireError),
-    "a get": (lambda: lambda peer, get_id: peer.send(Get(1, "k")), WireError),
-    "nothing": (lambda: lambda peer, get_id: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
+    "garbage": (lambda: lambda peer, get: peer.send(b"\xff" * 100), WireError),
+    "too long": (lambda: lambda peer, get: peer.send(b"\xff" * 66_000), WireError),
+    "a get": (lambda: lambda peer, get: peer.send(Get(1, "k")), WireError),
+    "nothing": (lambda: lambda peer, get: peer.sock.shutdown(socket.SHUT_RDWR), PeerLostError),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a hostile producer can do to a reader of its layers: nothing but fail."""
+"""A hostile producer can do nothing to a reader of its layers but fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +32,8 @@ from omni_kvlink.testing.rig import SLACK, expect
 if TYPE_CHECKING:
     from unauthorized import Raw
 
+    from omni_kvlink import KVConsumer
+
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 PLAN = Recipe("k", layers=2).make().plan()
@@ -55,7 +57,7 @@ class Answer:
         self._epochs = other.get("epochs", (3, 3))
         self.received: list[Message] = []
 
-    def __call__(self, peer: Raw, get_id: Get) -> None:
+    def __call__(self, peer: Raw, get: Get) -> None:
         fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, self._arena)
         epoch, written = self._epochs
@@ -64,9 +66,9 @@ class Answer:
         seal(fd)
         peer.send(Memory(0, self._arena), fd)
         os.close(fd)
-        peer.send(Offer(get_id.get_id, epoch, Location(0, 0, PLAN.nbytes), self._draft))
+        peer.send(Offer(get.get_id, epoch, Location(0, 0, PLAN.nbytes), self._draft))
         with contextlib.suppress(ConnectionError):
-            self._send_steps(peer, get_id.get_id)
+            self._send_steps(peer, get.get_id)
         for _ in range(2):  # unread messages cause a reset before the last ones arrive
             with contextlib.suppress(OSError):
                 while True:
@@ -98,7 +100,7 @@ def path(sockets: str) -> str:
 
 
 @contextlib.contextmanager
-def connected(path: str, sockets: str, answer: Answer) -> Any:
+def connected(path: str, sockets: str, answer: Answer) -> Iterator[KVConsumer]:
     with (
         Hostile(path, answer),
         KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
@@ -149,7 +151,7 @@ BAD_LAYERS: dict[str, list[Step]] = {
 @pytest.mark.parametrize("what", BAD_LAYERS)
 @pytest.mark.parametrize("how", ["layer", "whole"])
 def test_bad_layers(sockets: str, path: str, what: str, how: str) -> None:
-    """Rejected at once, and the producer is told."""
+    """The payload is rejected at once, and the producer receives the rejection."""
     answer = Answer(*BAD_LAYERS[what], layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader:
         stream = reader.stream_get("k", timeout=5)
@@ -182,7 +184,7 @@ def test_a_protocol_violation_ends_the_connection(sockets: str, path: str, what:
 
 
 def test_numbers_in_range_that_the_payload_has_not(sockets: str, path: str) -> None:
-    """They are ignored, and their number is bounded."""
+    """Such announcements are ignored, and their number is bounded."""
     noise = [layer(first, b"x") for first in range(4, 4096)]
     answer = Answer(*noise, layer(0, *GOOD), layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:

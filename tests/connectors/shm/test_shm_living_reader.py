@@ -50,10 +50,10 @@ def disconnect_reader(producer: KVProducer) -> None:
 def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, side: str) -> None:
     url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
-        get_id = begin_get(reader, "a", timeout=5)  # before the time starts to run
+        pending = begin_get(reader, "a", timeout=5)  # before the time starts to run
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         first = producer.put(cache("a", 1), ttl=0.3)
-        delivery = get_id.wait(timeout=5)
+        delivery = pending.wait(timeout=5)
         with open_delivery(reader, delivery, started=time.perf_counter(), verify="auto") as data:
             seen = first_tensor(data)
         assert isinstance(reader._end, ShmConsumer)

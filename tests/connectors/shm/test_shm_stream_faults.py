@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,7 +63,7 @@ def test_producer_killed_between_layers(field: Field, start: Start) -> None:
     before = hash_tensors([tensor])
     moment = kill(target)
     for future, ended in zip(waiting, ends, strict=True):
-        expect(PeerLostError, lambda f=future: f.result(PATIENCE))  # type: ignore[misc]
+        expect(PeerLostError, partial(future.result, PATIENCE))
         assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerLostError, lambda: layer(reader, 2), within=SLACK, mentions=("layer 2",))
     assert hash_tensors([tensor]) == before
