@@ -17,7 +17,7 @@ from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, Remote
 Start = Callable[..., ProcessPeer]
 
 NOTICED = 0.5
-"""Seconds from a process's end to every survivor's answer."""
+"""Seconds from a process's end until every survivor has detected it."""
 
 
 class Field:
@@ -54,7 +54,7 @@ class Field:
 
 
 def timed(future: Future[Any]) -> Future[float]:
-    """Return the time at which a future ends; set a moment after its result."""
+    """Return a future of the time at which `future` ends; it is set just after that result."""
     ended: Future[float] = Future()
     future.add_done_callback(lambda _: ended.set_result(time.monotonic()))
     return ended
@@ -69,7 +69,7 @@ def kill(target: ProcessPeer) -> float:
 
 @contextmanager
 def forked_twice(connect: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """Give a function that kills a child whose connection a grandchild holds open."""
+    """Yield a function that kills a child whose connection a grandchild holds open."""
     reading, writing = os.pipe()
     ready, signal_ready = os.pipe()
     target = os.fork()

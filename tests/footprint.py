@@ -1,7 +1,7 @@
-"""One side of a link, and what each transfer costs it: `python footprint.py SIDE URL`, a JSON line.
+"""Measures what each transfer costs one side: `python footprint.py SIDE URL` prints a JSON line.
 
-The second round is counted, when everything is warm: bytes that the process took beyond what it
-had (the payload, its own tensors), at the worst moment, and page faults.
+The second run of each step is counted, after a warm-up: the peak of resident bytes above those
+before the step (the payload, the caller's tensors), and the page faults.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def renamed(data: KVCacheTransferData, key: str) -> KVCacheTransferData:
 @contextmanager
 def counted(costs: Costs, name: str) -> Iterator[None]:
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     before, faults = _kib("VmRSS"), page_faults()
     yield
     costs[name] = (_kib("VmHWM") - before) << 10, page_faults() - faults

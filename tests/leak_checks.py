@@ -59,7 +59,7 @@ def _files() -> set[str]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this process disconnect frozen peers soon."""
+    """Links of this process disconnect frozen peers after 0.4 s."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 400)
 

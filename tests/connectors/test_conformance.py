@@ -1,4 +1,4 @@
-"""Every behaviour of the conformance kit, for every connector of this package."""
+"""Runs every check of the conformance kit on the connectors of one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors by name: lazily imported, and an unknown one says what there is."""
+"""Connectors by name: lazily imported; the error for an unknown name lists the known ones."""
 
 from __future__ import annotations
 

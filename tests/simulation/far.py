@@ -111,7 +111,7 @@ class FarProducer(Producer):
     def _send_from_tensors(
         self, peer: FarConnection, transfer: Transfer, fetch: FetchRange, piece: Region
     ) -> None:
-        """Send a range of the caller's tensors; their memory is read now, after the request."""
+        """Send a range of the caller's tensors; runs later than the request."""
         if peer in self.connections:
             chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
             peer.bytes_to_reader.send(chunk, bytes(piece.view()))

@@ -76,7 +76,7 @@ class Producer:
             self.transfers.fail(key, "the scenario fails it", "failed", self.clock.now)
 
     def die(self) -> None:
-        """End the process: every connection breaks, nothing is written any more."""
+        """End the process: every connection breaks, and nothing more is written."""
         self.alive = False
         for connection in list(self.connections):
             connection.break_off()

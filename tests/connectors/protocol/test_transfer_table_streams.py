@@ -236,7 +236,7 @@ def test_readers_of_a_stream_are_told_of_its_failure(bench: StreamBench, ending:
 
 
 def test_readers_of_a_committed_stream_are_not_told(bench: StreamBench) -> None:
-    """A committed payload stays with its readers."""
+    """A failure after the commit sends nothing to readers that have the payload."""
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
     bench.commit(transfer)

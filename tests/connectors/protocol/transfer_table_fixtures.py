@@ -51,5 +51,5 @@ def offer(number: int, transfer: Transfer) -> Offer:
 
 
 def state_of(transfer: Transfer) -> str:
-    """The name of its state; as a call, since mypy takes an attribute for unchanged."""
+    """Return the name of its state; a call, because mypy narrows the type of an attribute."""
     return transfer.state.value

@@ -1,4 +1,4 @@
-"""Bytes of a large payload are sent while it is still being copied, where they must be sent."""
+"""Transports that send bytes send those of a large payload while it is still being copied."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
 
 
 def test_a_put_that_fails_is_reported(producer: KVProducer, reader: RemoteLink) -> None:
-    """In milliseconds, and the key can be put again."""
+    """The waiting get fails within milliseconds, and the key can be put again."""
     halt(producer, MemoryError("no more"))
     get = reader.submit("get", key="k", timeout=PATIENCE)
     until_requested(producer, 1)

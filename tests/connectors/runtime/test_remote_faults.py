@@ -219,7 +219,7 @@ def test_reader_killed_during_a_direct_put(field: Field, start: Start) -> None:
 
 @EACH
 def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: float) -> None:
-    """It had the only copy: the receipt and the next get fail with that reason."""
+    """The reader had the only copy: the receipt and the next get fail with that reason."""
     target = start()
     producer, reader = field.serve(), field.connect()
     held_future = field.connect_at(target).submit("hold", key="k", timeout=PATIENCE)
@@ -238,7 +238,7 @@ def test_reader_killed_after_a_direct_put(field: Field, start: Start, noticed: f
 def test_a_direct_put_is_aborted_during_a_fetch(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The abort comes just before the tensors are sent: the reader is not refused for it."""
+    """The abort comes just before the tensors are sent; the reader is not disconnected for it."""
     piece, aborted = PooledProducer.piece, list[str]()
 
     def abort_first(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
@@ -308,13 +308,13 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
 
 @EACH
 def test_fork_of_a_producer(field: Field, start: Start, noticed: float) -> None:
-    """The child can use no link, and does not hide its parent's death."""
+    """The child cannot use the link, and does not hide its parent's death."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     answers = producer.call("fork", linger=1.5)
     del answers["pid"]
     assert answers.pop("close") == ""
-    assert answers.pop("get") == "AttributeError"  # a producer's end has no such verb anywhere
+    assert answers.pop("get") == "AttributeError"  # a producer has no such method
     assert set(answers.values()) == {"ClosedError"}, answers
     waiting = reader.submit("get", key="w", timeout=PATIENCE)
     ended = timed(waiting)

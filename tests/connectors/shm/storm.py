@@ -1,7 +1,7 @@
 """Puts under 1,000 signals a second: `python storm.py URL DIRECTORY MODE`; one JSON line a put.
 
 MODE "retry": the handler does nothing, so interrupted system calls must go on. MODE "raise": the
-handler raises in the midst of puts, so a put may fail at any line; it must never half succeed.
+handler raises during puts, so that a put may fail at any line; it must never be half committed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_producer_killed_before_commit(pooled: Field, start: Start, point: str) 
 
 
 def test_producer_killed_after_commit(field: Field, start: Start) -> None:
-    """The payload that was offered arrives whole, or the reader learns that it will not."""
+    """The payload that was offered arrives whole, or the get raises PeerLostError."""
     target = start({"publish.after": "kill"})
     producer, reader = field.serve_at(target), field.connect()
     waiting = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
@@ -72,7 +72,7 @@ def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -
 
 
 def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
-    """A get issued at the very moment of the death never hangs and never gives wrong bytes."""
+    """A get issued while the producer is killed never hangs and never returns wrong bytes."""
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     keys = [f"k{n}" for n in range(40)]
@@ -97,7 +97,7 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
 
 
 def test_producer_killed_while_leased(field: Field, start: Start) -> None:
-    """What a reader holds stays whole after its producer's death, and can be released."""
+    """A lease stays readable after its producer's death, and can be released."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     producer.call("put", recipe=Recipe("k").to_dict())
@@ -114,7 +114,7 @@ def test_producer_killed_while_leased(field: Field, start: Start) -> None:
 
 
 def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
-    """Killed and started again: the reader that waits has the next payload when it is put."""
+    """After a restart, a waiting reader gets the next payload as soon as it is put."""
     target, successor = start(), start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     producer.call("put", recipe=Recipe("old").to_dict())
@@ -159,7 +159,7 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
 
 @pytest.mark.parametrize("how", ["hold", "open", "get.offered", "get.mapped"])
 def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> None:
-    """What a killed reader had is delivered to the next one, which may be waiting already."""
+    """A killed reader's payload is delivered to the next reader, which may be waiting already."""
     target = start({how: "kill"} if "." in how else None)
     producer = field.serve()
     dying, reader = field.connect_at(target), field.connect()
@@ -201,7 +201,7 @@ def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
 
 
 def test_both_killed(pooled: Field, start: Start) -> None:
-    """The next producer of the name starts clean."""
+    """The next producer of the name has no state of the killed one."""
     one, two = start(), start()
     producer, reader = pooled.serve_at(one), pooled.connect_at(two)
     producer.call("put", recipe=Recipe("k").to_dict())
@@ -219,7 +219,7 @@ def test_both_killed(pooled: Field, start: Start) -> None:
 
 
 def test_frozen_producer(pooled: Field, start: Start) -> None:
-    """No call outlives its timeout, and the link works on when the producer thaws."""
+    """No call exceeds its timeout, and the link works again when the producer continues."""
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     os.kill(target.process.pid, signal.SIGSTOP)
@@ -233,7 +233,7 @@ def test_frozen_producer(pooled: Field, start: Start) -> None:
 
 
 def test_frozen_reader(pooled: Field, start: Start) -> None:
-    """What a frozen reader holds is not reused; other readers go on."""
+    """A frozen reader's leases are not reused; other readers are not affected."""
     target = start()
     producer = pooled.serve()
     frozen, reader = pooled.connect_at(target), pooled.connect()
@@ -258,7 +258,7 @@ def test_frozen_reader(pooled: Field, start: Start) -> None:
 
 
 def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
-    """A reader that never reads costs a bounded backlog; its gets are answered when it thaws."""
+    """The backlog of a frozen reader is bounded; its gets are answered when it continues."""
     target = start()
     producer = pooled.serve()
     frozen = pooled.connect_at(target)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_fork_of_a_producer(pooled: Field, start: Start) -> None:
-    """A child can use nothing of the link, does not harm it, and does not conceal its death."""
+    """A child cannot use the link, does not disturb it, and does not hide its parent's death."""
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     producer.call("put", recipe=Recipe("k").to_dict())

@@ -31,7 +31,7 @@ def path(sockets: str) -> str:
 
 
 class Hostile:
-    """A producer that completes the handshake and then then answers the first get with `answer`."""
+    """A producer that completes the handshake and then answers the first get with `answer`."""
 
     def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
         self._listener = listen(path)

@@ -48,7 +48,7 @@ Step = Callable[[int], Message] | threading.Event | str
 
 
 class Answer:
-    """Offers a draft, takes the steps that follow, and keeps what the reader answers."""
+    """Offers a draft, takes the given steps, and records the reader's messages."""
 
     def __init__(self, *steps: Step, draft: int = len(HEADER), **other: Any):
         self._steps, self._draft = steps, draft
@@ -109,7 +109,7 @@ def connected(path: str, sockets: str, answer: Answer) -> Iterator[KVConsumer]:
 
 
 def test_a_correct_stream_is_read(sockets: str, path: str) -> None:
-    """The tests below prove nothing unless this passes."""
+    """The tests below depend on it: their streams differ from this one."""
     answer = Answer(layer(0, *GOOD), layer(2, *GOOD), Committed)
     with connected(path, sockets, answer) as reader, reader.stream_get("k", timeout=5) as stream:
         assert [found.index for found in stream] == [0, 1]

@@ -1,4 +1,4 @@
-"""A thousand signals a second during puts: retried, or no half-commit."""
+"""Puts under a thousand signals a second: each one succeeds whole or fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes, killed and frozen in the midst of a stream: each survivor gets what it should."""
+"""Real processes, killed and frozen during a stream: every survivor gets layers or an error."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_producer_killed_in_a_layer(field: Field, start: Start) -> None:
 
 @pytest.mark.parametrize("point", ["put.encoded", "publish.before"])
 def test_producer_killed_at_the_commit(field: Field, start: Start, point: str) -> None:
-    """Every layer is there, and the payload is not."""
+    """Every layer arrived, but the commit did not."""
     target = start({point: "kill"})
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
@@ -121,7 +121,7 @@ def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
 @BOTH_MODES
 @pytest.mark.parametrize("point", ["", "get.mapped"])
 def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> None:
-    """The next reader gets all layers, the earlier ones too; the writer notices nothing."""
+    """The next reader gets all layers, the earlier ones too; the writer is not affected."""
     target = start({point: "kill"} if point else None)
     producer, dying, reader = field.serve(), field.connect_at(target), field.connect()
     data = RECIPE.make()
@@ -169,7 +169,7 @@ def test_reader_killed_and_a_plain_get_comes(field: Field, start: Start) -> None
 
 
 def test_frozen_writer(field: Field, start: Start) -> None:
-    """No wait outlives its deadline, and the stream goes on when it thaws."""
+    """No wait exceeds its deadline, and the stream continues when the writer does."""
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
@@ -192,7 +192,7 @@ def test_frozen_writer(field: Field, start: Start) -> None:
 
 
 def test_frozen_reader(field: Field, start: Start) -> None:
-    """It does not hold up the writer or another reader, and finds everything when it thaws."""
+    """It does not block the writer or another reader, and gets every layer when it continues."""
     target = start()
     producer, frozen, reader = field.serve(), field.connect_at(target), field.connect()
     data = RECIPE.make()
@@ -216,7 +216,7 @@ def test_frozen_reader(field: Field, start: Start) -> None:
 
 
 def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
-    """Nothing is left, and the next producer of the name starts clean."""
+    """The next producer of the name has no state of the killed one."""
     one, two = start(), start()
     producer, reader = field.serve_at(one), field.connect_at(two)
     producer.call("stream_put", recipe=RECIPE.to_dict())

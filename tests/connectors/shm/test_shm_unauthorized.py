@@ -132,7 +132,7 @@ def test_other_version_is_refused_by_the_producer(producer: KVProducer, path: st
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
 def test_other_user_is_refused(producer: KVProducer, sockets: str, path: str) -> None:
-    """Even where file permissions would let it in."""
+    """Also where file permissions allow the connection."""
     os.chmod(sockets, 0o711)
     os.chmod(path, 0o777)
     child = os.fork()
