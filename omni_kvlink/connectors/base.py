@@ -90,7 +90,7 @@ class Connector(ABC):
 
 
 class Producer(Connector):
-    """The end that payloads leave from."""
+    """The end of a link that sends payloads."""
 
     @property
     def bound_url(self) -> tuple[str, str]:
@@ -209,7 +209,7 @@ class Producer(Connector):
 
     @abstractmethod
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
-        """End the transfer of this lease, which will not be published; as `fail`, but of no other.
+        """Fail the transfer of this lease instead of publishing it; other transfers are unaffected.
 
         Args:
             lease: of the payload.
@@ -245,7 +245,6 @@ class PendingGet(ABC):
             TransferTimeout: it did not arrive in time; tells how far it was.
             TransferFailed: the producer failed or aborted it, or it expired.
             PeerLostError: the producer died, or closed the link.
-        .
         """
 
     @abstractmethod
@@ -254,7 +253,7 @@ class PendingGet(ABC):
 
 
 class Consumer(Connector):
-    """The end that payloads arrive at."""
+    """The end of a link that receives payloads."""
 
     @abstractmethod
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
