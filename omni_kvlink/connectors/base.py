@@ -60,7 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.mode not in ("pooled", "sealed"):
-            raise ValueError(f"mode {self.mode!r}; wanted 'pooled' or 'sealed'")
+            raise ValueError(f"mode {self.mode!r} is unknown; use 'pooled' or 'sealed'")
         if not 0 <= self.prefault <= self.quota:
             raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
 
@@ -94,7 +94,7 @@ class Producer(Connector):
 
     @property
     def bound_url(self) -> tuple[str, str]:
-        """The address as the URL gave it, and as it was bound, with the port that was assigned."""
+        """The address as in the URL, and the bound one with the port that was assigned."""
         return "", ""
 
     def has_waiting_reader(self, key: str) -> bool:
@@ -106,7 +106,7 @@ class Producer(Connector):
 
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Return memory for one payload, at the place that it will be sent from.
+        """Return memory for one payload, which is then sent from there.
 
         Args:
             key: of the payload.
@@ -209,7 +209,9 @@ class Producer(Connector):
 
     @abstractmethod
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
-        """Fail the transfer of this lease instead of publishing it; other transfers are unaffected.
+        """Fail the transfer of this lease instead of publishing it.
+
+        As `fail`, but later transfers of the same key are not affected.
 
         Args:
             lease: of the payload.
@@ -265,7 +267,7 @@ class Consumer(Connector):
             streamed: take it while it is being written, layer by layer.
 
         Raises:
-            PeerLostError: the producer is gone and did not come back in time.
+            PeerLostError: the producer was lost and did not return in time.
         """
 
     @abstractmethod
