@@ -26,6 +26,8 @@ from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink import KVProducer
+
 SHAPE = (16, 24)
 STEPS = 5
 WAIT = 30.0
@@ -103,7 +105,7 @@ def url(scheme: str = "shm") -> str:
 
 
 @contextmanager
-def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
+def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVProducer]:
     """The AR stage's end, in this process; nothing of its memory may be used at the end."""
     options = {"directory": sockets, "quota": 64 << 20, **options}
     with KVLink.serve(url(scheme), **options) as served:
@@ -114,7 +116,7 @@ def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
         assert served.stats()["memory"]["used"] == 0, served.stats()
 
 
-def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
+def config(source: KVProducer | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
     """A diffusion stage that receives from a link; `kv_…` are fields of its `KVConfig`."""
     kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
     kv = {"timeout": WAIT, **kv}

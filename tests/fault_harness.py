@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVLink, KVProducer
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
 
@@ -27,9 +27,9 @@ class Field:
         self.url = url
         self.options: dict[str, Any] = {"directory": directory, "mode": mode, "quota": 4 << 20}
         self.here = ThreadPeer(LinkCommands())
-        self.links: list[KVLink] = []
+        self.links: list[KVProducer] = []
 
-    def serve(self) -> KVLink:
+    def serve(self) -> KVProducer:
         self.links.append(KVLink.serve(self.url, **self.options))
         return self.links[-1]
 
