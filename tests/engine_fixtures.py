@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @cache
 def checkpoint() -> str:
-    """Made once, and gone with the process."""
+    """Made once, and removed when the process ends."""
     directory = tempfile.TemporaryDirectory(prefix="kvl-engine-")
     _kept.append(directory)
     return str(make_tiny_checkpoint(Path(directory.name)))
@@ -57,7 +57,7 @@ def params(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
 
 
 def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
-    """A request whose KV comes from the stage before; `fields` of it, or of its wishes."""
+    """A request whose KV comes from the stage before; `fields` are of it or of its parameters."""
     own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
     own = {"need_kv_receive": True, **own}
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)

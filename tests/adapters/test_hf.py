@@ -125,7 +125,7 @@ def test_nothing_is_copied_on_either_way(batch: int, dtype: torch.dtype) -> None
 
 
 def test_rows_of_a_batch_are_sequences() -> None:
-    """A payload of three sequences is theirs one after the other, as anybody else would read it."""
+    """The payload of a batch of three holds the sequences one after the other."""
     cache = filled(5, batch=3)
     data = ADAPTER.export(cache, request_id="r")
     sent = data.layer_blocks["value_cache"][2]
@@ -202,7 +202,7 @@ def test_received_metadata_is_checked(extra: Any, message: str) -> None:
 
 
 def test_metadata_of_another_batch_is_refused() -> None:
-    """The sum is right, and the sequences would be others."""
+    """The total is right, but the sequences' lengths are not."""
     cache = filled(6, batch=2)
     with pytest.raises(SchemaError, match=r"kv_lens \[12\], but the cache has \[6, 6\]"):
         ADAPTER.export(cache, request_id="r", metadata={"kv_lens": [12], "ropes": [12]})

@@ -1,4 +1,4 @@
-"""Caches in pages: what reaches the payload and the other side."""
+"""Paged caches: what reaches the payload and the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of an engine: one by one, in a batch, and where an engine steps into the loop."""
+"""Requests of an engine: one by one, in a batch, and with hooks in the denoising loop."""
 
 from __future__ import annotations
 
