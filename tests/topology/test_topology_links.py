@@ -203,7 +203,7 @@ start, stop = topology.receiver(rank).heads
 tensors = [torch.zeros(5, stop - start, 3, dtype=torch.bfloat16) for _ in range(4)]
 blocks = {"key_cache": tensors[:2], "value_cache": tensors[2:]}
 mine = KVCacheTransferData("r", blocks, (), about)
-for received, target in zip(got, head_targets([kv(one) for one in got], into=mine)):
+for received, target in zip(got, head_targets([one.data for one in got], into=mine)):
     received.scatter(target)
     received.release()
 hashes = [hashlib.sha256(one.view(torch.uint8).numpy().tobytes()) for one in mine.tensors()]
