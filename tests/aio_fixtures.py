@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest, sockets: str) -> Callable[[Test], None]:
 
 
 async def waiting(producer: AsyncKVProducer, number: int) -> None:
-    """Until so many gets wait at the producer."""
+    """Wait until `number` gets wait at the producer."""
     deadline = time.monotonic() + 5
     while producer.stats()["transfers"]["waiting"] != number:
         assert time.monotonic() < deadline, producer.stats()
@@ -55,7 +55,7 @@ async def waiting(producer: AsyncKVProducer, number: int) -> None:
 
 
 async def freed(producer: AsyncKVProducer) -> None:
-    """Until no byte of the producer's memory is taken."""
+    """Wait until no byte of the producer's memory is used."""
     deadline = time.monotonic() + 5
     while producer.stats()["memory"]["used"]:
         assert time.monotonic() < deadline, producer.stats()
@@ -63,14 +63,14 @@ async def freed(producer: AsyncKVProducer) -> None:
 
 
 class BlockingCopier(TorchCopier):
-    """Copies and hashes when it is let."""
+    """Copies and hashes only while `open` is set."""
 
     def __init__(self) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
 
     def _pass(self) -> None:
         self.entered.set()
-        assert self.open.wait(10), "nobody opened: the event loop stood still"
+        assert self.open.wait(10), "not opened in 10 s: the event loop was blocked"
 
     def gather(self, *args: Any) -> list[str]:
         self._pass()

@@ -26,7 +26,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: later collections need not look at it, and are fast."""
+    """Freeze imported objects, so that later garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def _as_many_threads() -> Iterator[None]:
-    """Of torch: as many as before, whatever a test's workers set; sums are ordered by them."""
+    """Restore torch's thread count after a test; the order of sums depends on it."""
     count = torch.get_num_threads()
     yield
     torch.set_num_threads(count)

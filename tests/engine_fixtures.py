@@ -26,6 +26,8 @@ from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink import KVProducer
+
 SHAPE = (16, 24)
 STEPS = 5
 WAIT = 30.0
@@ -34,7 +36,7 @@ _numbers = itertools.count()
 
 @cache
 def checkpoint() -> str:
-    """Made once, and gone with the process."""
+    """Made once, and removed when the process ends."""
     directory = tempfile.TemporaryDirectory(prefix="kvl-engine-")
     _kept.append(directory)
     return str(make_tiny_checkpoint(Path(directory.name)))
@@ -55,7 +57,7 @@ def params(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
 
 
 def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
-    """A request whose KV comes from the stage before; `fields` of it, or of its wishes."""
+    """A request whose KV comes from the stage before; `fields` are of it or of its parameters."""
     own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
     own = {"need_kv_receive": True, **own}
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
@@ -103,7 +105,7 @@ def url(scheme: str = "shm") -> str:
 
 
 @contextmanager
-def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
+def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVProducer]:
     """The AR stage's end, in this process; nothing of its memory may be used at the end."""
     options = {"directory": sockets, "quota": 64 << 20, **options}
     with KVLink.serve(url(scheme), **options) as served:
@@ -114,7 +116,7 @@ def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
         assert served.stats()["memory"]["used"] == 0, served.stats()
 
 
-def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
+def config(source: KVProducer | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
     """A diffusion stage that receives from a link; `kv_…` are fields of its `KVConfig`."""
     kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
     kv = {"timeout": WAIT, **kv}

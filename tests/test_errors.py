@@ -64,6 +64,6 @@ def test_facts_are_attributes(error: Exception, facts: dict[str, object]) -> Non
 
 
 def test_a_copy_keeps_the_facts() -> None:
-    """What process pools do to send an exception home."""
+    """Process pools pickle an exception to return it."""
     error = copy.copy(errors.CapacityError("m", requested=7, free=3))
     assert (str(error), error.requested, error.free) == ("m", 7, 3)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
-from omni_kvlink.topology.shards import Payload, first_head, label, request_of, shard_in, suffix
+from omni_kvlink.topology.shards import first_head, label, request_of, shard_in, suffix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.payload.bundle import KVPayload
     from omni_kvlink.payload.manifest import Shard
 
 _TARGET_FIELDS = ("kv_lens", "ropes", "num_layers", "dtype", "layout")
@@ -20,7 +21,7 @@ _PART_FIELDS = (*_TARGET_FIELDS, "block_size", "image_shape", "extra")
 """Metadata that must be equal in all parts of one cache."""
 
 
-def check_parts(parts: Sequence[Payload], shard: Shard) -> str:
+def check_parts(parts: Sequence[KVPayload], shard: Shard) -> str:
     """Check that the parts are all heads of a shard, once each, of one request; return its id.
 
     Raises:
@@ -47,12 +48,12 @@ def check_parts(parts: Sequence[Payload], shard: Shard) -> str:
     return request_id
 
 
-def check_target(part: Payload, target: Payload) -> None:
+def check_target(part: KVPayload, target: KVPayload) -> None:
     """Raise SchemaError if lengths, positions or branches of a target differ from a part's."""
     _check_alike(part, target, _TARGET_FIELDS, "the target")
 
 
-def _check_alike(part: Payload, other: Payload, fields: Sequence[str], name: str) -> None:
+def _check_alike(part: KVPayload, other: KVPayload, fields: Sequence[str], name: str) -> None:
     """Raise SchemaError if two payloads do not have the branches of one cache."""
     own, others = _described(part), _described(other)
     if type(part) is not type(other):
@@ -79,7 +80,7 @@ def _check_alike(part: Payload, other: Payload, fields: Sequence[str], name: str
 Described: TypeAlias = tuple[tuple[str, str, int], tuple[int, ...], KVMetadata]
 
 
-def _described(data: Payload) -> dict[str, Described]:
+def _described(data: KVPayload) -> dict[str, Described]:
     """Return by branch its reference, the shape of one head (or latent), and its metadata."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: _description(data, ("", "", 0))}

@@ -17,7 +17,6 @@ from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.topology.fit import check_parts, check_target
 from omni_kvlink.topology.shards import (
     P,
-    Payload,
     caches_of,
     first_head,
     heads_in,
@@ -31,6 +30,8 @@ from omni_kvlink.topology.shards import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omni_kvlink.payload.bundle import KVPayload
 
 
 def slice_heads(data: P, start: int, stop: int) -> P:
@@ -53,7 +54,7 @@ def slice_heads(data: P, start: int, stop: int) -> P:
     return _rebuilt(data, caches, request_id, shard)
 
 
-def head_targets(parts: Sequence[Payload], *, into: P) -> list[P]:
+def head_targets(parts: Sequence[KVPayload], *, into: P) -> list[P]:
     """Return the target of each part in the receiver's own tensors, for `received.scatter(target)`.
 
     Args:

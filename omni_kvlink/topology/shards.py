@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.bundle import KVCacheBundle, KVPayload
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
 
 if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import Shard
 
-Payload: TypeAlias = KVCacheTransferData | KVCacheBundle
-P = TypeVar("P", KVCacheTransferData, KVCacheBundle, Payload)
+P = TypeVar("P", KVCacheTransferData, KVCacheBundle, KVPayload)
 
 
 def suffix(shard: Shard) -> str:
@@ -20,7 +19,7 @@ def suffix(shard: Shard) -> str:
     return f"/rank{shard.rank}of{shard.world}:{shard.heads[0]}-{shard.heads[1]}"
 
 
-def request_of(data: Payload) -> str:
+def request_of(data: KVPayload) -> str:
     """Return the id of the request that a payload, or a part, belongs to."""
     for cache in caches_of(data).values():
         if cache.metadata.shard is not None:
@@ -33,7 +32,7 @@ def label(shard: Shard) -> str:
     return f"rank {shard.rank} of {shard.world}, heads {shard.heads[0]}…{shard.heads[1]}"
 
 
-def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
+def caches_of(data: KVPayload) -> dict[str, KVCacheTransferData]:
     """Return the caches that have tensors of their own, by branch."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: data}
@@ -41,7 +40,7 @@ def caches_of(data: Payload) -> dict[str, KVCacheTransferData]:
     return {name: cache for name, cache in branches if isinstance(cache, KVCacheTransferData)}
 
 
-def rank_of(data: Payload) -> tuple[int, int]:
+def rank_of(data: KVPayload) -> tuple[int, int]:
     """Return rank and world of all branches; an empty one need not have them.
 
     Raises:
@@ -58,7 +57,7 @@ def rank_of(data: Payload) -> tuple[int, int]:
     return found.pop()
 
 
-def heads_in(data: Payload) -> tuple[int, int]:
+def heads_in(data: KVPayload) -> tuple[int, int]:
     """Return the heads of the first branch that has any; slicing checks every branch."""
     found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
     return found[0] if found else (0, 1)
@@ -73,7 +72,7 @@ def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
     return 0, 1 if cache.metadata.layout == "ND" else int(cache.tensors()[0].shape[1])
 
 
-def shard_in(part: Payload) -> Shard:
+def shard_in(part: KVPayload) -> Shard:
     """Return the one shard of all branches of a part.
 
     Raises:
@@ -86,6 +85,6 @@ def shard_in(part: Payload) -> Shard:
     return shard
 
 
-def first_head(part: Payload) -> int:
+def first_head(part: KVPayload) -> int:
     """Return the first head of a part."""
     return shard_in(part).heads[0]

@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PagedTensor, SchemaError
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
-from omni_kvlink.payload.views import same_bytes
+from omni_kvlink.payload.views import dense, same_bytes
 from omni_kvlink.testing import check_adapter
 
 transformers = pytest.importorskip(
@@ -101,33 +101,37 @@ def test_nothing_is_copied_on_either_way(batch: int, dtype: torch.dtype) -> None
     data = ADAPTER.export(cache, request_id="r")
     assert data.metadata.kv_lens == (20,) * batch == data.metadata.ropes
     for view, (key, _) in zip(data.layer_blocks["key_cache"], layers(cache), strict=True):
+        assert view is not None
         memory = view.pool if isinstance(view, PagedTensor) else view
         assert memory.data_ptr() == key.data_ptr()
         assert view.shape == (20 * batch, HEADS, DIM)
     received = KVCacheTransferData(
         "r",
         {
-            name: [torch.empty(view.shape, dtype=view.dtype) for view in views]
+            name: [torch.empty(view.shape, dtype=view.dtype) for view in views if view is not None]
             for name, views in data.layer_blocks.items()
         },
         (),
         data.metadata,
     )
     for view, tensor in zip(data.tensors(), received.tensors(), strict=True):
-        tensor.copy_(view.dense() if isinstance(view, PagedTensor) else view)
+        assert isinstance(tensor, torch.Tensor)
+        tensor.copy_(dense(view))
     loaded = ADAPTER.load(received, make_cache())
-    for (key, _), tensor in zip(layers(loaded), received.layer_blocks["key_cache"], strict=True):
-        assert key.data_ptr() == tensor.data_ptr()
+    for (key, _), layer in zip(layers(loaded), received.layer_blocks["key_cache"], strict=True):
+        assert isinstance(layer, torch.Tensor)
+        assert key.data_ptr() == layer.data_ptr()
     assert_goes_on_alike(loaded, cache)
 
 
 def test_rows_of_a_batch_are_sequences() -> None:
-    """A payload of three sequences is theirs one after the other, as anybody else would read it."""
+    """The payload of a batch of three holds the sequences one after the other."""
     cache = filled(5, batch=3)
     data = ADAPTER.export(cache, request_id="r")
-    dense = data.layer_blocks["value_cache"][2].dense()
+    sent = data.layer_blocks["value_cache"][2]
+    assert isinstance(sent, PagedTensor)
     value = layers(cache)[2][1]
-    assert same_bytes(dense[5:10], value[1].transpose(0, 1).contiguous())
+    assert same_bytes(sent.dense()[5:10], value[1].transpose(0, 1).contiguous())
 
 
 @sliding
@@ -198,7 +202,7 @@ def test_received_metadata_is_checked(extra: Any, message: str) -> None:
 
 
 def test_metadata_of_another_batch_is_refused() -> None:
-    """The sum is right, and the sequences would be others."""
+    """The total is right, but the sequences' lengths are not."""
     cache = filled(6, batch=2)
     with pytest.raises(SchemaError, match=r"kv_lens \[12\], but the cache has \[6, 6\]"):
         ADAPTER.export(cache, request_id="r", metadata={"kv_lens": [12], "ropes": [12]})

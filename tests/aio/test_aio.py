@@ -1,4 +1,4 @@
-"""`AsyncKVLink`: nothing waits in a thread, and a cancelled get takes nothing with it."""
+"""`AsyncKVLink`: no call blocks a thread, and a cancelled get loses no payload."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
 
 
 def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> None:
-    """Whatever the cancellation meets (the asking, the waiting, the answer), nothing is kept."""
+    """Cancelled while requesting, waiting or receiving, it keeps no memory."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         for turn in range(60):

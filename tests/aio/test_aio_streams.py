@@ -226,7 +226,7 @@ def test_a_cancelled_writer_leaves_no_copy_behind(run: Callable[[Test], None]) -
 
 
 def test_a_writer_cancelled_before_it_began(run: Callable[[Test], None]) -> None:
-    """It waits for room; when it gets it, nobody wants it any more."""
+    """It waits for memory; the call is cancelled before the memory is free."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         big = Recipe("big", layers=1, tokens=3 << 10, heads=1, dim=512)

@@ -1,4 +1,4 @@
-"""The CUDA library on a fake device: a process's own tensors play those of a GPU."""
+"""The CUDA library on a fake device: tensors in host memory stand in for those of a GPU."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fake_device import FakeDevice
 from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
 from paged_fixtures import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
-from omni_kvlink import KVCacheTransferData, KVLink
+from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = NEEDS_LIBRARY
@@ -96,7 +97,7 @@ def test_pages(
                 *pools,
                 block_size=SIZE,
                 metadata=about(tokens),
-                **tables,  # type: ignore[arg-type]
+                **tables,
             )
             for pools, tables in ((source, there), (target, back))
         )
@@ -368,7 +369,7 @@ def test_fastest_copier(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> 
     assert fastest_copier().name != "pinned"
 
 
-def test_through_a_link(device: FakeDevice, ends: tuple[KVLink, KVLink]) -> None:
+def test_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer]) -> None:
     """Copies from a consumer's readonly mapping, too."""
     producer, consumer = ends
     producer._copier = consumer._copier = pinned = PinnedCopier()

@@ -23,15 +23,13 @@ ENGINES, MIXED, KERNEL, MEASURED = "0", "300", str(1 << 62), ""
 """Values of OMNI_KVLINK_CUDA_CROSSOVER."""
 
 
-def _reason() -> str:
+def _reason() -> str | None:
     reason = cuda.missing() or cuda.no_device()
     if reason is None and not torch.cuda.is_available():
         reason = "torch has no CUDA, or sees no device"
-    return (
-        reason
-        if reason is None or reason.startswith("no CUDA device")
-        else f"no CUDA device: {reason}"
-    )
+    if reason is None or reason.startswith("no CUDA device"):
+        return reason
+    return f"no CUDA device: {reason}"
 
 
 REASON = _reason()

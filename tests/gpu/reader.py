@@ -17,11 +17,12 @@ def main(url: str, directory: str) -> None:
         received = link.get("r", timeout=60, verify="full")
         with received as data:
             views = data.tensors()
-            targets = [torch.zeros_like(view, device=DEVICE) for view in views]
+            targets = [torch.zeros(view.shape, dtype=view.dtype, device=DEVICE) for view in views]
             region = received._delivery.region
+            assert region is not None
             PinnedCopier().scatter(received.manifest, region, targets)
         for target in targets:
-            print(hashlib.sha256(target.cpu().view(torch.uint8).numpy()).hexdigest())
+            print(hashlib.sha256(target.cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""On a device: behind the caller's stream, in front of its next work, and held up by no other."""
+"""Copies on a device run after the caller's stream, before its next work, and wait for no other."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_another_streams_kernel_does_not_delay_copies() -> None:
     with torch.cuda.stream(other):
         torch.cuda._sleep(2 * LONG)
         spun.record()
-    own = torch.cuda.Stream()  # the default one waits for nobody, but why ask it
+    own = torch.cuda.Stream()  # not the default stream, which synchronizes with others
     with torch.cuda.stream(own):
         PinnedCopier().gather(sources, plan, region)
         PinnedCopier().scatter(manifest, region, sources)
-    assert not spun.query(), "somebody waited for the whole device"
+    assert not spun.query(), "a copy waited for the whole device"
     torch.cuda.synchronize()
 
 

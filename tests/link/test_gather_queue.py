@@ -1,7 +1,7 @@
-"""Layers that land later: the writer goes on, readers wait for the bytes, errors are not lost.
+"""Layers copied asynchronously: the writer continues, readers wait, errors are reported.
 
-The copies of a device are played by a copier whose landings end when a test says so; the real one
-is tested in tests/gpu.
+A fake copier stands in for a device and completes each copy when a test lets it; the real one is
+tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_landing_that_fails_ends_the_stream(
 def test_memory_waits_for_what_is_under_way(
     ends: tuple[KVProducer, KVConsumer], late: Late
 ) -> None:
-    """A stream that fails gives its memory back only when nothing is written to it any more."""
+    """A failed stream frees its memory only after the last copy into it has ended."""
     producer, _ = ends
     out = producer.stream_put(RECIPE.make())
     write(out)

@@ -78,7 +78,7 @@ data = consumer.get("k", timeout=5)
 
 @pytest.mark.parametrize("url", ["inproc://f", "shm://f?directory={}", "zmq+tcp://127.0.0.1:0"])
 def test_a_process_that_forgets_its_links_ends(url: str, sockets: str) -> None:
-    """Its threads have ended before: nothing may wait for them."""
+    """Its threads have already ended; nothing may wait for them."""
     command = [sys.executable, "-W", "ignore", "-c", FORGOTTEN, url.format(sockets)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -159,8 +159,8 @@ def test_a_numpy_view_holds_the_payload(ends: tuple[KVProducer, KVConsumer]) -> 
     receipt.wait(timeout=5)
 
 
-def test_dropped_result_is_given_back(ends: tuple[KVProducer, KVConsumer]) -> None:
-    """A Received that nobody used is collected like any other view."""
+def test_an_unreferenced_result_is_released(ends: tuple[KVProducer, KVConsumer]) -> None:
+    """An unused Received is released when it is garbage-collected."""
     producer, consumer = ends
     receipt = producer.put(Recipe("k").make())
     consumer.get("k", timeout=5)
@@ -189,7 +189,7 @@ def test_error_in_the_block_gives_back(ends: tuple[KVProducer, KVConsumer]) -> N
 
 @pytest.mark.parametrize("bad", ["", "k" * 1025, "k" * 100_000, "\ud800", 5, None, b"k"])
 def test_bad_request_ids_are_refused_here(ends: tuple[KVProducer, KVConsumer], bad: Any) -> None:
-    """They never reach the peer, where they would end the connection."""
+    """They are refused before they reach the peer, which would close the connection."""
     producer, consumer = ends
     for call in (
         lambda: consumer.get(bad, timeout=1),
@@ -279,7 +279,7 @@ def test_link_is_collected_after_close(ends: tuple[KVProducer, KVConsumer]) -> N
 
 
 def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVProducer, KVConsumer]) -> None:
-    """Only the process that opened a link is told that it forgot to close it."""
+    """Only the process that opened a link is warned that it is unclosed."""
     producer, _ = ends
     child = os.fork()
     if child == 0:
@@ -294,7 +294,7 @@ def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVProducer, KVConsumer])
 @pytest.mark.parametrize("scheme", ["inproc", "shm"])
 @pytest.mark.parametrize("given", ["keys", "peers"])
 def test_keys_where_nothing_is_encrypted(sockets: str, scheme: str, given: str) -> None:
-    """Who asks for encryption must not believe that there is some."""
+    """Encryption options on an unencrypted transport raise, rather than being ignored."""
     options: dict[str, Any] = {given: "somewhere", "directory": sockets}
     with pytest.raises(ValueError, match="not encrypted"):
         KVLink.serve(f"{scheme}://keys", **options)
@@ -302,7 +302,7 @@ def test_keys_where_nothing_is_encrypted(sockets: str, scheme: str, given: str) 
         KVLink.connect(f"{scheme}://keys", timeout=5, **options)
 
 
-def test_nobody_serves_port_0() -> None:
+def test_connecting_to_port_0_is_refused() -> None:
     with pytest.raises(ValueError, match="port 0"):
         KVLink.connect("zmq+tcp://127.0.0.1:0", timeout=30)
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
-    """More than the machine has is refused before the kernel would kill somebody."""
+    """More memory than the machine has is refused, before the kernel's OOM killer would act."""
     memory = psutil.virtual_memory().total
     with KVLink.serve("shm://m", directory=sockets, quota=4 * memory) as producer:
         huge = torch.zeros(1, 1, dtype=torch.uint8).expand(2 * memory, 1).unsqueeze(1)

@@ -94,7 +94,7 @@ def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None
 
 
 def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
-    """Also in the midst of its own producer's work, where a lock would be waited for for ever."""
+    """Also during its own producer's work, where taking a lock would deadlock."""
     producer, _ = ends
     found = [producer.stream_put(cache())]
 

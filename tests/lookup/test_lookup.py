@@ -1,4 +1,4 @@
-"""Lookups over links: right bytes, who waits, several of each side, deaths and refusals."""
+"""Lookups over links: right bytes, waiting, several of each side, deaths and refusals."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_only_what_matches_is_moved(bed: LookupStages) -> None:
 
 
 def test_decode_first(bed: LookupStages) -> None:
-    """The question is there before the answer: it is woken by the insert."""
+    """The request arrives before the entry does; the insert wakes it."""
     lookup = bed.start(producers=2)
     insert(bed.stores[0], TOKENS[:5])
     timer = in_a_while(lambda: insert(bed.stores[1], TOKENS, states=2))
@@ -156,7 +156,7 @@ def test_waiting_in_vain_ends_in_time(bed: LookupStages) -> None:
     with pytest.raises(TransferTimeout):
         lookup.select(TOKENS, wait=True, timeout=0.3)
     assert 0.25 < time.monotonic() - began < 0.3 + 0.25 + 0.2
-    insert(bed.stores[0], TOKENS)  # too late: answered to nobody
+    insert(bed.stores[0], TOKENS)  # too late: the answer is discarded
     with lookup.select(TOKENS, timeout=10.0) as match:
         assert_right(match, TOKENS)
 
@@ -173,7 +173,7 @@ def test_the_longest_of_several_stores_is_taken(bed: LookupStages) -> None:
 
 
 def test_what_was_evicted_meanwhile_is_a_shorter_match(shm: LookupStages) -> None:
-    """Between the question how much there is, and the question for it."""
+    """Between the query of the matched length and the get of the match."""
     lookup = shm.start(producers=2, budget=60 * ROW)
     insert(shm.stores[0], TOKENS)
     insert(shm.stores[1], TOKENS[:9])
@@ -247,7 +247,7 @@ def test_no_room_for_the_answer_is_told(shm: LookupStages) -> None:
         lookup.select(range(60000), timeout=10.0)
 
 
-def test_an_answer_that_nobody_takes_expires(shm: LookupStages) -> None:
+def test_an_answer_that_is_not_fetched_expires(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS, states=1)
     answer = shm.producers[0]._answer

@@ -1,4 +1,4 @@
-"""`PrefixStore`: the longest prefix, a budget, leases, and who waits."""
+"""`PrefixStore`: the longest prefix, a budget, leases, and waiting."""
 
 from __future__ import annotations
 
@@ -243,9 +243,9 @@ def test_waiting_ends_in_time_or_with_the_failure() -> None:
     with pytest.raises(TransferFailed, match="out of memory"):
         store.select([1, 2, 9], wait=True, timeout=20.0)
     timer.join()
-    with pytest.raises(TransferFailed):  # who comes later is told, too
+    with pytest.raises(TransferFailed):  # a later caller, too
         store.select([1, 2, 9], wait=True, timeout=20.0)
-    with store.select([1, 2, 9]) as match:  # who does not wait takes what there is
+    with store.select([1, 2, 9]) as match:  # without waiting, the longest match is returned
         assert match.tokens == 2
     insert(store, [1, 2, 9])
     with store.select([1, 2, 9], wait=True) as match:

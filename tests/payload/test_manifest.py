@@ -212,7 +212,7 @@ def test_another_major_version_is_named(version: list[int]) -> None:
 
 
 def test_another_major_version_need_not_look_like_this_one() -> None:
-    """A format that nobody knows yet still gives the one answer that helps."""
+    """An unknown major version is reported as such, whatever its other fields."""
     text = headers.text({"other": {"codec": "x"}}, {"version": [2, 0], "layers": 7})
     with pytest.raises(VersionError, match=r"2\.0"):
         Manifest.decode(headers.sealed(text))

@@ -1,4 +1,4 @@
-"""Caches in pages: what reaches the payload and the other side."""
+"""Paged caches: what reaches the payload and the other side."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from omni_kvlink import KVConsumer, KVProducer
 
 _numbers = itertools.count()
 
@@ -184,7 +186,7 @@ def test_pages_need_no_temporary(name: str) -> None:
 
 
 @pytest.fixture(params=COPIERS)
-def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink, KVLink]]:
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
     url = f"shm://paged-{next(_numbers)}"
     with (
         KVLink.serve(url, directory=sockets, copier=request.param) as producer,
@@ -196,7 +198,7 @@ def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVLink,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("by_slot", [False, True], ids=["blocks", "slots"])
 def test_through_shared_memory(
-    ends: tuple[KVLink, KVLink],
+    ends: tuple[KVProducer, KVConsumer],
     layout: Layout,
     by_slot: bool,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Caches in pages: how they are declared, and what is refused."""
+"""Paged caches: how they are declared, and what is refused."""
 
 from __future__ import annotations
 

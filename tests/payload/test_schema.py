@@ -204,7 +204,7 @@ def test_any_strides_are_taken(stride: Callable[[torch.Tensor], torch.Tensor]) -
     ],
 )
 def test_sides_of_one_have_any_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Contiguous to torch, whose views as bytes refuse them all the same."""
+    """Tensors that torch calls contiguous but refuses to view as bytes."""
     source = torch.arange(40.0).as_strided(shape, stride)
     about = {"kv_lens": [shape[0]], "ropes": [1], "num_layers": 1}
     data = KVCacheTransferData("r", {"key_cache": [source], "value_cache": [source]}, (), about)

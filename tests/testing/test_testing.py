@@ -139,7 +139,7 @@ def test_faults_are_armed_by_name() -> None:
 
 
 def test_every_fault_point_is_in_the_code() -> None:
-    """The tests of a point that no code passes would be worthless."""
+    """Every fault point is in the code; the tests of one that is not would check nothing."""
     files = Path(omni_kvlink.__file__).parent.rglob("*.py")
     texts = [file.read_text() for file in files]
     found = {name for text in texts for name in re.findall(r'\bpoint\("([^"]+)"\)', text)}

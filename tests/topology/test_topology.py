@@ -76,7 +76,7 @@ def sent(data: KVCacheTransferData, topology: Topology, rank: int) -> list[KVCac
     ]
 
 
-# ---- who sends which
+# ---- the sender of each part
 
 
 @st.composite
@@ -279,7 +279,7 @@ def test_bundles_stay_bundles() -> None:
 
 
 def renamed(data: KVCacheTransferData, **changes: Any) -> KVCacheTransferData:
-    """A part whose sender saw other metadata."""
+    """A part whose sender had other metadata."""
     metadata = dataclasses.replace(data.metadata, **changes)
     return KVCacheTransferData(data.request_id, data.layer_blocks, (), metadata)
 

@@ -54,8 +54,14 @@ class Stages:
         ]
 
 
+def kv(received: Received) -> KVCacheTransferData | KVCacheBundle:
+    data = received.data
+    assert isinstance(data, KVCacheTransferData | KVCacheBundle)
+    return data
+
+
 def fill(got: Sequence[Received], mine: KVCacheTransferData) -> None:
-    targets = head_targets([one.data for one in got], into=mine)
+    targets = head_targets([kv(one) for one in got], into=mine)
     for received, target in zip(got, targets, strict=True):
         received.scatter(target)
         assert received.ledger.copies == 1
@@ -101,7 +107,7 @@ def test_merged_from_views(sockets: str) -> None:
             stages.ends[0][rank].get(f"b/rank0of1:{start}-{stop}", timeout=5)
             for rank, (start, stop) in enumerate(((0, 2), (2, 4)))
         ]
-        merged = merge_heads([one.data for one in got], Shard(0, 1, (0, 4)))
+        merged = merge_heads([kv(one) for one in got], Shard(0, 1, (0, 4)))
         for one in got:
             one.release()
         for receipt in receipts:
@@ -173,7 +179,8 @@ def test_a_latent_reaches_every_rank(sockets: str) -> None:
             link.put(part.of(shard_of_latent(data, topology.sender(rank))), readers=2)
         for rank in range(4):
             got, shard = stages.get(rank, "m"), topology.receiver(rank)
-            mine = blank_heads(got[0].data, shard, device=torch.device("cpu"))
+            mine = blank_heads(kv(got[0]), shard, device=torch.device("cpu"))
+            assert isinstance(mine, KVCacheTransferData)
             assert (mine.request_id, mine.metadata.shard) == ("m", shard)
             fill(got, mine)
             assert contents(mine) == contents(data)

@@ -67,7 +67,7 @@ class DenoiseHooks:
         velocity: wraps a branch's flow.
         layers: wraps a branch's decoder layers.
         branches: distributes branches over ranks.
-        settle: shares errors between ranks.
+        sync_errors: shares errors between ranks.
         decode: whether latents are decoded to images here.
     """
 

@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from omni_kvlink.models.bagel import BagelContext
+
 SHAPE = (16, 24)  # height and width: 4 x 6 latent tokens
+
+
+def stored(context: BagelContext, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer of a context that is not empty."""
+    cache = context.past_key_values
+    keys, values = cache.key_cache[layer], cache.value_cache[layer]
+    assert keys is not None
+    assert values is not None
+    return keys, values
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from .conftest import stored
+
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel import BagelPipeline
 
@@ -54,9 +56,9 @@ def test_the_und_expert_is_a_qwen3_with_biases(exact: BagelPipeline) -> None:
         longer = model(torch.tensor([[*ids, exact.special_tokens.bos]])).logits[0, -1]
     assert torch.allclose(logits, longer, atol=1e-3)
     for i, layer in enumerate(out.past_key_values.layers):
-        cache = context.past_key_values
-        assert torch.allclose(layer.keys[0].transpose(0, 1), cache.key_cache[i], atol=1e-4)
-        assert torch.allclose(layer.values[0].transpose(0, 1), cache.value_cache[i], atol=1e-4)
+        keys, values = stored(context, i)
+        assert torch.allclose(layer.keys[0].transpose(0, 1), keys, atol=1e-4)
+        assert torch.allclose(layer.values[0].transpose(0, 1), values, atol=1e-4)
 
 
 def test_the_vit_is_a_siglip_without_its_last_layer(exact: BagelPipeline) -> None:

@@ -56,6 +56,7 @@ def lens(context: BagelContext) -> tuple[int, int]:
 def test_an_empty_context_has_no_tensors(exact: BagelPipeline) -> None:
     context = exact.empty_context()
     assert (context.kv_lens, context.ropes) == ([0], [0])
+    assert isinstance(context.past_key_values, NaiveCache)
     assert context.past_key_values.key_cache == {0: None, 1: None, 2: None}
     assert context.past_key_values.value_cache == {0: None, 1: None, 2: None}
     assert context.past_key_values.seq_lens == 0
@@ -69,6 +70,7 @@ def test_text_takes_a_token_and_a_position_each(exact: BagelPipeline) -> None:
     context = exact.append_text(exact.empty_context(), ids)
     assert lens(context) == (len(ids), len(ids))
     assert lens(exact.append_text(context, ids[:2])) == (len(ids) + 2, len(ids) + 2)
+    assert isinstance(context.past_key_values, NaiveCache)
     assert context.past_key_values.seq_lens == len(ids)
 
 
@@ -152,7 +154,7 @@ def test_the_latent_comes_before_the_vit_block(
 
 
 def test_think_puts_the_plan_into_gen_only(pipeline: BagelPipeline) -> None:
-    options = {"think": True, "system_prompt": "plan first", "max_think_tokens": 9}
+    options: dict[str, Any] = {"think": True, "system_prompt": "plan first", "max_think_tokens": 9}
     contexts = pipeline.prefill("a fox", image_shape=SHAPE, **options)
     system, prompt = (len(pipeline.encode_prompt(text)) for text in ("plan first", "a fox"))
     assert contexts.text is not None
@@ -169,7 +171,7 @@ def test_think_puts_the_plan_into_gen_only(pipeline: BagelPipeline) -> None:
 def test_the_system_prompt_stays_in_cfg_img_beside_an_image(
     exact: BagelPipeline, photo: Tensor, seeded: Seeded
 ) -> None:
-    options = {"think": True, "system_prompt": "plan first", "max_think_tokens": 3}
+    options: dict[str, Any] = {"think": True, "system_prompt": "plan first", "max_think_tokens": 3}
     contexts = exact.prefill([photo, "blue"], generator=seeded(3), **options)
     assert raw(contexts.cfg_img) == raw(exact.prefill(["plan first", "blue"]).gen)
     assert lens(contexts.cfg_text)[0] == len(exact.encode_prompt("plan first")) + 179
@@ -268,13 +270,11 @@ def test_lists_views_and_read_only_memory_give_the_same_latent(
     expected = pipeline.denoise(contexts, noise, EDIT)
     gen = BagelContext(contexts.gen.kv_lens, contexts.gen.ropes, _as_lists(contexts.gen))
     view = _prefix_view(contexts.cfg_text, contexts.gen)
+    read_only = [_read_only(one) for one in (contexts.gen, contexts.cfg_text, contexts.cfg_img)]
     for other in (
         BagelContexts(gen, contexts.cfg_text, contexts.cfg_img, contexts.image_shape),
         BagelContexts(contexts.gen, view, contexts.cfg_img, contexts.image_shape),
-        BagelContexts(
-            *(_read_only(c) for c in (contexts.gen, contexts.cfg_text, contexts.cfg_img)),
-            contexts.image_shape,
-        ),
+        BagelContexts(read_only[0], read_only[1], read_only[2], contexts.image_shape),
     ):
         assert torch.equal(pipeline.denoise(other, noise, EDIT), expected)
 

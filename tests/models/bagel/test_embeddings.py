@@ -87,6 +87,8 @@ def test_a_position_table_refuses_a_larger_grid() -> None:
 def test_time_is_256_waves_and_stays_float32_up_to_the_weights() -> None:
     embedder = TimestepEmbedder(256)
     first, _, second = embedder.mlp
+    assert isinstance(first, torch.nn.Linear)
+    assert isinstance(second, torch.nn.Linear)
     torch.nn.init.eye_(first.weight)
     torch.nn.init.eye_(second.weight)
     torch.nn.init.constant_(first.bias, 20.0)  # where SiLU is the identity

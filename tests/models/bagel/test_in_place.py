@@ -34,7 +34,7 @@ def start(cache: NaiveCache) -> BagelContext:
 
 
 def lies_in(context: BagelContext, cache: InPlaceCache) -> bool:
-    """Whether every K and V is a view of the room from its first row on."""
+    """Whether every K and V is a view of the cache's memory from its first row on."""
     layers = [pair for part in zip(*cache._memory.layers, strict=True) for pair in part]
     return len(tensors(context)) == len(layers) and all(
         mine.data_ptr() == theirs.data_ptr()
@@ -134,7 +134,7 @@ def test_denoising_claims_nothing(exact: BagelPipeline) -> None:
 
 
 def test_a_layer_that_was_replaced_is_respected(exact: BagelPipeline) -> None:
-    """The dicts are anybody's to write to, as `snapshot` and the adapter do."""
+    """Callers may write to the dicts, as `snapshot` and the adapter do."""
     contexts = [exact.append_text(start(made), [1, 2]) for made in (capacity(exact), NaiveCache(3))]
     for context in contexts:
         values = context.past_key_values.value_cache

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from .conftest import stored
+
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel import BagelPipeline
 
@@ -120,17 +122,16 @@ def test_cache_and_hidden_rows_equal_one_forward_without_a_cache(
     blocks = _blocks(exact)[:count]
     context, hidden = exact.empty_context(), torch.empty(0)
     for block in blocks:
-        mode = "gen" if block.latent else "und"
         with torch.no_grad():
             context, hidden = exact.model.extend(
-                context, block.rows, mode=mode, causal=block.causal
+                context, block.rows, mode="gen" if block.latent else "und", causal=block.causal
             )
     expected, keys, values = reference(exact, blocks)
     assert torch.allclose(hidden, expected[-len(hidden) :], atol=1e-3)
-    cache = context.past_key_values
     for layer in range(exact.num_layers):
-        assert torch.allclose(cache.key_cache[layer], keys[layer], atol=1e-3)
-        assert torch.allclose(cache.value_cache[layer], values[layer], atol=1e-3)
+        got_keys, got_values = stored(context, layer)
+        assert torch.allclose(got_keys, keys[layer], atol=1e-3)
+        assert torch.allclose(got_values, values[layer], atol=1e-3)
 
 
 def test_velocity_is_the_generation_experts_view_of_all_before(exact: BagelPipeline) -> None:
@@ -155,25 +156,25 @@ def test_one_token_at_a_time_gives_the_cache_of_one_block(exact: BagelPipeline) 
         single = exact.append_text(single, [token])
     assert (single.kv_lens, single.ropes) == (whole.kv_lens, whole.ropes)
     for layer in range(exact.num_layers):
-        one, all_ = (c.past_key_values.key_cache[layer] for c in (single, whole))
+        (one, _), (all_, _) = stored(single, layer), stored(whole, layer)
         assert torch.allclose(one, all_, atol=1e-4)
 
 
 def test_the_cache_has_the_models_dtype(pipeline: BagelPipeline) -> None:
     context = pipeline.append_text(pipeline.empty_context(), [1, 2, 3])
     context = pipeline.append_vae_latent(context, torch.randn(4, 4, 4))
-    for layers in (context.past_key_values.key_cache, context.past_key_values.value_cache):
-        for layer in range(pipeline.num_layers):
-            assert layers[layer].dtype == pipeline.dtype
-            assert layers[layer].is_contiguous()
+    for layer in range(pipeline.num_layers):
+        for tensor in stored(context, layer):
+            assert tensor.dtype == pipeline.dtype
+            assert tensor.is_contiguous()
 
 
 def test_float32_has_no_bfloat16_rounding_inside(exact: BagelPipeline) -> None:
     context = exact.prefill("exact", image_shape=(8, 8)).gen
     context = exact.append_vae_latent(context, torch.randn(4, 4, 4))
-    for layers in (context.past_key_values.key_cache, context.past_key_values.value_cache):
-        for layer in range(exact.num_layers):
-            low_bits = layers[layer].view(torch.int32) & 0xFFFF
+    for layer in range(exact.num_layers):
+        for tensor in stored(context, layer):
+            low_bits = tensor.view(torch.int32) & 0xFFFF
             # A value that went through bfloat16 has sixteen zero bits at its end.
             assert (low_bits != 0).float().mean() > 0.99
 
@@ -182,7 +183,7 @@ def _first_keys(pipeline: BagelPipeline, rows: Tensor, expert: str) -> Tensor:
     """What the first layer's key projection makes of rows [n, hidden]: [n, kv_heads, head_dim]."""
     layer, dim = pipeline.model.language_model.model.layers[0], pipeline.config.llm.head_dim
     normed = layer.get_submodule(f"input_layernorm{expert}")(rows)
-    keys = layer.self_attn.get_submodule(f"k_proj{expert}")(normed)
+    keys: Tensor = layer.get_submodule(f"self_attn.k_proj{expert}")(normed)
     return keys.view(len(rows), -1, dim)
 
 
@@ -190,13 +191,13 @@ def _first_keys(pipeline: BagelPipeline, rows: Tensor, expert: str) -> Tensor:
 def test_bfloat16_rounds_where_the_published_model_does(short: BagelPipeline, expert: str) -> None:
     """In text, norm and rotation round at every operation; in a latent block, once at the end."""
     rows = _blocks(short)[1].rows.bfloat16()
-    mode, at = ("gen" if expert else "und"), 3
+    at = 3
     start = short.append_text(short.empty_context(), [1] * at)
     with torch.no_grad():
-        context, _ = short.model.extend(start, rows, mode=mode, causal=False)
+        context, _ = short.model.extend(start, rows, mode="gen" if expert else "und", causal=False)
         raw = _first_keys(short, rows[1:-1], expert)
-    attention = short.model.language_model.model.layers[0].self_attn
-    weight = attention.get_submodule(f"k_norm{expert}").weight
+    layer = short.model.language_model.model.layers[0]
+    weight = layer.get_parameter(f"self_attn.k_norm{expert}.weight")
     work = torch.float32 if expert else torch.bfloat16
     wide = raw.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
@@ -206,5 +207,5 @@ def test_bfloat16_rounds_where_the_published_model_does(short: BagelPipeline, ex
     cos, sin = (wave.repeat(2).bfloat16() for wave in (angles.cos(), angles.sin()))
     swapped = torch.cat([-keys[..., half:], keys[..., :half]], -1)
     expected = (keys * cos + swapped * sin).bfloat16()
-    got = context.past_key_values.key_cache[0][at + 1 : -1]
+    got = stored(context, 0)[0][at + 1 : -1]
     assert torch.equal(got, expected)

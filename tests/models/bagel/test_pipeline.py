@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from .conftest import SHAPE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from omni_kvlink.models.bagel.pipeline import Prompt
 
 Seeded = Callable[[int], torch.Generator]
 FEW = DenoiseParams(num_timesteps=5)
@@ -135,13 +137,13 @@ def test_every_step_is_reported(exact: BagelPipeline) -> None:
 def test_generate_is_prefill_and_render(
     pipeline: BagelPipeline, photo: Tensor, seeded: Seeded, kind: str
 ) -> None:
-    inputs = [photo, "blue"] if kind == "edit" else "a fox"
-    options: dict[str, object] = {"image_shape": SHAPE}
+    inputs: Prompt = [photo, "blue"] if kind == "edit" else "a fox"
+    options: dict[str, Any] = {"image_shape": SHAPE}
     if kind in ("think", "sampled"):
         options |= {"think": True, "max_think_tokens": 6, "do_sample": kind == "sampled"}
     whole = pipeline.generate(inputs, FEW, generator=seeded(7), **options)
     generator = seeded(7)
-    contexts = pipeline.prefill(inputs, generator=generator, **options)  # type: ignore[arg-type]
+    contexts = pipeline.prefill(inputs, generator=generator, **options)
     elsewhere = torch.Generator()
     elsewhere.set_state(generator.get_state())
     assert torch.equal(pipeline.render(contexts, FEW, generator=elsewhere), whole)

@@ -1,8 +1,8 @@
-"""Requests of an engine: one by one, in a batch, and where an engine steps into the loop."""
+"""Requests of an engine: one by one, in a batch, and with hooks in the denoising loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +24,7 @@ from .conftest import SHAPE
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+    from omni_kvlink.models.bagel.hooks import RunLayers
 
 Seeded = Callable[[int], torch.Generator]
 EDIT = DenoiseParams(num_timesteps=5, cfg_img_scale=2.0, cfg_interval=(0.8, 1.0))
@@ -148,25 +149,28 @@ def latent(pipeline: OmniBagelPipeline, seeded: Seeded, count: int = 1) -> list[
 def test_hooks_that_compute_everything_change_nothing(
     exact: OmniBagelPipeline, seeded: Seeded, count: int
 ) -> None:
-    before, seen = latent(exact, seeded, count), set()
+    before = latent(exact, seeded, count)
+    seen: set[tuple[object, ...]] = set()
 
-    def velocity(branch: str, step: int, rows: Tensor, compute: Any) -> Tensor:
+    def velocity(branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         seen.add(("velocity", branch, step))
         assert rows.ndim == (2 if count == 1 else 3)
         return compute()
 
-    def layers(branch: str, step: int, rows: Tensor, run: Any, total: int) -> Tensor:
+    def layers(branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
         seen.add(("layers", branch, step))
-        return run(run(rows, 0, 1), 1, total)
+        return run(run(rows, 0, 1), 1, count)
 
-    def branches(names: Any, compute: Any, like: Tensor) -> dict[str, Tensor]:
-        seen.add(("branches", *names))
-        found = {name: compute(name) for name in reversed(names)}
+    def each_branch(
+        branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
+    ) -> dict[str, Tensor]:
+        seen.add(("branches", *branches))
+        found = {name: compute(name) for name in reversed(branches)}
         assert {(one.shape, one.dtype) for one in found.values()} == {(like.shape, like.dtype)}
         return found
 
     hooks = exact.hooks
-    hooks.velocity, hooks.layers, hooks.branches = velocity, layers, branches
+    hooks.velocity, hooks.layers, hooks.branches = velocity, layers, each_branch
     try:
         after = latent(exact, seeded, count)
     finally:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .conftest import stored
+
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel import BagelPipeline
 
@@ -65,7 +67,7 @@ def test_an_encoded_image_is_at_time_zero_and_uses_the_generation_expert(
     got = exact.append_vae_latent(start, latent)
     assert (got.kv_lens, got.ropes) == (expected.kv_lens, expected.ropes)
     for layer in range(exact.num_layers):
-        one, two = (c.past_key_values.value_cache[layer] for c in (got, expected))
+        (_, one), (_, two) = stored(got, layer), stored(expected, layer)
         assert torch.allclose(one, two, atol=1e-3)
 
 
@@ -77,7 +79,8 @@ def test_vit_rows_are_the_encoder_the_connector_and_the_position(exact: BagelPip
 
     def norm(name: str, x: Tensor) -> Tensor:
         x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
-        return x * weights[f"{prefix}{name}.weight"] + weights[f"{prefix}{name}.bias"]
+        scaled: Tensor = x * weights[f"{prefix}{name}.weight"] + weights[f"{prefix}{name}.bias"]
+        return scaled
 
     def mlp(name: str, x: Tensor) -> Tensor:
         inner = F.gelu(_linear(weights, f"{name}fc1", x), approximate="tanh")

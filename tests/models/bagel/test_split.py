@@ -15,6 +15,8 @@ from omni_kvlink.models.bagel import BagelPipeline
 from omni_kvlink.models.bagel.shards import Split, cuts_of
 from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint, tiny_config
 
+from .conftest import stored
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -53,8 +55,8 @@ def run(pipeline: BagelPipeline) -> tuple[list[Tensor], Tensor]:
     """K and V of a prompt by layer, and a flow."""
     context = pipeline.append_text(pipeline.empty_context(), IDS)
     rows = torch.linspace(-1, 1, 6 * 64).reshape(6, 64)
-    cache = context.past_key_values
-    kept = [*cache.key_cache.values(), *cache.value_cache.values()]
+    layers = [stored(context, i) for i in range(pipeline.num_layers)]
+    kept = [tensor for part in zip(*layers, strict=True) for tensor in part]
     with torch.no_grad():
         return kept, pipeline.model.velocity(context, rows)
 

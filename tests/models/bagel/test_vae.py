@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ def test_the_decoder_undoes_scale_and_shift(exact: BagelPipeline) -> None:
     assert torch.equal(exact.autoencoder.decode(latent), expected)
 
 
+def weight_of(block: nn.Module, name: str) -> Tensor:
+    """The weight of a 1 x 1 convolution as a matrix."""
+    return block.get_parameter(f"{name}.weight")[:, :, 0, 0]
+
+
 def test_attention_mixes_all_cells(exact: BagelPipeline) -> None:
     block = exact.autoencoder.decoder.mid.attn_1
     x = torch.randn(1, 64, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -34,19 +40,21 @@ def test_attention_mixes_all_cells(exact: BagelPipeline) -> None:
         got = block(x)[0].flatten(1)
         normed = F.group_norm(x, 32, block.norm.weight, block.norm.bias, 1e-6)[0].flatten(1)
         q, k, v = (
-            conv.weight[:, :, 0, 0] @ normed + conv.bias[:, None]
-            for conv in (block.q, block.k, block.v)
+            weight_of(block, name) @ normed + block.get_parameter(f"{name}.bias")[:, None]
+            for name in ("q", "k", "v")
         )
         mixed = v @ (q.T @ k / math.sqrt(64)).softmax(-1).T
-        out = block.proj_out.weight[:, :, 0, 0] @ mixed + block.proj_out.bias[:, None]
+        out = weight_of(block, "proj_out") @ mixed + block.get_parameter("proj_out.bias")[:, None]
     assert torch.allclose(got, x[0].flatten(1) + out, atol=1e-5)
 
 
 def test_a_step_down_pads_right_and_bottom(exact: BagelPipeline) -> None:
-    conv = exact.autoencoder.encoder.down[0].downsample.conv
+    conv = exact.autoencoder.encoder.get_submodule("down.0.downsample.conv")
+    assert isinstance(conv, torch.nn.Conv2d)
+    assert conv.bias is not None
     x = torch.randn(1, 32, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        got = exact.autoencoder.encoder.down[0].downsample(x)
+        got = exact.autoencoder.encoder.get_submodule("down.0.downsample")(x)
         # The first output sees the top left 3 x 3; nothing is padded there.
         corner = (conv.weight * x[0, :, :3, :3]).sum((1, 2, 3)) + conv.bias
         edge = (conv.weight[:, :, :2, :2] * x[0, :, 2:, 2:]).sum((1, 2, 3)) + conv.bias
@@ -56,11 +64,13 @@ def test_a_step_down_pads_right_and_bottom(exact: BagelPipeline) -> None:
 
 
 def test_a_step_up_doubles_each_cell(exact: BagelPipeline) -> None:
-    step = exact.autoencoder.decoder.up[1].upsample
+    step = exact.autoencoder.decoder.get_submodule("up.1.upsample")
+    conv = step.get_submodule("conv")
+    assert isinstance(conv, torch.nn.Conv2d)
     x = torch.randn(1, 64, 2, 3, generator=torch.Generator().manual_seed(0))
     doubled = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
     with torch.no_grad():
-        expected = F.conv2d(doubled, step.conv.weight, step.conv.bias, padding=1)
+        expected = F.conv2d(doubled, conv.weight, conv.bias, padding=1)
         assert torch.allclose(step(x), expected, atol=1e-5)
 
 
