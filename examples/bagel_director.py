@@ -116,7 +116,7 @@ def order(stage: subprocess.Popen[str], end: dict[str, str], requests: list[Requ
             stage.stdin.write(json.dumps(line) + "\n")
 
 
-def orders() -> tuple[dict[str, str], list[Request]]:
+def orders() -> tuple[dict[str, Any], list[Request]]:
     """In a stage: what `order` wrote."""
     end, *requests = map(json.loads, sys.stdin)
     return end, [Request(**request) for request in requests]
@@ -147,7 +147,7 @@ def show(event: dict[str, Any]) -> None:
         end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
         parts = f"in {event['layers']} layers " if event["layers"] else ""
         print(f"{end}DiT  {event['request']}: received {parts}", end="")
-        print(f"with {ledger['copies']} copies, painted in {event['render_ms']:.0f} ms")
+        print(f"with {ledger['copies']} copies, generated in {event['render_ms']:.0f} ms")
     print(f"     ms: {phases}\n")
 
 
@@ -158,7 +158,7 @@ def report(event: str, **facts: Any) -> None:
 
 
 def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) -> bool:
-    """Compare what crossed, and what was painted, bit for bit."""
+    """Compare what crossed, and what was generated, bit for bit."""
     crossed = KVCacheBundle.load(bundle_path(args, request))
     difference = crossed.difference(alone)
     generated = Image.open(image_path(args, request))

@@ -26,7 +26,16 @@ import torch
 from bagel_director import Request, bundle_path, image_path, orders, report, run_stages, verdict
 from PIL import Image
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Receipt, SchemaError
+from omni_kvlink import (
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVLink,
+    KVProducer,
+    Receipt,
+    Received,
+    ReceivedStream,
+    SchemaError,
+)
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import (
     BagelContext,
@@ -67,7 +76,7 @@ def run_ar(args: argparse.Namespace) -> None:
 
 
 def send(
-    args: argparse.Namespace, link: KVLink, pipeline: BagelPipeline, request: Request
+    args: argparse.Namespace, link: KVProducer, pipeline: BagelPipeline, request: Request
 ) -> Receipt:
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(request.seed)
@@ -93,7 +102,7 @@ def send(
 
 def allocate(
     args: argparse.Namespace,
-    link: KVLink,
+    link: KVProducer,
     pipeline: BagelPipeline,
     request: Request,
     generator: torch.Generator,
@@ -112,10 +121,12 @@ def allocate(
         for name, tokens in capacities.items()
     }
     data = link.allocate(KVCacheBundle(request.request_id, plan), timeout=args.timeout).data
-    return {name: InPlaceCache(**data[name].layer_blocks) for name in capacities}
+    assert isinstance(data, KVCacheBundle)
+    blocks: dict[str, Any] = {name: data[name].layer_blocks for name in capacities}
+    return {name: InPlaceCache(**layers) for name, layers in blocks.items()}
 
 
-def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
+def stream(link: KVProducer, bundle: KVCacheBundle) -> Receipt:
     """Send layer by layer; what a branch shares with `gen` is a reference, and not sent."""
     with link.stream_put(bundle) as out:
         for name, branch in bundle.branches.items():
@@ -123,6 +134,7 @@ def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
                 caches = branch.layer_blocks.values()
                 for layer, (key, value) in enumerate(zip(*caches, strict=True)):
                     out.write_layer(layer, key, value, branch=name)
+    assert out.receipt
     return out.receipt
 
 
@@ -132,13 +144,15 @@ def run_dit(args: argparse.Namespace) -> None:
     end, requests = orders()  # not before the AR stage serves
     with KVLink.connect(**end, timeout=args.timeout) as link:
         for request in requests:
+            received: Received | ReceivedStream
             if args.stream:
                 received = link.stream_get(request.request_id, timeout=args.timeout)
             else:
                 received = link.get(request.request_id, timeout=args.timeout, verify="full")
             with received as data:
                 # Each denoising step reads every layer, so nothing can start before the last one.
-                bundle = data.wait() if args.stream else data
+                bundle = data.wait() if isinstance(data, ReceivedStream) else data
+                assert isinstance(bundle, KVCacheBundle)
                 start = time.perf_counter()
                 contexts, generator, params = unpack(bundle)
                 image = pipeline.render(
@@ -153,10 +167,10 @@ def run_dit(args: argparse.Namespace) -> None:
             del contexts, bundle, data
             pipeline.release_caches()  # the last view is gone: the memory goes back
             report(
-                "painted",
+                "generated",
                 request=request.request_id,
                 render_ms=1e3 * seconds,
-                layers=len(received) if args.stream else 0,
+                layers=len(received) if isinstance(received, ReceivedStream) else 0,
                 ledger=dataclasses.asdict(received.ledger),
             )
 
@@ -190,7 +204,9 @@ def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, Denoi
     loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
     metadata = bundle["gen"].metadata
     contexts = BagelContexts(
-        **{name: BagelContext(**context) for name, context in loaded.items()},
+        gen=BagelContext(**loaded["gen"]),
+        cfg_text=BagelContext(**loaded["cfg_text"]),
+        cfg_img=BagelContext(**loaded["cfg_img"]),
         image_shape=metadata.image_shape,
     )
     params = {**metadata.extra["params"], "cfg_interval": tuple(metadata.extra["cfg_interval"])}

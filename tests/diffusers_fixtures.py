@@ -62,4 +62,5 @@ def run(executor: Any, *requests: OmniDiffusionRequest) -> list[Any]:
 
 
 def result(executor: Any, one: OmniDiffusionRequest) -> torch.Tensor:
-    return run(executor, one)[0].result()[0]
+    image: torch.Tensor = run(executor, one)[0].result()[0]
+    return image

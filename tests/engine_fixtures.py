@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink import KVCacheBundle, KVLink
+from omni_kvlink import KVCacheBundle, KVLink, KVProducer
 from omni_kvlink.adapters import BagelAdapter, pack_generator
 from omni_kvlink.engine import (
     KVConfig,
@@ -55,7 +55,7 @@ def params(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
 
 
 def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
-    """A request whose KV comes from the stage before; `fields` of it, or of its wishes."""
+    """A request whose KV comes from the stage before; `fields` of it, or of its sampling params."""
     own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
     own = {"need_kv_receive": True, **own}
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
@@ -83,6 +83,21 @@ def bundle(
     )
 
 
+def allocate_copy(
+    producer: KVProducer, name: str, part: str, *, layer: int
+) -> tuple[KVCacheBundle, torch.Tensor]:
+    """`bundle(name)` in the link's memory, and the tensor of one layer of its "gen" there."""
+    data = producer.allocate(bundle(name)).data
+    assert isinstance(data, KVCacheBundle)
+    for target, source in zip(data.tensors(), bundle(name).tensors(), strict=True):
+        assert isinstance(target, torch.Tensor)
+        assert isinstance(source, torch.Tensor)
+        target.copy_(source)
+    tensor = data["gen"].layer_blocks[part][layer]
+    assert isinstance(tensor, torch.Tensor)
+    return data, tensor
+
+
 def alone(prompt: Any = "a fox", seed: int = 0, **fields: Any) -> torch.Tensor:
     """The image of a request without an engine, uint8 [H, W, 3]."""
     shape = fields.pop("height", SHAPE[0]), fields.pop("width", SHAPE[1])
@@ -103,7 +118,7 @@ def url(scheme: str = "shm") -> str:
 
 
 @contextmanager
-def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
+def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVProducer]:
     """The AR stage's end, in this process; nothing of its memory may be used at the end."""
     options = {"directory": sockets, "quota": 64 << 20, **options}
     with KVLink.serve(url(scheme), **options) as served:
@@ -114,7 +129,7 @@ def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVLink]:
         assert served.stats()["memory"]["used"] == 0, served.stats()
 
 
-def config(source: KVLink | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
+def config(source: KVProducer | None, sockets: str = "", **fields: Any) -> OmniDiffusionConfig:
     """A diffusion stage that receives from a link; `kv_…` are fields of its `KVConfig`."""
     kv = {key.removeprefix("kv_"): fields.pop(key) for key in list(fields) if key[:3] == "kv_"}
     kv = {"timeout": WAIT, **kv}

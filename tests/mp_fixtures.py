@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from omni_kvlink import KVLink
+    from omni_kvlink import KVProducer
     from omni_kvlink.engine.ipc.rpc import RpcClient
 
 
@@ -33,7 +33,7 @@ class EngineUnderTest:
         deaths: the arguments of the engine's `on_death` calls.
     """
 
-    def __init__(self, producer: KVLink, sockets: str, ranks: int, **fields: Any):
+    def __init__(self, producer: KVProducer, sockets: str, ranks: int, **fields: Any):
         self.producer = producer
         self.deaths: list[EngineError] = []
         options: dict[str, Any] = {

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, bundle, link, request
+from engine_fixtures import WAIT, allocate_copy, bundle, link, request
 
 from omni_kvlink import (
     CapacityError,
     ClosedError,
     IntegrityError,
     KVCacheBundle,
+    KVConsumer,
     KVLink,
+    KVProducer,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 class ManagerFixture:
     """A producer and a KV manager in this process."""
 
-    def __init__(self, producer: KVLink, consumer: KVLink, manager: DiffusionKVManager):
+    def __init__(self, producer: KVProducer, consumer: KVConsumer, manager: DiffusionKVManager):
         self.producer, self.consumer, self.manager = producer, consumer, manager
         self._changed = threading.Condition()
         manager.listen(self._on_changed)
@@ -42,7 +44,7 @@ class ManagerFixture:
             assert self._changed.wait_for(lambda: self.manager.state(name) in states, WAIT)
         return self.manager.state(name)
 
-    def begin(self, name: str, **fields: object) -> None:
+    def begin(self, name: str, **fields: Any) -> None:
         self.manager.allocate(request(name, **fields))
         self.manager.prefetch(request(name, **fields))
 
@@ -156,11 +158,8 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(timeout=WAIT))
-        capacity = producer.allocate(bundle("r"))
-        for target, source in zip(capacity.data.tensors(), bundle("r").tensors(), strict=True):
-            target.copy_(source)
-        spoiled = capacity.data["gen"].layer_blocks["value_cache"][1]
-        receipt = producer.put(capacity.data)
+        data, spoiled = allocate_copy(producer, "r", "value_cache", layer=1)
+        receipt = producer.put(data)
         spoiled.view(-1)[3] += 1  # behind the digests' back
         with pytest.raises(IntegrityError, match="layer 1, V"):
             manager.receive_from_connector(consumer, request("r"))
@@ -168,7 +167,7 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
             receipt.wait(timeout=WAIT)
         assert manager.stats()["charged"] == 0
         manager.close()
-        del target, source, spoiled, capacity
+        del data, spoiled
 
 
 def test_the_budget_is_kept(sockets: str) -> None:
