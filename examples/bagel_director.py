@@ -152,15 +152,15 @@ def show(event: dict[str, Any]) -> None:
 
 
 def report(event: str, **facts: Any) -> None:
-    # One write a line: both stages speak into the same pipe.
+    # One write a line: both stages write to the same pipe.
     sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
     sys.stdout.flush()
 
 
 def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) -> bool:
-    """Compare what crossed, and what was generated, bit for bit."""
-    crossed = KVCacheBundle.load(bundle_path(args, request))
-    difference = crossed.difference(alone)
+    """Compare the received KV and the generated image bit for bit."""
+    received = KVCacheBundle.load(bundle_path(args, request))
+    difference = received.difference(alone)
     generated = Image.open(image_path(args, request))
     expected = Image.open(Path(args.scratch) / f"{request.request_id}.png")
     same_image = generated.size == expected.size and generated.tobytes() == expected.tobytes()

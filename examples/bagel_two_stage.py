@@ -1,6 +1,6 @@
 """BAGEL in two processes: the AR stage reads the prompt, the DiT stage generates the image.
 
-Between them crosses one KV bundle. At the end every byte of K and V, and every pixel, is compared
+One KV bundle is sent between them. At the end every byte of K and V, and every pixel, is compared
 with a run in a single process; the exit status says whether all of it is equal.
 
     python examples/bagel_two_stage.py                      # tiny random weights, shared memory
@@ -57,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run_ar(args: argparse.Namespace) -> None:
-    """Read prompts, and hand their caches on."""
+    """Read prompts, and send their caches."""
     pipeline = load(args, "ar")
     end, requests = orders()
     with KVLink.serve(**end) as link:
@@ -67,7 +67,7 @@ def run_ar(args: argparse.Namespace) -> None:
             try:
                 receipts.append(send(args, link, pipeline, request))
             except SchemaError as error:  # noqa: PERF203 - such as: over capacity
-                link.fail(request.request_id, str(error))  # so that nobody waits for it
+                link.fail(request.request_id, str(error))  # or its reader would wait for it
                 refused.append(f"{request.request_id}: {error}")
         for receipt in receipts:
             receipt.wait(timeout=args.timeout)
@@ -94,8 +94,8 @@ def send(
         tokens={name: bundle[name].metadata.seq_len for name in bundle},
         ledger=dataclasses.asdict(receipt.ledger),
     )
-    # In place, the memory is used again when its last tensor is gone: those that the pipeline
-    # remembers, and those of this function.
+    # In place, the memory is free when its last tensor is gone: those that the pipeline caches,
+    # and those of this function.
     pipeline.release_caches()
     return receipt
 
@@ -165,7 +165,7 @@ def run_dit(args: argparse.Namespace) -> None:
                 Image.fromarray(image.numpy()).save(image_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
             del contexts, bundle, data
-            pipeline.release_caches()  # the last view is gone: the memory goes back
+            pipeline.release_caches()  # the last views are gone: the memory is released
             report(
                 "generated",
                 request=request.request_id,
@@ -200,7 +200,7 @@ def extra(request: Request, generator: torch.Generator) -> dict[str, Any]:
 
 
 def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, DenoiseParams]:
-    """The bundle as the pipeline wants it, its tensors still in the link's memory."""
+    """The bundle in the pipeline's form, its tensors still in the link's memory."""
     loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
     metadata = bundle["gen"].metadata
     contexts = BagelContexts(
@@ -213,7 +213,7 @@ def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, Denoi
     return contexts, unpack_generator(metadata.extra["generator"]), DenoiseParams(**params)
 
 
-# The rest of it: the same in one process, and a verdict.
+# The same in one process, and the comparison.
 
 
 def main() -> int:
@@ -247,14 +247,14 @@ def direct(args: argparse.Namespace) -> int:
 
 
 class SingleProcess:
-    """The same requests without a link: what everything is compared with."""
+    """The same requests without a link: the reference."""
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._pipeline = args, load(args, "all")
         self.bundles: dict[str, KVCacheBundle] = {}
 
     def run(self, request: Request) -> str:
-        """Paint; returns the image's file."""
+        """Generate the image; returns its file."""
         generator = torch.Generator().manual_seed(request.seed)
         self.bundles[request.request_id] = prefill(self._pipeline, request, generator)
         generator = torch.Generator().manual_seed(request.seed)

@@ -157,17 +157,17 @@ def assert_equals_one_process(stages: Stages, name: str, dtype: str, key: str) -
     contexts, generator, bundle = prefill(pipeline, name, key)
     noise = pipeline.initial_noise(contexts.image_shape, generator)
     latent = pipeline.denoise(contexts, noise, REQUESTS[name][1])
-    crossed = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
-    assert crossed.difference(bundle) == ""
+    received = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
+    assert received.difference(bundle) == ""
     for branch in ("gen", "cfg_text", "cfg_img"):
-        assert_same_cache(crossed[branch], getattr(contexts, branch))
+        assert_same_cache(received[branch], getattr(contexts, branch))
     generated = load_file(stages.out / f"{key}.image")
     assert same_bytes(generated["latent"], latent.contiguous())
     assert same_bytes(generated["image"], pipeline.decode(latent))
 
 
 def assert_same_cache(data: Any, context: Any) -> None:
-    """Against the model's own tensors, not against what the adapter made of them."""
+    """Compare with the model's own tensors, not with what the adapter made of them."""
     assert list(data.metadata.kv_lens) == context.kv_lens
     assert list(data.metadata.ropes) == context.ropes
     cache = context.past_key_values

@@ -63,7 +63,7 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
 def test_the_demo_ends_with_images_and_a_good_verdict(
     tmp_path: Path, options: list[str], copies: str
 ) -> None:
-    if "--in-place" in options:  # room for one request: the second waits until it is let go of
+    if "--in-place" in options:  # room for one request: the second waits until it is released
         options = [*options, "--connector", f"shm://demo-{os.getpid()}?quota=300000"]
     done = run_demo(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -65,7 +65,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
             yield Stages(link, process, root)
-            assert link.stats()["memory"]["used"] == 0  # the first step let go of everything
+            assert link.stats()["memory"]["used"] == 0  # the first step released everything
     assert process.returncode == 0
     torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""The KV manager: a KV is held until it is freed, once; one that does not come is an error."""
+"""The KV manager holds each KV until it is freed, and reports each that does not come."""
 
 from __future__ import annotations
 
@@ -158,16 +158,16 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(timeout=WAIT))
-        data, spoiled = allocate_copy(producer, "r", "value_cache", layer=1)
+        data, changed = allocate_copy(producer, "r", "value_cache", layer=1)
         receipt = producer.put(data)
-        spoiled.view(-1)[3] += 1  # behind the digests' back
+        changed.view(-1)[3] += 1  # after its digest was taken
         with pytest.raises(IntegrityError, match="layer 1, V"):
             manager.receive_from_connector(consumer, request("r"))
         with pytest.raises(TransferFailed):
             receipt.wait(timeout=WAIT)
         assert manager.stats()["charged"] == 0
         manager.close()
-        del data, spoiled
+        del data, changed
 
 
 def test_the_budget_is_kept(sockets: str) -> None:
@@ -191,7 +191,7 @@ def test_the_budget_is_kept(sockets: str) -> None:
         manager.close()
 
 
-def test_kv_larger_than_it_was_said_to_be_is_given_back(fixture: ManagerFixture) -> None:
+def test_kv_larger_than_announced_is_released(fixture: ManagerFixture) -> None:
     manager = DiffusionKVManager(fixture.consumer, KVConfig(budget=1000, timeout=WAIT))
     receipt = fixture.producer.put(bundle("r"))
     with pytest.raises(CapacityError, match=r"raise kv\.budget"):
@@ -202,7 +202,7 @@ def test_kv_larger_than_it_was_said_to_be_is_given_back(fixture: ManagerFixture)
 
 
 @pytest.mark.parametrize("sent", [True, False], ids=["ready", "receiving"])
-def test_freeing_early_gives_everything_back(fixture: ManagerFixture, sent: bool) -> None:
+def test_freeing_early_releases_everything(fixture: ManagerFixture, sent: bool) -> None:
     if sent:
         receipt = fixture.producer.put(bundle("r"))
     fixture.begin("r")
@@ -215,7 +215,7 @@ def test_freeing_early_gives_everything_back(fixture: ManagerFixture, sent: bool
     assert fixture.consumer.stats()["waiting"] == 0
 
 
-def test_closing_gives_everything_back(fixture: ManagerFixture) -> None:
+def test_closing_releases_everything(fixture: ManagerFixture) -> None:
     receipts = [fixture.producer.put(bundle(name)) for name in "abc"]
     for name in "abc":
         fixture.begin(name)

@@ -1,4 +1,4 @@
-"""The runner: KV from the manager, in the model's form, through the pipeline, and onwards."""
+"""The runner: receives KV, converts it, runs the pipeline, sends KV to the next stage."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_request_without_its_kv_is_an_error_and_the_others_are_right(
         assert (given[other.request_id].result()[0].int() - expected.int()).abs().max() <= 1
 
 
-def spoiled(name: str, how: str) -> Any:
+def incomplete(name: str, how: str) -> Any:
     whole = bundle(name)
     if how == "one cache":
         gen = whole["gen"]
@@ -154,21 +154,21 @@ OTHERS = ("cfg_text", "cfg_img")
         ("no generator", "without a generator"),
     ],
 )
-def test_a_partial_or_strange_kv_is_an_error_and_never_an_image(
+def test_an_incomplete_or_unfit_kv_is_an_error_and_never_an_image(
     runner: GPUDiffusionModelRunner, producer: KVProducer, how: str, message: str
 ) -> None:
-    one, other = request("r"), request("mate", "a fox", 1)
-    receipt = producer.put(spoiled("r", how))
+    one, other = request("r"), request("other", "a fox", 1)
+    receipt = producer.put(incomplete("r", how))
     receive_one(runner, one)
     receive(runner, producer, other)
     given = results(runner.execute_model([one, other]))
     with pytest.raises(SchemaError, match=message):
         given["r"].result()
-    assert torch.equal(given["mate"].result()[0], alone("a fox", 1))
+    assert torch.equal(given["other"].result()[0], alone("a fox", 1))
     receipt.wait(timeout=WAIT)
 
 
-def test_a_failing_pipeline_gives_every_kv_back(
+def test_a_failing_pipeline_releases_every_kv(
     runner: GPUDiffusionModelRunner, producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_failing_pipeline_gives_every_kv_back(
         receipt.wait(timeout=WAIT)
 
 
-def test_an_intermediate_stage_hands_the_kv_on(producer: KVProducer, sockets: str) -> None:
+def test_an_intermediate_stage_sends_the_kv_on(producer: KVProducer, sockets: str) -> None:
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
@@ -207,7 +207,9 @@ def test_an_intermediate_stage_hands_the_kv_on(producer: KVProducer, sockets: st
     runner.close()
 
 
-def test_what_fails_here_fails_downstream_at_once(producer: KVProducer, sockets: str) -> None:
+def test_a_request_that_fails_here_fails_in_the_next_stage_at_once(
+    producer: KVProducer, sockets: str
+) -> None:
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)

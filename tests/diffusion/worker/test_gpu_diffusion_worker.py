@@ -1,4 +1,4 @@
-"""The worker: a device, a runner that it passes everything to, and memory that it gives back."""
+"""The worker: its device, its runner, and the memory that `sleep` releases."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def fixture(sockets: str) -> Iterator[EngineFixture]:
         made.engine.close()
 
 
-def spoil(producer: KVProducer, name: str) -> Any:
+def put_corrupted(producer: KVProducer, name: str) -> Any:
     """Put a KV of which one bit is wrong."""
     data, wrong = allocate_copy(producer, name, "key_cache", layer=2)
     receipt = producer.put(data)
@@ -140,8 +140,8 @@ def spoil(producer: KVProducer, name: str) -> Any:
 def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_kind: str) -> None:
     others = {name: fixture.submit(name, seed=seed) for seed, name in enumerate("ab")}
     kind: type[Exception] = TransferTimeout
-    if fault_kind == "corrupt":  # before somebody waits for it, who would check it sooner
-        spoil(fixture.producer, "bad")
+    if fault_kind == "corrupt":  # before a get is pending, which would verify it at once
+        put_corrupted(fixture.producer, "bad")
         kind = IntegrityError
     started = time.monotonic()
     future = fixture.submit("bad", kv_timeout=0.5)

@@ -83,7 +83,7 @@ def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, recei
 
 
 def test_a_guidance_rank_is_killed_amid_a_request() -> None:
-    """Its mate, which waits for it, ends too; both come back, and the next image is right."""
+    """The rank that waits for it ends, too; both restart, and the next image is right."""
     deaths: list[Any] = []
     (fox,) = expected(["a fox"])
     with deployed({}, {"cfg_parallel_size": 2}) as omni:
