@@ -1,7 +1,7 @@
 """Many requests through the reference engine: an AR stage in its own process, a DiT stage here.
 
-Prompts are read, their KV is sent over a link, and images are generated in batches of requests that fit
-together. Then every image is compared with one made in this process, without an engine.
+Prompts are read, their KV is sent over a link, and images are generated in batches of requests that
+fit together. Then every image is compared with one made in this process, without an engine.
 
     python examples/engine_two_stage.py                      # tiny random weights, three connectors
     python examples/engine_two_stage.py --checkpoint DIR     # published weights
