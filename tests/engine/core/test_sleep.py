@@ -30,8 +30,8 @@ def resident():
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 def paint(worker):
-    wishes = OmniDiffusionSamplingParams(height=8, width=8, num_inference_steps=3, seed=1)
-    output = worker.execute_model([OmniDiffusionRequest("a fox", wishes, "r")])
+    params = OmniDiffusionSamplingParams(height=8, width=8, num_inference_steps=3, seed=1)
+    output = worker.execute_model([OmniDiffusionRequest("a fox", params, "r")])
     return output.runner_outputs[0].result.result()
 
 worker = GPUDiffusionWorker(0, 0, OmniDiffusionConfig(sys.argv[1], stage="all", dtype="float32"))
