@@ -119,7 +119,7 @@ def test_think_mode_says_what_it_thought(tmp_path: Any) -> None:
         assert torch.equal(output.result()[0], expected)
 
 
-def test_one_stage_alone_reads_and_paints() -> None:
+def test_one_stage_alone_reads_and_generates() -> None:
     how = {"pipeline": "bagel_single_stage", "stages": [{"stage_id": 0}]}
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
         (image,) = omni.generate(

@@ -349,7 +349,7 @@ def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) 
     assert not made.supports_request_batch
     for seed, output in enumerate(run(made, request("a"), request("b", seed=1))):
         assert torch.equal(output.result()[0], alone(pipe, "a fox", seed))
-    with pytest.raises(RequestFailed, match=r"paints \(32, 48\), not \(64, 64\)"):
+    with pytest.raises(RequestFailed, match=r"makes \(32, 48\), not \(64, 64\)"):
         run(made, request("c", height=64, width=64))[0].result()
     with pytest.raises(EngineError, match="no guidance_scale"):
         run(made, request("d", guidance_scale=2.0))[0].result()
