@@ -116,7 +116,7 @@ def order(stage: subprocess.Popen[str], end: dict[str, str], requests: list[Requ
             stage.stdin.write(json.dumps(line) + "\n")
 
 
-def orders() -> tuple[dict[str, str], list[Request]]:
+def orders() -> tuple[dict[str, Any], list[Request]]:
     """In a stage: what `order` wrote."""
     end, *requests = map(json.loads, sys.stdin)
     return end, [Request(**request) for request in requests]
@@ -147,20 +147,20 @@ def show(event: dict[str, Any]) -> None:
         end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
         parts = f"in {event['layers']} layers " if event["layers"] else ""
         print(f"{end}DiT  {event['request']}: received {parts}", end="")
-        print(f"with {ledger['copies']} copies, painted in {event['render_ms']:.0f} ms")
+        print(f"with {ledger['copies']} copies, generated in {event['render_ms']:.0f} ms")
     print(f"     ms: {phases}\n")
 
 
 def report(event: str, **facts: Any) -> None:
-    # One write a line: both stages speak into the same pipe.
+    # One write a line: both stages write to the same pipe.
     sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
     sys.stdout.flush()
 
 
 def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) -> bool:
-    """Compare what crossed, and what was painted, bit for bit."""
-    crossed = KVCacheBundle.load(bundle_path(args, request))
-    difference = crossed.difference(alone)
+    """Compare the received KV and the generated image bit for bit."""
+    received = KVCacheBundle.load(bundle_path(args, request))
+    difference = received.difference(alone)
     generated = Image.open(image_path(args, request))
     expected = Image.open(Path(args.scratch) / f"{request.request_id}.png")
     same_image = generated.size == expected.size and generated.tobytes() == expected.tobytes()

@@ -1,6 +1,6 @@
 """BAGEL in two processes: the AR stage reads the prompt, the DiT stage generates the image.
 
-Between them crosses one KV bundle. At the end every byte of K and V, and every pixel, is compared
+One KV bundle is sent between them. At the end every byte of K and V, and every pixel, is compared
 with a run in a single process; the exit status says whether all of it is equal.
 
     python examples/bagel_two_stage.py                      # tiny random weights, shared memory
@@ -26,7 +26,16 @@ import torch
 from bagel_director import Request, bundle_path, image_path, orders, report, run_stages, verdict
 from PIL import Image
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Receipt, SchemaError
+from omni_kvlink import (
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVLink,
+    KVProducer,
+    Receipt,
+    Received,
+    ReceivedStream,
+    SchemaError,
+)
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import (
     BagelContext,
@@ -48,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run_ar(args: argparse.Namespace) -> None:
-    """Read prompts, and hand their caches on."""
+    """Read prompts, and send their caches."""
     pipeline = load(args, "ar")
     end, requests = orders()
     with KVLink.serve(**end) as link:
@@ -58,7 +67,7 @@ def run_ar(args: argparse.Namespace) -> None:
             try:
                 receipts.append(send(args, link, pipeline, request))
             except SchemaError as error:  # noqa: PERF203 - such as: over capacity
-                link.fail(request.request_id, str(error))  # so that nobody waits for it
+                link.fail(request.request_id, str(error))  # or its reader would wait for it
                 refused.append(f"{request.request_id}: {error}")
         for receipt in receipts:
             receipt.wait(timeout=args.timeout)
@@ -67,7 +76,7 @@ def run_ar(args: argparse.Namespace) -> None:
 
 
 def send(
-    args: argparse.Namespace, link: KVLink, pipeline: BagelPipeline, request: Request
+    args: argparse.Namespace, link: KVProducer, pipeline: BagelPipeline, request: Request
 ) -> Receipt:
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(request.seed)
@@ -85,15 +94,15 @@ def send(
         tokens={name: bundle[name].metadata.seq_len for name in bundle},
         ledger=dataclasses.asdict(receipt.ledger),
     )
-    # In place, the memory is used again when its last tensor is gone: those that the pipeline
-    # remembers, and those of this function.
+    # In place, the memory is free when its last tensor is gone: those that the pipeline caches,
+    # and those of this function.
     pipeline.release_caches()
     return receipt
 
 
 def allocate(
     args: argparse.Namespace,
-    link: KVLink,
+    link: KVProducer,
     pipeline: BagelPipeline,
     request: Request,
     generator: torch.Generator,
@@ -112,10 +121,12 @@ def allocate(
         for name, tokens in capacities.items()
     }
     data = link.allocate(KVCacheBundle(request.request_id, plan), timeout=args.timeout).data
-    return {name: InPlaceCache(**data[name].layer_blocks) for name in capacities}
+    assert isinstance(data, KVCacheBundle)
+    blocks: dict[str, Any] = {name: data[name].layer_blocks for name in capacities}
+    return {name: InPlaceCache(**layers) for name, layers in blocks.items()}
 
 
-def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
+def stream(link: KVProducer, bundle: KVCacheBundle) -> Receipt:
     """Send layer by layer; what a branch shares with `gen` is a reference, and not sent."""
     with link.stream_put(bundle) as out:
         for name, branch in bundle.branches.items():
@@ -123,6 +134,7 @@ def stream(link: KVLink, bundle: KVCacheBundle) -> Receipt:
                 caches = branch.layer_blocks.values()
                 for layer, (key, value) in enumerate(zip(*caches, strict=True)):
                     out.write_layer(layer, key, value, branch=name)
+    assert out.receipt
     return out.receipt
 
 
@@ -132,13 +144,15 @@ def run_dit(args: argparse.Namespace) -> None:
     end, requests = orders()  # not before the AR stage serves
     with KVLink.connect(**end, timeout=args.timeout) as link:
         for request in requests:
+            received: Received | ReceivedStream
             if args.stream:
                 received = link.stream_get(request.request_id, timeout=args.timeout)
             else:
                 received = link.get(request.request_id, timeout=args.timeout, verify="full")
             with received as data:
                 # Each denoising step reads every layer, so nothing can start before the last one.
-                bundle = data.wait() if args.stream else data
+                bundle = data.wait() if isinstance(data, ReceivedStream) else data
+                assert isinstance(bundle, KVCacheBundle)
                 start = time.perf_counter()
                 contexts, generator, params = unpack(bundle)
                 image = pipeline.render(
@@ -151,12 +165,12 @@ def run_dit(args: argparse.Namespace) -> None:
                 Image.fromarray(image.numpy()).save(image_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
             del contexts, bundle, data
-            pipeline.release_caches()  # the last view is gone: the memory goes back
+            pipeline.release_caches()  # the last views are gone: the memory is released
             report(
-                "painted",
+                "generated",
                 request=request.request_id,
                 render_ms=1e3 * seconds,
-                layers=len(received) if args.stream else 0,
+                layers=len(received) if isinstance(received, ReceivedStream) else 0,
                 ledger=dataclasses.asdict(received.ledger),
             )
 
@@ -186,18 +200,20 @@ def extra(request: Request, generator: torch.Generator) -> dict[str, Any]:
 
 
 def unpack(bundle: KVCacheBundle) -> tuple[BagelContexts, torch.Generator, DenoiseParams]:
-    """The bundle as the pipeline wants it, its tensors still in the link's memory."""
+    """The bundle in the pipeline's form, its tensors still in the link's memory."""
     loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
     metadata = bundle["gen"].metadata
     contexts = BagelContexts(
-        **{name: BagelContext(**context) for name, context in loaded.items()},
+        gen=BagelContext(**loaded["gen"]),
+        cfg_text=BagelContext(**loaded["cfg_text"]),
+        cfg_img=BagelContext(**loaded["cfg_img"]),
         image_shape=metadata.image_shape,
     )
     params = {**metadata.extra["params"], "cfg_interval": tuple(metadata.extra["cfg_interval"])}
     return contexts, unpack_generator(metadata.extra["generator"]), DenoiseParams(**params)
 
 
-# The rest of it: the same in one process, and a verdict.
+# The same in one process, and the comparison.
 
 
 def main() -> int:
@@ -231,14 +247,14 @@ def direct(args: argparse.Namespace) -> int:
 
 
 class SingleProcess:
-    """The same requests without a link: what everything is compared with."""
+    """The same requests without a link: the reference."""
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._pipeline = args, load(args, "all")
         self.bundles: dict[str, KVCacheBundle] = {}
 
     def run(self, request: Request) -> str:
-        """Paint; returns the image's file."""
+        """Generate the image; returns its file."""
         generator = torch.Generator().manual_seed(request.seed)
         self.bundles[request.request_id] = prefill(self._pipeline, request, generator)
         generator = torch.Generator().manual_seed(request.seed)

@@ -1,7 +1,7 @@
-"""A pipeline of diffusers behind the engine: requests of several users, painted in batches.
+"""A pipeline of diffusers behind the engine: requests of several users, generated in batches.
 
 Without a checkpoint, a tiny Stable Diffusion 3 with random weights is made from configurations
-alone. Every image is then painted again by the pipeline itself, without an engine.
+alone. Every image is then generated again by the pipeline itself, without an engine.
 
     python examples/diffusers_executor.py                     # tiny random weights
     python examples/diffusers_executor.py --checkpoint DIR    # a directory of `save_pretrained`
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--prompt", default="a red fox in the snow")
     parser.add_argument("--size", default=32, type=int, help="height and width in pixels")
     parser.add_argument("--requests", default=8, type=int)
-    parser.add_argument("--batch", default=4, type=int, help="requests painted at once")
+    parser.add_argument("--batch", default=4, type=int, help="requests generated at once")
     parser.add_argument("--steps", default=8, type=int, help="denoising steps")
     parser.add_argument("--timeout", default=300.0, type=float, help="seconds for all")
     parser.add_argument("--out", default=Path("out"), type=Path)

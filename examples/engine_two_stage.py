@@ -1,7 +1,7 @@
 """Many requests through the reference engine: an AR stage in its own process, a DiT stage here.
 
-Prompts are read, their KV crosses a link, and images are painted in batches of requests that fit
-together. Then every image is compared with one made in this process, without an engine.
+Prompts are read, their KV is sent over a link, and images are generated in batches of requests that
+fit together. Then every image is compared with one made in this process, without an engine.
 
     python examples/engine_two_stage.py                      # tiny random weights, three connectors
     python examples/engine_two_stage.py --checkpoint DIR     # published weights
@@ -86,10 +86,10 @@ def compare(checkpoint: str, prompts: list[str], params: list[Any], images: list
     pipeline = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float32)
     worst = exact = 0
     for prompt, options, image in zip(prompts, params, images, strict=True):
-        params = DenoiseParams.for_text_to_image()
+        defaults = DenoiseParams.for_text_to_image()
         expected = pipeline.generate(
             prompt,
-            dataclasses.replace(params, num_timesteps=options["num_inference_steps"]),
+            dataclasses.replace(defaults, num_timesteps=options["num_inference_steps"]),
             generator=torch.Generator().manual_seed(options["seed"]),
             image_shape=(options["height"], options["width"]),
         )
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--ray", default="", help="address of a cluster: host:port, auto or local")
     parser.add_argument("--executor", default="uni", choices=["uni", "mp"])
     parser.add_argument("--requests", default=16, type=int)
-    parser.add_argument("--batch", default=4, type=int, help="requests painted at once")
+    parser.add_argument("--batch", default=4, type=int, help="requests generated at once")
     parser.add_argument("--steps", default=12, type=int, help="denoising timesteps")
     parser.add_argument("--timeout", default=300.0, type=float, help="seconds for each run")
     args = parser.parse_args()

@@ -132,7 +132,7 @@ class Engine:
 
 
 def run_producer(engine: Engine, url: str, prompts: list[list[int]], budget: int) -> None:
-    """Prefill prompts, and answer who asks for their beginnings."""
+    """Prefill prompts, and answer queries for their prefixes."""
     store = PrefixStore(budget)
     with KVLink.serve(url) as link:
         peers = connect_peers(link)
@@ -158,7 +158,7 @@ def prefill(engine: Engine, store: PrefixStore, prompt: list[int], number: int) 
             )
             return {"computed": len(prompt) - match.tokens}
     except BaseException as error:
-        store.fail(prompt, repr(error))  # so that nobody waits for it
+        store.fail(prompt, repr(error))  # or readers would wait until their timeouts
         raise
 
 

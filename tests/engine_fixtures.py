@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink import KVCacheBundle, KVLink
+from omni_kvlink import KVCacheBundle, KVLink, KVProducer
 from omni_kvlink.adapters import BagelAdapter, pack_generator
 from omni_kvlink.engine import (
     KVConfig,
@@ -26,8 +26,6 @@ from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink import KVProducer
-
 SHAPE = (16, 24)
 STEPS = 5
 WAIT = 30.0
@@ -36,7 +34,7 @@ _numbers = itertools.count()
 
 @cache
 def checkpoint() -> str:
-    """Made once, and removed when the process ends."""
+    """Made once, and gone with the process."""
     directory = tempfile.TemporaryDirectory(prefix="kvl-engine-")
     _kept.append(directory)
     return str(make_tiny_checkpoint(Path(directory.name)))
@@ -57,7 +55,7 @@ def params(seed: int = 0, **fields: Any) -> OmniDiffusionSamplingParams:
 
 
 def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> OmniDiffusionRequest:
-    """A request whose KV comes from the stage before; `fields` are of it or of its parameters."""
+    """A request whose KV comes from the stage before; `fields` of it, or of its sampling params."""
     own = {key: fields.pop(key) for key in list(fields) if key in REQUEST_FIELDS}
     own = {"need_kv_receive": True, **own}
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
@@ -83,6 +81,21 @@ def bundle(
         image_shape=contexts.image_shape,
         extra={"generator": pack_generator(generator)},
     )
+
+
+def allocate_copy(
+    producer: KVProducer, name: str, part: str, *, layer: int
+) -> tuple[KVCacheBundle, torch.Tensor]:
+    """`bundle(name)` in the link's memory, and the tensor of one layer of its "gen" there."""
+    data = producer.allocate(bundle(name)).data
+    assert isinstance(data, KVCacheBundle)
+    for target, source in zip(data.tensors(), bundle(name).tensors(), strict=True):
+        assert isinstance(target, torch.Tensor)
+        assert isinstance(source, torch.Tensor)
+        target.copy_(source)
+    tensor = data["gen"].layer_blocks[part][layer]
+    assert isinstance(tensor, torch.Tensor)
+    return data, tensor
 
 
 def alone(prompt: Any = "a fox", seed: int = 0, **fields: Any) -> torch.Tensor:

@@ -144,8 +144,6 @@ class DiffusionSchedulerOutput:
     """The requests of a step; they make one batch."""
 
     requests: list[OmniDiffusionRequest]
-    step_id: int = 0
-    num_waiting: int = 0
 
     @property
     def request_ids(self) -> list[str]:

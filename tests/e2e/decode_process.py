@@ -11,18 +11,19 @@ import sys
 from typing import Any
 
 import torch
-from hf_models import Case, decode
+from hf_models import Case, decode  # type: ignore[import-not-found] # in the script's folder
 from safetensors.torch import save_file
 
-from omni_kvlink import KVCacheTransferData, KVLink
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVConsumer, KVLink
 from omni_kvlink.adapters import DynamicCacheAdapter
 
 make = functools.lru_cache(maxsize=1)(Case.make)
 
 
-def run(link: KVLink, job: dict[str, Any]) -> None:
+def run(link: KVConsumer, job: dict[str, Any]) -> None:
     model = make(Case(**job["case"]))
     with link.get(job["key"], timeout=30.0, verify="full") as payload:
+        assert isinstance(payload, KVCacheTransferData | KVCacheBundle)
         cache = DynamicCacheAdapter().unpack(payload, config=model.config)
         first = payload if isinstance(payload, KVCacheTransferData) else payload["layers_0"]
         ropes, extra = list(first.metadata.ropes), first.metadata.extra

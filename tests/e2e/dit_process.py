@@ -1,4 +1,4 @@
-"""The DiT stage of the end-to-end tests: a process of its own that paints what it receives.
+"""The DiT stage of the end-to-end tests: a process that generates images of the KV it receives.
 
 Each line of standard input is a job; each answer names the files it wrote.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVCacheBundle, KVConsumer, KVLink, Received, ReceivedStream
 from omni_kvlink.adapters import BagelAdapter, unpack_generator
 from omni_kvlink.models.bagel import (
     BagelContext,
@@ -23,7 +24,10 @@ from omni_kvlink.models.bagel import (
 )
 
 
-def generate_image(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) -> None:
+def generate_image(
+    link: KVConsumer, pipeline: BagelPipeline, job: dict[str, Any], out: Path
+) -> None:
+    received: Received | ReceivedStream
     if job["streamed"]:
         received = link.stream_get(job["key"], timeout=30.0)
         received.wait_for_layer(0, branch="gen")
@@ -31,12 +35,15 @@ def generate_image(link: KVLink, pipeline: BagelPipeline, job: dict, out: Path) 
     else:
         received = link.get(job["key"], timeout=30.0, verify="full")
     with received as data:
-        bundle = data.wait() if job["streamed"] else data
+        bundle = data.wait() if isinstance(data, ReceivedStream) else data
+        assert isinstance(bundle, KVCacheBundle)
         bundle.save(out / f"{job['key']}.kv.safetensors")
         loaded = BagelAdapter().load_contexts(bundle, NaiveCache)
         metadata = bundle["gen"].metadata
         contexts = BagelContexts(
-            **{name: BagelContext(**context) for name, context in loaded.items()},
+            gen=BagelContext(**loaded["gen"]),
+            cfg_text=BagelContext(**loaded["cfg_text"]),
+            cfg_img=BagelContext(**loaded["cfg_img"]),
             image_shape=metadata.image_shape,
         )
         params = {**job["params"], "cfg_interval": tuple(job["params"]["cfg_interval"])}
@@ -59,7 +66,7 @@ def main() -> None:
         for line in sys.stdin:
             job = json.loads(line)
             generate_image(link, pipelines[job["dtype"]], job, Path(out))
-            print("painted", flush=True)
+            print("generated", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from omni_kvlink import Allocation, KVCacheBundle, KVCacheTransferData, KVLink, Receipt
+from omni_kvlink import Allocation, KVCacheBundle, KVCacheTransferData, KVLink, KVProducer, Receipt
 from omni_kvlink.adapters import BagelAdapter, pack_generator
 from omni_kvlink.models.bagel import (
     BagelContexts,
@@ -51,7 +51,7 @@ REQUESTS: dict[str, tuple[Any, DenoiseParams, dict[str, Any]]] = {
 class Stages:
     """The AR stage (here), the link, and the DiT stage's process."""
 
-    link: KVLink
+    link: KVProducer
     process: subprocess.Popen[str]
     pipelines: dict[str, BagelPipeline]
     out: Path
@@ -59,7 +59,7 @@ class Stages:
     def send(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> Receipt:
         receipt = self.link.put(bundle)
         self._request(key, dtype, params, streamed=False)
-        self._expect_line("painted")
+        self._expect_line("generated")
         receipt.wait(timeout=10.0)
         return receipt
 
@@ -77,7 +77,7 @@ class Stages:
                 out.write_layer(at, keys, values, branch=name)
                 if (name, at) == ("gen", 0):
                     self._expect_line("layer 0 is here")
-        self._expect_line("painted")
+        self._expect_line("generated")
         assert out.receipt
         out.receipt.wait(timeout=10.0)
         return out.receipt
@@ -146,26 +146,28 @@ def prefill(
 
 def in_place(allocation: Allocation) -> dict[str, InPlaceCache]:
     data = allocation.data
-    return {branch: InPlaceCache(**data[branch].layer_blocks) for branch in data}
+    assert isinstance(data, KVCacheBundle)
+    blocks: dict[str, Any] = {branch: data[branch].layer_blocks for branch in data}
+    return {branch: InPlaceCache(**layers) for branch, layers in blocks.items()}
 
 
 def assert_equals_one_process(stages: Stages, name: str, dtype: str, key: str) -> None:
-    """What crossed and was painted, against the same request in this process, without a link."""
+    """Compare the KV and the image of the other process with those of one process."""
     pipeline = stages.pipelines[dtype]
     contexts, generator, bundle = prefill(pipeline, name, key)
     noise = pipeline.initial_noise(contexts.image_shape, generator)
     latent = pipeline.denoise(contexts, noise, REQUESTS[name][1])
-    crossed = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
-    assert crossed.difference(bundle) == ""
+    received = KVCacheBundle.load(stages.out / f"{key}.kv.safetensors")
+    assert received.difference(bundle) == ""
     for branch in ("gen", "cfg_text", "cfg_img"):
-        assert_same_cache(crossed[branch], getattr(contexts, branch))
+        assert_same_cache(received[branch], getattr(contexts, branch))
     generated = load_file(stages.out / f"{key}.image")
     assert same_bytes(generated["latent"], latent.contiguous())
     assert same_bytes(generated["image"], pipeline.decode(latent))
 
 
 def assert_same_cache(data: Any, context: Any) -> None:
-    """Against the model's own tensors, not against what the adapter made of them."""
+    """Compare with the model's own tensors, not with what the adapter made of them."""
     assert list(data.metadata.kv_lens) == context.kv_lens
     assert list(data.metadata.ropes) == context.ropes
     cache = context.past_key_values

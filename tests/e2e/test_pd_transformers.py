@@ -86,7 +86,7 @@ def test_the_verdict_can_be_lost(tmp_path: Path) -> None:
 
 
 def test_a_failed_stage_ends_the_example(tmp_path: Path) -> None:
-    """No room for the prompt in the store: an error and no verdict, and nobody waits for long."""
+    """The store is too small for the prompt: an error, no verdict, and no long wait."""
     done = run(tmp_path, "--budget", "0.01", "--timeout", "20")
     assert done.returncode != 0
     assert "CapacityError" in done.stderr

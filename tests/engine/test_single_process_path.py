@@ -55,7 +55,7 @@ def entered(sockets: str) -> set[str]:
             assert output.result().equal(expected[None])
     finally:
         sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return found
 
 
@@ -63,8 +63,9 @@ def lines_of_code(source: str) -> int:
     """Lines that have more than a docstring or a comment on them."""
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text and isinstance(node.value.value, str):
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            continue
+        if isinstance(node.value.value, str):
             documentation |= set(range(node.lineno, (node.end_lineno or 0) + 1))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -72,7 +72,7 @@ class StageEngine(EngineCore, ABC, Generic[C]):
             )
         return [future.result() for future in futures.values()]
 
-    def discard(self, request_id: str, reason: str) -> None:
+    def fail_kv(self, request_id: str, reason: str) -> None:
         """Fail a KV that this stage sent: its memory is released, its readers get `reason`."""
         self.executor.fail_kv(request_id, reason)
 

@@ -224,7 +224,7 @@ class OmniDiffusion:
         output = finished.result()
         stages.append(output)
         if output.error is not None and number:
-            self.stages[number - 1].discard(request.request_id, str(output.error))
+            self.stages[number - 1].fail_kv(request.request_id, str(output.error))
         if output.error is not None or number == len(self.stages) - 1:
             self._resolve(request.request_id, output, stages, done)
             return
@@ -232,7 +232,7 @@ class OmniDiffusion:
             following = self._following(number + 1, request, given, output)
             coming = self.stages[number + 1].submit(following)
         except Exception as error:
-            self.stages[number].discard(request.request_id, str(error))
+            self.stages[number].fail_kv(request.request_id, str(error))
             failed = DiffusionOutput(request.request_id, error=error)
             self._resolve(request.request_id, failed, stages, done)
             return

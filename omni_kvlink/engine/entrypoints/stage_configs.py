@@ -18,6 +18,7 @@ from omni_kvlink.engine.config import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
+from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
-NODE = "{node}"
-"""Placeholder in a URL: the address of the node on which Ray places a stage or a rank."""
-
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
 _AR_FIELDS = {

@@ -36,7 +36,7 @@ class Budget:
         """Reserve `request.kv_nbytes`, or `kv.reserve` if it is None; returns the bytes reserved.
 
         Raises:
-            CapacityError: more than what is free; `asked` and `free` are in bytes.
+            CapacityError: more than what is free; `requested` and `free` are in bytes.
         """
         self.correct(request.request_id, self._size(request))
         return self._size(request)

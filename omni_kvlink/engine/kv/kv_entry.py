@@ -42,7 +42,6 @@ class KVEntry:
         nbytes: bytes reserved; the actual size once that is known.
         data: the KV, while the state is READY.
         error: why it did not come, while the state is FAILED.
-        seconds: how long the receive took.
     """
 
     def __init__(self, request_id: str, nbytes: int, timeout: float):
@@ -50,7 +49,6 @@ class KVEntry:
         self.state = KVState.ALLOCATED
         self.data: KVPayload | None = None
         self.error: Exception | None = None
-        self.seconds = 0.0
         self._lock = threading.Lock()
         self._source: KVSource | None = None
         self._get: KVGet | None = None
@@ -114,7 +112,6 @@ class KVEntry:
         with self._lock:
             if not self._closed:
                 self._received, self.data, self.state = received, data, KVState.READY
-                self.seconds = time.monotonic() - self._started
                 return
         received.release()
 

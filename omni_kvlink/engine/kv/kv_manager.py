@@ -73,7 +73,7 @@ class DiffusionKVManager:
         """Reserve memory for a request's KV: its `kv_nbytes`, or `kv.reserve` if that is None.
 
         Raises:
-            CapacityError: more than what is free; `asked` and `free` are in bytes.
+            CapacityError: more than what is free; `requested` and `free` are in bytes.
             EngineError: the request has a reservation already.
         """
         with self._changed:

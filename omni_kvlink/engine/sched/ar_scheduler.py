@@ -81,7 +81,7 @@ class OmniARScheduler(Scheduler):
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
-        return ARSchedulerOutput(requests, self._steps, len(self._waiting), tables)
+        return ARSchedulerOutput(requests, tables)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         for blocks in self._tables.pop(request.request_id, {}).values():

@@ -232,7 +232,7 @@ class Scheduler(ABC):
         return bool(self._ended) or self._num_ready() > 0
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> DiffusionSchedulerOutput:
-        return DiffusionSchedulerOutput(requests, self._steps, len(self._waiting))
+        return DiffusionSchedulerOutput(requests)
 
     def _end(self, state: RequestState, error: Exception) -> None:
         """End a request that has not run."""

@@ -87,12 +87,12 @@ class RemoteStage(ABC):
         """Abort a request in any state; unknown ones are ignored. Returns at once."""
         self._client.call("abort", [request_id])
 
-    def discard(self, request_id: str, reason: str) -> None:
+    def fail_kv(self, request_id: str, reason: str) -> None:
         """Release the KV that this stage sent for a request which the next stage will not receive.
 
         Returns at once.
         """
-        self._client.call("discard", [request_id, reason])
+        self._client.call("fail_kv", [request_id, reason])
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between two batches, take the weights out of the stage's device memory."""

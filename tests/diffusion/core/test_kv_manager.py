@@ -1,20 +1,22 @@
-"""The KV manager: a KV is held until it is freed, once; one that does not come is an error."""
+"""The KV manager holds each KV until it is freed, and reports each that does not come."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, bundle, link, request
+from engine_fixtures import WAIT, allocate_copy, bundle, link, request
 
 from omni_kvlink import (
     CapacityError,
     ClosedError,
     IntegrityError,
     KVCacheBundle,
+    KVConsumer,
     KVLink,
+    KVProducer,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 class ManagerFixture:
     """A producer and a KV manager in this process."""
 
-    def __init__(self, producer: KVLink, consumer: KVLink, manager: DiffusionKVManager):
+    def __init__(self, producer: KVProducer, consumer: KVConsumer, manager: DiffusionKVManager):
         self.producer, self.consumer, self.manager = producer, consumer, manager
         self._changed = threading.Condition()
         manager.listen(self._on_changed)
@@ -42,7 +44,7 @@ class ManagerFixture:
             assert self._changed.wait_for(lambda: self.manager.state(name) in states, WAIT)
         return self.manager.state(name)
 
-    def begin(self, name: str, **fields: object) -> None:
+    def begin(self, name: str, **fields: Any) -> None:
         self.manager.allocate(request(name, **fields))
         self.manager.prefetch(request(name, **fields))
 
@@ -156,19 +158,16 @@ def test_a_changed_byte_is_an_error(sockets: str) -> None:
         KVLink.connect(producer.url, timeout=5, directory=sockets) as consumer,
     ):
         manager = DiffusionKVManager(consumer, KVConfig(timeout=WAIT))
-        capacity = producer.allocate(bundle("r"))
-        for target, source in zip(capacity.data.tensors(), bundle("r").tensors(), strict=True):
-            target.copy_(source)
-        spoiled = capacity.data["gen"].layer_blocks["value_cache"][1]
-        receipt = producer.put(capacity.data)
-        spoiled.view(-1)[3] += 1  # behind the digests' back
+        data, changed = allocate_copy(producer, "r", "value_cache", layer=1)
+        receipt = producer.put(data)
+        changed.view(-1)[3] += 1  # after its digest was taken
         with pytest.raises(IntegrityError, match="layer 1, V"):
             manager.receive_from_connector(consumer, request("r"))
         with pytest.raises(TransferFailed):
             receipt.wait(timeout=WAIT)
         assert manager.stats()["charged"] == 0
         manager.close()
-        del target, source, spoiled, capacity
+        del data, changed
 
 
 def test_the_budget_is_kept(sockets: str) -> None:
@@ -192,7 +191,7 @@ def test_the_budget_is_kept(sockets: str) -> None:
         manager.close()
 
 
-def test_kv_larger_than_it_was_said_to_be_is_given_back(fixture: ManagerFixture) -> None:
+def test_kv_larger_than_announced_is_released(fixture: ManagerFixture) -> None:
     manager = DiffusionKVManager(fixture.consumer, KVConfig(budget=1000, timeout=WAIT))
     receipt = fixture.producer.put(bundle("r"))
     with pytest.raises(CapacityError, match=r"raise kv\.budget"):
@@ -203,7 +202,7 @@ def test_kv_larger_than_it_was_said_to_be_is_given_back(fixture: ManagerFixture)
 
 
 @pytest.mark.parametrize("sent", [True, False], ids=["ready", "receiving"])
-def test_freeing_early_gives_everything_back(fixture: ManagerFixture, sent: bool) -> None:
+def test_freeing_early_releases_everything(fixture: ManagerFixture, sent: bool) -> None:
     if sent:
         receipt = fixture.producer.put(bundle("r"))
     fixture.begin("r")
@@ -216,7 +215,7 @@ def test_freeing_early_gives_everything_back(fixture: ManagerFixture, sent: bool
     assert fixture.consumer.stats()["waiting"] == 0
 
 
-def test_closing_gives_everything_back(fixture: ManagerFixture) -> None:
+def test_closing_releases_everything(fixture: ManagerFixture) -> None:
     receipts = [fixture.producer.put(bundle(name)) for name in "abc"]
     for name in "abc":
         fixture.begin(name)

@@ -1,4 +1,4 @@
-"""The runner: KV from the manager, in the model's form, through the pipeline, and onwards."""
+"""The runner: receives KV, converts it, runs the pipeline, sends KV to the next stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 import torch
 from engine_fixtures import WAIT, alone, bundle, config, link, request, url
 
-from omni_kvlink import KVCacheTransferData, KVLink, SchemaError, TransferFailed
+from omni_kvlink import (
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVLink,
+    KVProducer,
+    SchemaError,
+    TransferFailed,
+)
 from omni_kvlink.engine import (
     BatchRunnerOutput,
     CacheBackend,
@@ -23,29 +30,37 @@ from omni_kvlink.payload.views import same_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink.engine import OmniDiffusionRequest
+
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def producer(sockets: str) -> Iterator[KVLink]:
+def producer(sockets: str) -> Iterator[KVProducer]:
     with link(sockets) as made:
         yield made
 
 
 @pytest.fixture
-def runner(producer: KVLink, sockets: str) -> Iterator[GPUDiffusionModelRunner]:
+def runner(producer: KVProducer, sockets: str) -> Iterator[GPUDiffusionModelRunner]:
     made = GPUDiffusionModelRunner(config(producer, sockets), CPU)
     yield made
     made.close()
 
 
-def receive(runner: GPUDiffusionModelRunner, producer: KVLink, *requests: Any) -> list[Any]:
+def receive(runner: GPUDiffusionModelRunner, producer: KVProducer, *requests: Any) -> list[Any]:
     """What the scheduler does before a request runs."""
     receipts = []
     for one in requests:
         receipts.append(producer.put(bundle(one.request_id, one.prompt, one.sampling_params.seed)))
-        runner.kv_manager.receive_from_connector(runner.connector, one)
+        receive_one(runner, one)
     return receipts
+
+
+def receive_one(runner: GPUDiffusionModelRunner, one: OmniDiffusionRequest) -> None:
+    assert runner.kv_manager
+    assert runner.connector
+    runner.kv_manager.receive_from_connector(runner.connector, one)
 
 
 def results(output: BatchRunnerOutput) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def results(output: BatchRunnerOutput) -> dict[str, Any]:
 
 
 def test_runner_kv_operations_via_manager(
-    runner: GPUDiffusionModelRunner, producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    runner: GPUDiffusionModelRunner, producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, Any]] = []
 
@@ -90,8 +105,8 @@ def test_runner_kv_operations_via_manager(
     receipt.wait(timeout=WAIT)
 
 
-def test_a_request_without_its_kv_is_an_error_and_its_mates_are_right(
-    runner: GPUDiffusionModelRunner, producer: KVLink
+def test_a_request_without_its_kv_is_an_error_and_the_others_are_right(
+    runner: GPUDiffusionModelRunner, producer: KVProducer
 ) -> None:
     others = [request("a", "a fox", 1), request("b", "two hats", 2)]
     receive(runner, producer, *others)
@@ -100,17 +115,15 @@ def test_a_request_without_its_kv_is_an_error_and_its_mates_are_right(
     with pytest.raises(EngineError, match="absent"):
         given["missing"].result()
     for other in others:
-        expected = alone(other.prompt, other.sampling_params.seed)
+        expected = alone(other.prompt, other.sampling_params.seed or 0)
         assert (given[other.request_id].result()[0].int() - expected.int()).abs().max() <= 1
 
 
-def spoiled(name: str, how: str) -> Any:
+def incomplete(name: str, how: str) -> Any:
     whole = bundle(name)
     if how == "one cache":
         gen = whole["gen"]
         return KVCacheTransferData(name, gen.layer_blocks, (), gen.metadata)
-    from omni_kvlink import KVCacheBundle
-
     branches = dict(whole.branches)
     gen = whole["gen"]
     if how == "no cfg_text":
@@ -141,22 +154,22 @@ OTHERS = ("cfg_text", "cfg_img")
         ("no generator", "without a generator"),
     ],
 )
-def test_a_partial_or_strange_kv_is_an_error_and_never_an_image(
-    runner: GPUDiffusionModelRunner, producer: KVLink, how: str, message: str
+def test_an_incomplete_or_unfit_kv_is_an_error_and_never_an_image(
+    runner: GPUDiffusionModelRunner, producer: KVProducer, how: str, message: str
 ) -> None:
-    one, other = request("r"), request("mate", "a fox", 1)
-    receipt = producer.put(spoiled("r", how))
-    runner.kv_manager.receive_from_connector(runner.connector, one)
+    one, other = request("r"), request("other", "a fox", 1)
+    receipt = producer.put(incomplete("r", how))
+    receive_one(runner, one)
     receive(runner, producer, other)
     given = results(runner.execute_model([one, other]))
     with pytest.raises(SchemaError, match=message):
         given["r"].result()
-    assert torch.equal(given["mate"].result()[0], alone("a fox", 1))
+    assert torch.equal(given["other"].result()[0], alone("a fox", 1))
     receipt.wait(timeout=WAIT)
 
 
-def test_a_failing_pipeline_gives_every_kv_back(
-    runner: GPUDiffusionModelRunner, producer: KVLink, monkeypatch: pytest.MonkeyPatch
+def test_a_failing_pipeline_releases_every_kv(
+    runner: GPUDiffusionModelRunner, producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no more memory")
@@ -172,7 +185,7 @@ def test_a_failing_pipeline_gives_every_kv_back(
         receipt.wait(timeout=WAIT)
 
 
-def test_an_intermediate_stage_hands_the_kv_on(producer: KVLink, sockets: str) -> None:
+def test_an_intermediate_stage_sends_the_kv_on(producer: KVProducer, sockets: str) -> None:
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
@@ -183,6 +196,7 @@ def test_an_intermediate_stage_hands_the_kv_on(producer: KVLink, sockets: str) -
         assert torch.equal(output.result()[0], alone("two hats", 3))
         with downstream.get("r", timeout=WAIT, verify="full") as data:
             sent = bundle("r", "two hats", 3)
+            assert isinstance(data, KVCacheBundle)
             for name in sent:
                 mine, theirs = sent[name], data[name]
                 assert theirs.block_ids == []
@@ -193,7 +207,9 @@ def test_an_intermediate_stage_hands_the_kv_on(producer: KVLink, sockets: str) -
     runner.close()
 
 
-def test_what_fails_here_fails_downstream_at_once(producer: KVLink, sockets: str) -> None:
+def test_a_request_that_fails_here_fails_in_the_next_stage_at_once(
+    producer: KVProducer, sockets: str
+) -> None:
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
@@ -208,7 +224,7 @@ class Counting(CacheBackend):
     """Hooks into nothing; counts."""
 
     def enable(self, pipeline: Any) -> None:
-        self.enabled, self.refreshed = True, []
+        self.enabled, self.refreshed = True, list[int]()
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         self.refreshed.append(num_inference_steps)
@@ -219,6 +235,7 @@ def test_a_cache_backend_is_refreshed_before_each_generation() -> None:
     runner = GPUDiffusionModelRunner(config(None, stage="all", cache_backend="counting"), CPU)
     for name in "ab":
         runner.execute_model([request(name, need_kv_receive=False)])
+    assert isinstance(runner.cache_backend, Counting)
     assert runner.cache_backend.refreshed == [5, 5]
     runner.close()
 

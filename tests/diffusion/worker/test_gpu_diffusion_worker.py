@@ -1,4 +1,4 @@
-"""The worker: a device, a runner that it passes everything to, and memory that it gives back."""
+"""The worker: its device, its runner, and the memory that `sleep` releases."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_asleep_nothing_runs_and_awake_all_is_as_before(
 
 
 def test_level_1_keeps_weights_that_no_checkpoint_has(worker: GPUDiffusionWorker) -> None:
-    weight = worker.runner.utility.modules()["model"].llm2vae.weight
+    model: Any = worker.runner.utility.modules()["model"]
+    weight = model.llm2vae.weight
     weight.data += 1
     changed = weight.data.clone()
     worker.sleep(1)

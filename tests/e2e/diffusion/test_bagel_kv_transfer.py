@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_fixtures import WAIT, alone, bundle, checkpoint, pipeline
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVCacheBundle, KVLink
 from omni_kvlink.engine import (
     KVConfig,
     OmniARConfig,
@@ -62,13 +62,13 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
         KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
     ):
         for seed, (name, (prompt, _)) in enumerate(PROMPTS.items()):
-            params = {"height": 16, "width": 24, "seed": seed}
-            params = OmniDiffusionSamplingParams(**params)
+            params = OmniDiffusionSamplingParams(height=16, width=24, seed=seed)
             request = OmniDiffusionRequest(prompt, params, name, need_kv_transfer=True)
             output = stage.submit(request).result(WAIT)
             assert output.error is None
             expected = bundle(name, prompt, seed)
             with consumer.get(name, timeout=WAIT, verify="full") as data:
+                assert isinstance(data, KVCacheBundle)
                 assert list(data) == list(expected)
                 for branch in expected:
                     ours, theirs = expected[branch], data[branch]
@@ -77,6 +77,7 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
                     assert theirs.metadata.image_shape == ours.metadata.image_shape
                     pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
                     assert all(same_bytes(mine, other) for mine, other in pairs)
+                assert output.kv_sent
                 assert output.kv_sent.tokens == expected["gen"].metadata.seq_len
         assert stage.stats()["free_blocks"] == 256
 
@@ -118,7 +119,7 @@ def test_think_mode_says_what_it_thought(tmp_path: Any) -> None:
         assert torch.equal(output.result()[0], expected)
 
 
-def test_one_stage_alone_reads_and_paints() -> None:
+def test_one_stage_alone_reads_and_generates() -> None:
     how = {"pipeline": "bagel_single_stage", "stages": [{"stage_id": 0}]}
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
         (image,) = omni.generate(

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, pipeline, request
+from engine_fixtures import (
+    WAIT,
+    allocate_copy,
+    alone,
+    bundle,
+    checkpoint,
+    config,
+    link,
+    pipeline,
+    request,
+)
 
 from omni_kvlink import (
     ClosedError,
     IntegrityError,
-    KVLink,
     KVLinkError,
+    KVProducer,
     SchemaError,
     TransferFailed,
     TransferTimeout,
@@ -66,17 +76,22 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
     prompts = [f"a fox, number {seed} " + "and so on " * (seed % 9) for seed in range(64)]
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
         images = omni.generate(prompts, params, timeout=100, output_type="pt")
-        reader, (ar, dit) = omni.stages[1], omni.stats()
+        (ar, dit), reader = omni.stats(), cast("DiffusionEngine", omni.stages[1])
         assert (ar["waiting"], ar["running"], ar["free_blocks"]) == (0, 0, 1024)
         assert (dit["waiting"], dit["running"], dit["kv"]["charged"]) == (0, 0, 0)
         assert (dit["kv"]["received"], dit["kv"]["freed"]) == (64, 64)
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
-        assert reader.executor.worker.model_runner.connector.stats()["waiting"] == 0
+        assert runner_of(reader).connector.stats()["waiting"] == 0
         assert link_used(omni) == 0
     for prompt, fields, image in zip(prompts, params, images, strict=True):
         expected = alone(prompt, **fields)
         same = torch.equal if seqs == 1 else close_to
         assert same(image[0], expected), prompt
+
+
+def runner_of(engine: DiffusionEngine) -> Any:
+    executor: Any = engine.executor
+    return executor.worker.model_runner
 
 
 def link_used(omni: OmniDiffusion) -> int:
@@ -90,7 +105,7 @@ def link_used(omni: OmniDiffusion) -> int:
 class EngineFixture:
     """An engine whose KV this process sends."""
 
-    def __init__(self, producer: KVLink, sockets: str, **fields: Any):
+    def __init__(self, producer: KVProducer, sockets: str, **fields: Any):
         self.producer = producer
         self.engine = DiffusionEngine(config(producer, sockets, **fields))
 
@@ -113,14 +128,11 @@ def fixture(sockets: str) -> Iterator[EngineFixture]:
         made.engine.close()
 
 
-def spoil(producer: KVLink, name: str) -> Any:
+def put_corrupted(producer: KVProducer, name: str) -> Any:
     """Put a KV of which one bit is wrong."""
-    capacity = producer.allocate(bundle(name))
-    for target, source in zip(capacity.data.tensors(), bundle(name).tensors(), strict=True):
-        target.copy_(source)
-    wrong = capacity.data["gen"].layer_blocks["key_cache"][2].view(torch.int32)
-    receipt = producer.put(capacity.data)
-    wrong[1, 1, 1] ^= 1
+    data, wrong = allocate_copy(producer, name, "key_cache", layer=2)
+    receipt = producer.put(data)
+    wrong.view(torch.int32)[1, 1, 1] ^= 1
     return receipt
 
 
@@ -128,8 +140,8 @@ def spoil(producer: KVLink, name: str) -> Any:
 def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_kind: str) -> None:
     others = {name: fixture.submit(name, seed=seed) for seed, name in enumerate("ab")}
     kind: type[Exception] = TransferTimeout
-    if fault_kind == "corrupt":  # before somebody waits for it, who would check it sooner
-        spoil(fixture.producer, "bad")
+    if fault_kind == "corrupt":  # before a get is pending, which would verify it at once
+        put_corrupted(fixture.producer, "bad")
         kind = IntegrityError
     started = time.monotonic()
     future = fixture.submit("bad", kv_timeout=0.5)
@@ -167,7 +179,7 @@ def test_an_error_comes_at_its_deadline_while_others_run(fixture: EngineFixture)
 
 def hold(fixture: EngineFixture, opened: threading.Event, entered: threading.Event) -> None:
     """Keep the first denoising step of every batch until the gate opens."""
-    hooks = fixture.engine.executor.worker.model_runner.pipeline.hooks
+    hooks = runner_of(fixture.engine).pipeline.hooks
 
     def velocity(branch: str, step: int, rows: Any, compute: Any) -> Any:
         if (branch, step) == ("gen", 0):
@@ -182,7 +194,7 @@ def test_sabotage_no_image_without_its_kv(
     fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A KV that is lost on its way to the pipeline causes an error, never an image."""
-    runner = fixture.engine.executor.worker.model_runner
+    runner = runner_of(fixture.engine)
     faults: list[tuple[Any, str, Any]] = [
         (runner.kv_manager, "get_kv_cache", lambda _: None),
         (runner.utility, "convert", lambda *_: None),
@@ -364,9 +376,10 @@ def large(name: str, seed: int) -> Any:
 
     small, tokens = bundle(name, seed=seed), 50_000
     gen = small["gen"]
+    layer_blocks: dict[str, Any] = gen.layer_blocks
     blocks = {
         part: [torch.cat([rows, torch.zeros(tokens, 2, 16)]) for rows in layers]
-        for part, layers in gen.layer_blocks.items()
+        for part, layers in layer_blocks.items()
     }
     total = gen.metadata.seq_len + tokens
     metadata = {**gen.metadata.to_dict(), "kv_lens": [total], "seq_len": total}

@@ -29,21 +29,21 @@ def resident():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
-def paint(worker):
-    wishes = OmniDiffusionSamplingParams(height=8, width=8, num_inference_steps=3, seed=1)
-    output = worker.execute_model([OmniDiffusionRequest("a fox", wishes, "r")])
+def generate(worker):
+    params = OmniDiffusionSamplingParams(height=8, width=8, num_inference_steps=3, seed=1)
+    output = worker.execute_model([OmniDiffusionRequest("a fox", params, "r")])
     return output.runner_outputs[0].result.result()
 
 worker = GPUDiffusionWorker(0, 0, OmniDiffusionConfig(sys.argv[1], stage="all", dtype="float32"))
 worker.init_device()
-before = paint(worker)
+before = generate(worker)
 weights, awake = weights_nbytes(worker.runner.utility.modules()), resident()
 worker.sleep(int(sys.argv[2]))
 asleep = resident()
 worker.wake_up()
 again = resident()
 print(json.dumps({"weights": weights, "awake": awake, "asleep": asleep, "again": again,
-                  "same": torch.equal(before, paint(worker))}))
+                  "same": torch.equal(before, generate(worker))}))
 """
 
 

@@ -56,7 +56,7 @@ def expected(prompts: list[Any]) -> list[torch.Tensor]:
         ),
     ],
 )
-def test_guidance_ranks_paint_the_same_images(dit: dict[str, Any], url: str) -> None:
+def test_guidance_ranks_generate_the_same_images(dit: dict[str, Any], url: str) -> None:
     prompts = ["a fox", EDIT, "two hats", "a fox in the snow"]
     with deployed({}, dit, url) as omni:
         for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
@@ -67,7 +67,9 @@ def test_guidance_ranks_paint_the_same_images(dit: dict[str, Any], url: str) -> 
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
-def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, receivers: int) -> None:
+def test_tensor_ranks_generate_the_same_images_but_for_rounding(
+    senders: int, receivers: int
+) -> None:
     with deployed({"tensor_parallel_size": senders}, {"tensor_parallel_size": receivers}) as omni:
         prompts = ["a fox", "two hats"]
         for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
@@ -83,7 +85,7 @@ def test_tensor_ranks_paint_the_same_images_but_for_rounding(senders: int, recei
 
 
 def test_a_guidance_rank_is_killed_amid_a_request() -> None:
-    """Its mate, which waits for it, ends too; both come back, and the next image is right."""
+    """The rank that waits for it ends, too; both restart, and the next image is right."""
     deaths: list[Any] = []
     (fox,) = expected(["a fox"])
     with deployed({}, {"cfg_parallel_size": 2}) as omni:

@@ -124,9 +124,11 @@ def test_a_generator_of_ones_own_is_not_consumed(shared: Any, pipe: Any) -> None
 
 
 @pytest.mark.parametrize("need", ["need_kv_receive", "need_kv_transfer"])
-def test_what_needs_kv_is_never_painted_without(checkpoint: str, shared: Any, need: str) -> None:
+def test_a_request_that_needs_kv_gets_no_image_without_it(
+    checkpoint: str, shared: Any, need: str
+) -> None:
     calls = count_calls(shared)
-    other, refused = run(shared, request("mate"), request("a", **{need: True}))
+    other, refused = run(shared, request("other"), request("a", **{need: True}))
     assert calls == [1]
     assert other.output is not None
     assert refused.output is None
@@ -213,7 +215,7 @@ def test_an_aborted_request_ends_at_its_next_step(checkpoint: str, pipe: Any) ->
     made.shutdown()
 
 
-def test_an_aborted_mate_changes_nobodys_image(checkpoint: str, pipe: Any) -> None:
+def test_an_aborted_request_changes_no_other_image(checkpoint: str, pipe: Any) -> None:
     made = executor(checkpoint)
     steps = after_step(made, 1, partial(made.abort, "a"))
     gone, stays = run(made, request("a"), request("b", seed=1))
@@ -319,7 +321,7 @@ def test_a_pipeline_without_a_prompt_is_refused(checkpoint: str, pipe: Any) -> N
         executor(str(other))
 
 
-class OneByOne(StableDiffusion3Pipeline):
+class OneByOne(StableDiffusion3Pipeline):  # type: ignore[misc] # diffusers may be absent
     """Takes one text, and knows one size."""
 
     def __call__(
@@ -347,7 +349,7 @@ def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) 
     assert not made.supports_request_batch
     for seed, output in enumerate(run(made, request("a"), request("b", seed=1))):
         assert torch.equal(output.result()[0], alone(pipe, "a fox", seed))
-    with pytest.raises(RequestFailed, match=r"paints \(32, 48\), not \(64, 64\)"):
+    with pytest.raises(RequestFailed, match=r"makes \(32, 48\), not \(64, 64\)"):
         run(made, request("c", height=64, width=64))[0].result()
     with pytest.raises(EngineError, match="no guidance_scale"):
         run(made, request("d", guidance_scale=2.0))[0].result()

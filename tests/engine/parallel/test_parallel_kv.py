@@ -94,6 +94,7 @@ class Stages:
                     data.request_id, blocks, branch.block_ids, metadata
                 )
             else:
+                assert isinstance(branch, PrefixOf | SameAs)
                 branches[name] = dataclasses.replace(branch, metadata=metadata)
         return KVCacheBundle(data.request_id, branches)
 

@@ -128,7 +128,7 @@ def test_the_rendezvous_listens_at_one_address_only() -> None:
     [
         ({"strategy": "NEAR"}, "STRICT_SPREAD"),
         ({"address": "ray://x:1"}, "host:port"),
-        ({"num_cpus": 0}, "takes something"),
+        ({"num_cpus": 0}, "needs something"),
         ({"num_gpus": -1}, "below 0"),
         ({"resources": {"x": -1}}, "below 0"),
     ],

@@ -12,6 +12,7 @@ from engine_fixtures import request
 
 from omni_kvlink import CapacityError, TransferFailed
 from omni_kvlink.engine import (
+    ARSchedulerOutput,
     DiffusionOutput,
     EngineError,
     KVConfig,
@@ -44,7 +45,7 @@ class FakeKVManager:
         self._callback()
 
     def can_allocate(self, one: Any) -> bool:
-        return sum(self.sizes.values()) + one.kv_nbytes <= self.capacity
+        return bool(sum(self.sizes.values()) + one.kv_nbytes <= self.capacity)
 
     def allocate(self, one: Any) -> None:
         if not self.can_allocate(one):
@@ -314,6 +315,7 @@ def test_prompts_get_blocks_in_order_and_give_them_back() -> None:
     for name, tokens in (("a", 9), ("b", 16), ("c", 20), ("d", 1)):
         made.add_request(plain(name, prompt="x" * tokens))
     first = made.schedule()
+    assert isinstance(first, ARSchedulerOutput)
     assert first.request_ids == ["a", "b"]  # 3 + 4 blocks of 8; "d" does not overtake "c"
     tables = [first.block_ids[name]["gen"] for name in "ab"]
     assert [len(table) for table in tables] == [3, 4]

@@ -191,5 +191,5 @@ def test_outputs_and_errors_are_decoded_unchanged() -> None:
     assert isinstance(other, RequestFailed)
     assert "BrokenBarrierError" in str(other)
     assert isinstance(
-        unpack_error({"kind": "forget_frames", "text": "", "attributes": {}}), RequestFailed
+        unpack_error({"kind": "as_engine_error", "text": "", "attributes": {}}), RequestFailed
     )

@@ -279,9 +279,10 @@ def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> 
                     producer.put(bundle(key, seed=len(key)))
                     done = engine.submit(request(key, seed=len(key), **options)).result(WAIT)
                     images[len(order), key] = done.result()[0]
-                memory = engine.executor.worker.model_runner.cache_backend.memory
+                executor: Any = engine.executor
+                memory = executor.worker.model_runner.cache_backend.memory
                 assert memory.reused["gen"] > 0
-                assert engine.executor.kv_manager.stats()["charged"] == 0
+                assert executor.kv_manager.stats()["charged"] == 0
     assert torch.equal(images[2, "second"], images[1, "second"])
     assert not torch.equal(images[2, "second"], alone(seed=len("second"), **options))
 
