@@ -444,7 +444,7 @@ def gather_into(
     region, pairs = lease.region, list(zip(views, plan.tensors, strict=True))
     in_place = [_is_in_place(view, spec, plan, lease) for view, spec in pairs]
     if not any(in_place):
-        return copier.gather(views, plan, region), bool(views)
+        return copier.gather(views, plan, region), any(spec.nbytes for spec in plan.tensors)
     digests = dict.fromkeys((spec.name for spec in plan.tensors), "")
     ready = [spec for spec, is_ready in zip(plan.tensors, in_place, strict=True) if is_ready]
     rest = [pair for pair, is_ready in zip(pairs, in_place, strict=True) if not is_ready]
@@ -455,7 +455,8 @@ def gather_into(
     if plan.has_digests:
         new = copier.digest(plan.only(ready), region)
         digests.update(zip((spec.name for spec in ready), new, strict=True))
-    return list(digests.values()), bool(rest)
+    # A tensor without elements lies nowhere, and is never in place; nothing of it is copied.
+    return list(digests.values()), any(spec.nbytes for _, spec in rest)
 
 
 def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
