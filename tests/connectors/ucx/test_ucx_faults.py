@@ -13,7 +13,7 @@ import pytest
 from fault_harness import Field, Start, kill
 from zmq_fixtures import free_port
 
-from omni_kvlink import KVLink, PeerLostError, TransferTimeout
+from omni_kvlink import KVLink, KVProducer, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -118,7 +118,7 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
-def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: RemoteLink) -> None:
+def freeze_amid(target: ProcessPeer, producer: KVProducer, frozen: RemoteLink) -> None:
     """Stop a reader when it has received a part of a payload."""
     for _ in range(20):
         producer.put(HUGE.make())
