@@ -57,7 +57,7 @@ def receive(kvlink: dict[str, Any], message: Connection) -> None:
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Of every byte."""
-    raw = tensor.contiguous().view(torch.uint8).numpy()
+    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(raw).hexdigest()}"
 
 

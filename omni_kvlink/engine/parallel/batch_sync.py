@@ -38,7 +38,7 @@ class BatchSync:
     """Synchronizes the ranks of a group over one batch after the other.
 
     Every method but `abort`, `is_cancelled` and `is_aborted_here` must be called by all ranks, and
-    blocks until they do; on a rank that is alone nothing communicates. `abort` may be called from any
+    blocks until they do; a single rank communicates with nobody. `abort` may be called from any
     thread, and reaches the ranks at different times; `is_cancelled` changes on all of them at the
     same step.
 

@@ -25,11 +25,11 @@ LENGTHS = [5, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 9]
 
 
 def oracle(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
-    """What the engine says when it has computed this prompt before; it has forgotten it then."""
+    """The engine's output with the prompt in its prefix cache, which is emptied afterwards."""
     engine.generate(tokens)
-    hit = engine.generate(tokens)
+    hit: dict[str, Any] = engine.generate(tokens)
     assert hit["cached"] == (len(tokens) - 1) // BLOCK * BLOCK
-    assert engine.do("forget")
+    assert engine.call("forget")
     return hit
 
 
@@ -74,8 +74,8 @@ def test_as_a_local_prefix_cache_hit(
         assert max(apart) < 1e-4
     else:  # one rounding of bfloat16, at log-probabilities of about 4
         assert max(apart) < 0.04
-    assert producer.do("settle") >= 0
-    assert consumer.do("forget")
+    assert producer.call("settle") >= 0
+    assert consumer.call("forget")
 
 
 def test_with_a_part_of_the_prompt_in_the_prefix_cache(
@@ -93,7 +93,7 @@ def test_with_a_part_of_the_prompt_in_the_prefix_cache(
     again = consumer.generate(tokens)
     assert again["tokens"] == expected["tokens"]
     assert again["cached"] == 4 * BLOCK
-    assert consumer.do("forget")
+    assert consumer.call("forget")
 
 
 def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any) -> None:
@@ -105,7 +105,7 @@ def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any
         requested = {"do_remote_prefill": True, "transfer_id": key}
         decoding = thread.submit(consumer.generate, tokens, requested)
         deadline = time.monotonic() + 20
-        while not producer.do("waiting"):
+        while not producer.call("waiting"):
             assert time.monotonic() < deadline, "nobody asked for the cache"
         producer.prefill(tokens, transfer_id=key)
         got = decoding.result(60)
@@ -113,7 +113,7 @@ def test_the_decoding_request_comes_first(producer: EngineProcess, consumer: Any
     if consumer.load == "sync":
         assert got["logprobs"] == expected["logprobs"]
     assert got["cached"] >= 5 * BLOCK
-    assert consumer.do("forget")
+    assert consumer.call("forget")
 
 
 def test_many_at_once(producer: EngineProcess, consumer: Any) -> None:
@@ -123,10 +123,10 @@ def test_many_at_once(producer: EngineProcess, consumer: Any) -> None:
     names = [f"batch-{number}" for number in range(8)]
     for number, (name, tokens) in enumerate(zip(names, prompts, strict=True)):
         params = producer.prefill(tokens) if number % 3 else None
-        consumer.do("add", name=name, prompt=tokens, params=params)
-    over = consumer.do("run", names=names)
+        consumer.call("add", name=name, prompt=tokens, params=params)
+    over = consumer.call("run", names=names)
     assert [over[name]["tokens"] for name in names] == expected
-    assert consumer.do("forget")
+    assert consumer.call("forget")
 
 
 def test_over_another_link(start: Any, model: Path, directory: Path) -> None:
@@ -140,7 +140,7 @@ def test_over_another_link(start: Any, model: Path, directory: Path) -> None:
     try:
         tokens = prompt(7 * BLOCK + 5, seed=5)
         expected = consumer.generate(tokens)
-        assert consumer.do("forget")
+        assert consumer.call("forget")
         got = consumer.generate(tokens, producer.prefill(tokens))
         assert got["cached"] == len(tokens)
         assert got["tokens"] == expected["tokens"]

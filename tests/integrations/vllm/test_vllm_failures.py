@@ -42,7 +42,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, policy: str) -> Any:
     engine = start("d", "consumer", policy=policy, extra={"load": request.param, "timeout": 20})
     engine.cold = {name: engine.generate(ids)["tokens"] for name, ids in PROMPTS.items()}
-    assert engine.do("forget")
+    assert engine.call("forget")
     yield engine
     engine.close()
 
@@ -67,15 +67,15 @@ def check(consumer: Any, policy: str, names: tuple[str, str], over: dict[str, An
 def run_both(consumer: Any, first: dict[str, Any]) -> tuple[tuple[str, str], dict[str, Any]]:
     names = (f"one-{time.monotonic_ns()}", f"two-{time.monotonic_ns()}")
     for name, ids, params in zip(names, (TOKENS, OTHERS), (first, None), strict=True):
-        consumer.do("add", name=name, prompt=ids, params=params)
-    over = consumer.do("run", names=names)
-    assert consumer.do("forget")
+        consumer.call("add", name=name, prompt=ids, params=params)
+    over = consumer.call("run", names=names)
+    assert consumer.call("forget")
     return names, over
 
 
 def test_a_flipped_bit(producer: EngineProcess, consumer: Any, policy: str) -> None:
     """Caught by the digest, which names the layer; the producer hears of it, too."""
-    free, corrupt = consumer.do("free_blocks"), consumer.count("load_corrupt")
+    free, corrupt = consumer.call("free_blocks"), consumer.count("load_corrupt")
     key = f"bad-{time.monotonic_ns()}"
     producer.prefill(TOKENS, transfer_id=key)
     names, over = run_both(consumer, fetch(key))
@@ -86,9 +86,9 @@ def test_a_flipped_bit(producer: EngineProcess, consumer: Any, policy: str) -> N
     )
     assert "layer 1" in output
     assert "are not those committed" in output
-    producer.do("settle")
+    producer.call("settle")
     assert f"payload '{key}' failed: a reader rejected it" in producer.output()
-    assert consumer.do("free_blocks") == free
+    assert consumer.call("free_blocks") == free
 
 
 def test_the_cache_of_another_prompt(producer: EngineProcess, consumer: Any, policy: str) -> None:
@@ -97,7 +97,7 @@ def test_the_cache_of_another_prompt(producer: EngineProcess, consumer: Any, pol
     names, over = run_both(consumer, fetch(key))
     check(consumer, policy, names, over)
     assert f"computed '{key}' from another prompt" in consumer.output()
-    producer.do("settle")
+    producer.call("settle")
 
 
 def test_a_place_that_is_no_peer(consumer: Any, policy: str) -> None:
@@ -111,11 +111,11 @@ def test_a_place_that_is_no_peer(consumer: Any, policy: str) -> None:
 def test_the_producer_gives_up(producer: EngineProcess, consumer: Any, policy: str) -> None:
     """Who waits for a prompt whose request was aborted is told at once."""
     key = f"aborted-{time.monotonic_ns()}"
-    producer.do(
+    producer.call(
         "add", name=key, prompt=TOKENS, params={"do_remote_decode": True, "transfer_id": key}
     )
-    producer.do("abort", name=key)
-    producer.do("settle")
+    producer.call("abort", name=key)
+    producer.call("settle")
     began = time.monotonic()
     names, over = run_both(consumer, fetch(key))
     assert time.monotonic() - began < 10, "it waited for its deadline"
@@ -140,7 +140,7 @@ def test_the_producer_is_killed(start: Any, consumer: Any, policy: str, producer
     got = consumer.generate(TOKENS, fetch(producer.prefill(TOKENS)["transfer_id"]))
     assert (got["reason"], got["tokens"]) == ("length", consumer.cold["tokens"])
     assert got["cached"] >= 3 * BLOCK
-    consumer.do("forget")
+    consumer.call("forget")
 
 
 def until_waiting(killed: EngineProcess, running: Any) -> None:
@@ -148,7 +148,7 @@ def until_waiting(killed: EngineProcess, running: Any) -> None:
     reached = threading.Event()
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline and not running.done():
-        if killed.do("waiting"):
+        if killed.call("waiting"):
             return
         reached.wait(0.05)
     raise AssertionError("nobody waits at the producer")

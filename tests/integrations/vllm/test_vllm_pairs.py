@@ -37,7 +37,7 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
             "block_nbytes is 16384 there and 32768 here",
         ):
             assert output in consumer.output()
-        producer.do("settle")
+        producer.call("settle")
         assert "dtype is 'bfloat16' there and 'float32' here" in producer.output()
         assert consumer.generate(TOKENS)["reason"] == "length"
     finally:
@@ -49,11 +49,11 @@ def test_nobody_comes(start: Any) -> None:
     """After its ttl a cache is given up; the blocks are not stranded."""
     producer = start("p", "producer", extra={"ttl": 2})
     try:
-        free, began = producer.do("free_blocks"), time.monotonic()
+        free, began = producer.call("free_blocks"), time.monotonic()
         producer.prefill(TOKENS)
-        producer.do("settle")
+        producer.call("settle")
         assert 1.9 < time.monotonic() - began < 10  # prefilling is in it
-        assert producer.do("free_blocks") == free
+        assert producer.call("free_blocks") == free
         assert producer.count("send_expired") == 1
         assert "its time to live passed with 1 readers missing" in producer.output()
     finally:
@@ -69,13 +69,13 @@ def test_no_room(start: Any, directory: Path) -> None:
     )
     try:
         cold = consumer.generate(TOKENS)["tokens"]
-        consumer.do("forget")
+        consumer.call("forget")
         first, second = (producer.prefill(TOKENS) for _ in range(2))
-        assert producer.do("settle") < 5, "blocks were held although delay_free is off"
+        assert producer.call("settle") < 5, "blocks were held although delay_free is off"
         assert consumer.generate(TOKENS, second)["tokens"] == cold
         assert "it could not be saved: CapacityError" in consumer.output()
         assert consumer.count("load_failed") == 1
-        consumer.do("forget")
+        consumer.call("forget")
         assert consumer.generate(TOKENS, first)["cached"] == len(TOKENS)
         assert consumer.count("received") == 1
     finally:
@@ -91,19 +91,19 @@ def test_engines_that_do_both(start: Any) -> None:
         for here, there in ((one, two), (two, one)):
             tokens = prompt(2 * BLOCK + 9, seed=ord(here.log.name[0]))
             cold = here.generate(tokens)["tokens"]
-            here.do("forget")
+            here.call("forget")
             got = here.generate(tokens, there.prefill(tokens))
             assert got["tokens"] == cold
             assert got["cached"] >= 2 * BLOCK
-            there.do("settle")
+            there.call("settle")
         tokens = prompt(4 * BLOCK + 1, seed=55)
         cold = one.generate(tokens)["tokens"]
-        one.do("forget")
+        one.call("forget")
         fetched = one.prefill(tokens)
         onward = two.generate(tokens, {**fetched, "do_remote_decode": True}, tokens=1)["params"]
         assert onward["remote_url"] == "shm://two"
-        one.do("settle")
-        one.do("forget")
+        one.call("settle")
+        one.call("forget")
         assert one.generate(tokens, onward)["tokens"] == cold
     finally:
         one.close()
@@ -117,7 +117,7 @@ def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None
     relay = start("relay", "both", policy="recompute", extra={"load": "sync"})
     try:
         cold = relay.generate(TOKENS, tokens=1)["tokens"]
-        relay.do("forget")
+        relay.call("forget")
         producer.prefill(TOKENS, transfer_id="bad")
         both = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "bad"}
         with KVLink.connect("shm://relay", timeout=5, directory=str(directory)) as reader:
@@ -125,7 +125,7 @@ def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None
             assert relay.generate(TOKENS, both, tokens=1)["tokens"] == cold
             with pytest.raises(TransferFailed, match=r"its blocks .* were not loaded"):
                 pending.wait(timeout=5)
-        relay.do("settle")
+        relay.call("settle")
         assert relay.count("load_corrupt") == relay.count("send_failed") == 1
     finally:
         producer.close()

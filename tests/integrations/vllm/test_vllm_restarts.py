@@ -39,15 +39,15 @@ def consumer(start: Any, producer: Any) -> Any:
 
 def test_blocks_stay_until_the_receipt(producer: EngineProcess, consumer: EngineProcess) -> None:
     """A finished prefill keeps its blocks until the reader has let go, and no longer."""
-    producer.do("forget")
-    free, sent = producer.do("free_blocks"), producer.count("sent")
+    producer.call("forget")
+    free, sent = producer.call("free_blocks"), producer.count("sent")
     params = producer.prefill(TOKENS)
-    producer.do("step", times=20)
-    assert producer.do("free_blocks") == free - 4
+    producer.call("step", times=20)
+    assert producer.call("free_blocks") == free - 4
     assert producer.count("sent") == sent
     assert consumer.generate(TOKENS, params)["cached"] == len(TOKENS)
-    producer.do("settle")
-    assert producer.do("free_blocks") == free
+    producer.call("settle")
+    assert producer.call("free_blocks") == free
     assert producer.count("sent") == sent + 1
 
 
@@ -55,18 +55,18 @@ def test_a_request_is_aborted_while_it_waits(
     producer: EngineProcess, consumer: EngineProcess
 ) -> None:
     """The consumer's blocks come back at once, not at the deadline."""
-    consumer.do("forget")
-    free, dropped = consumer.do("free_blocks"), consumer.count("dropped")
+    consumer.call("forget")
+    free, dropped = consumer.call("free_blocks"), consumer.count("dropped")
     key = f"never-{time.monotonic_ns()}"
     params = {"do_remote_prefill": True, "transfer_id": key}
-    consumer.do("add", name=key, prompt=TOKENS, params=params)
-    consumer.do("step", times=20)
-    assert consumer.do("free_blocks") == free - 4
+    consumer.call("add", name=key, prompt=TOKENS, params=params)
+    consumer.call("step", times=20)
+    assert consumer.call("free_blocks") == free - 4
     began = time.monotonic()
-    consumer.do("abort", name=key)
-    consumer.do("settle")
+    consumer.call("abort", name=key)
+    consumer.call("settle")
     assert time.monotonic() - began < 5
-    assert consumer.do("free_blocks") == free
+    assert consumer.call("free_blocks") == free
     assert consumer.count("dropped") == dropped + 1
 
 
@@ -74,15 +74,15 @@ def test_a_request_is_aborted_before_it_is_scheduled(
     producer: EngineProcess, consumer: EngineProcess
 ) -> None:
     """Its producer is told, and frees its blocks long before the ttl."""
-    free = producer.do("free_blocks")
+    free = producer.call("free_blocks")
     params = producer.prefill(TOKENS)
-    consumer.do("add", name="unborn", prompt=TOKENS, params=params)
-    consumer.do("abort", name="unborn")
+    consumer.call("add", name="unborn", prompt=TOKENS, params=params)
+    consumer.call("abort", name="unborn")
     began = time.monotonic()
-    consumer.do("settle")
-    producer.do("settle")
+    consumer.call("settle")
+    producer.call("settle")
     assert time.monotonic() - began < 4
-    assert producer.do("free_blocks") == free
+    assert producer.call("free_blocks") == free
     assert "the request ended before it was scheduled" in producer.output()
 
 
@@ -90,38 +90,38 @@ def test_a_preempted_request_is_computed_again(
     producer: EngineProcess, consumer: EngineProcess
 ) -> None:
     """Too few blocks for two long answers: one is preempted after its cache was fetched."""
-    consumer.do("forget")
+    consumer.call("forget")
     prompts = [prompt(4 * BLOCK + 5, seed=seed) for seed in (31, 32)]
     cold = [consumer.generate(tokens, tokens=250)["tokens"] for tokens in prompts]
-    consumer.do("forget")
-    before, received = consumer.do("preemptions"), consumer.count("received")
+    consumer.call("forget")
+    before, received = consumer.call("preemptions"), consumer.count("received")
     failed = consumer.count("load_failed")
     for number, tokens in enumerate(prompts):
         params = producer.prefill(tokens)
-        consumer.do("add", name=f"long-{number}", prompt=tokens, params=params, tokens=250)
-    over = consumer.do("run", names=["long-0", "long-1"])
+        consumer.call("add", name=f"long-{number}", prompt=tokens, params=params, tokens=250)
+    over = consumer.call("run", names=["long-0", "long-1"])
     assert [over[f"long-{number}"]["tokens"] for number in (0, 1)] == cold
-    assert consumer.do("preemptions") > before
+    assert consumer.call("preemptions") > before
     assert consumer.count("received") == received + 2
     assert consumer.count("load_failed") == failed, "a cache is not asked for again"
-    producer.do("settle")
+    producer.call("settle")
 
 
 def test_a_prefill_is_aborted_between_its_chunks(
     producer: EngineProcess, consumer: EngineProcess
 ) -> None:
     """Its reader learns it at once, and computes the prompt itself."""
-    consumer.do("forget")
+    consumer.call("forget")
     tokens = prompt(12 * BLOCK, seed=41)
     cold = consumer.generate(tokens)["tokens"]
-    consumer.do("forget")
+    consumer.call("forget")
     key = f"half-{time.monotonic_ns()}"
-    free = producer.do("free_blocks")
-    producer.do("add", name=key, prompt=tokens, params={**SEND, "transfer_id": key}, tokens=1)
-    producer.do("step", times=2)
-    producer.do("abort", name=key)
-    producer.do("settle")
-    assert producer.do("free_blocks") == free
+    free = producer.call("free_blocks")
+    producer.call("add", name=key, prompt=tokens, params={**SEND, "transfer_id": key}, tokens=1)
+    producer.call("step", times=2)
+    producer.call("abort", name=key)
+    producer.call("settle")
+    assert producer.call("free_blocks") == free
     failed = consumer.count("load_failed")
     got = consumer.generate(tokens, {"do_remote_prefill": True, "transfer_id": key})
     assert (got["tokens"], got["reason"]) == (cold, "length")
@@ -130,20 +130,20 @@ def test_a_prefill_is_aborted_between_its_chunks(
 
 def test_several_decode_engines(start: Any, producer: EngineProcess, consumer: Any) -> None:
     """Two readers of one prefill, each an engine of its own."""
-    consumer.do("forget")
+    consumer.call("forget")
     cold = consumer.generate(TOKENS)["tokens"]
-    consumer.do("forget")
-    free = producer.do("free_blocks")
+    consumer.call("forget")
+    free = producer.call("free_blocks")
     params = producer.prefill(TOKENS, readers=2)
     other = start("d2", "consumer", extra={"load": "sync"})
     try:
         first = consumer.generate(TOKENS, params)
-        producer.do("step", times=5)
-        assert producer.do("free_blocks") < free
+        producer.call("step", times=5)
+        assert producer.call("free_blocks") < free
         second = other.generate(TOKENS, params)
     finally:
         other.close()
     assert first["tokens"] == second["tokens"] == cold
     assert (first["cached"], second["cached"]) == (len(TOKENS), 3 * BLOCK)
-    producer.do("settle")
-    assert producer.do("free_blocks") == free
+    producer.call("settle")
+    assert producer.call("free_blocks") == free

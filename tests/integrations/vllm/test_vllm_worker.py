@@ -60,7 +60,7 @@ class Halves:
         self.saver.begin([cache])
         for number in range(len(LAYERS)):
             self.saver.layer(number)
-        self.saver.finish()
+        self.saver.commit()
 
     def settled(self) -> set[str]:
         """What the loader says has ended, when anything has."""
@@ -101,8 +101,8 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
         assert halves.same(layer, [5, 2], [1, 3])
         assert halves.same(layer, [7], [8]) == is_async, "the part of a block that is computed"
         assert not any(self.any() for self in list(halves.mine.values())[number + 1 :])
-    assert not halves.loader._loading["r"].over.is_set(), "it is not committed"
-    halves.saver.finish()
+    assert not halves.loader._loading["r"].done.is_set(), "it is not committed"
+    halves.saver.commit()
     if is_async:
         assert halves.settled() == {"r"}
     else:
@@ -122,7 +122,7 @@ def test_the_engine_computes_while_a_layer_is_copied(
     for number in range(len(LAYERS)):
         halves.saver.layer(number)
     assert time.monotonic() - began < 0.1
-    halves.saver.finish()
+    halves.saver.commit()
     assert time.monotonic() - began > 0.3
     taken = halves.sent.take()
     assert taken is not None
@@ -142,7 +142,7 @@ def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
     """A block that the pool does not have: nobody waits, the next cache goes out."""
     halves.loader.start([load([1, 3, 8])])
     halves.saver.begin([PromptCache("q", "key", "digest", TOKENS, [5, 2, BLOCKS], 1)])
-    halves.saver.finish()
+    halves.saver.commit()
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == {1, 3, 8}
     halves.saver.hold({"q"})
@@ -183,7 +183,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
 def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
     halves.loader.start([load([1, 3, 8])])
     began = time.monotonic()
-    halves.loader.drop(CancelledLoad("r", "key", "", 1, "not needed"))
+    halves.loader.cancel(CancelledLoad("r", "key", "", 1, "not needed"))
     assert halves.settled() == {"r"}
     assert time.monotonic() - began < 1.0
     assert halves.loader.take_invalid_blocks() == set()

@@ -99,7 +99,7 @@ class Engine:
         return int(link.stats()["transfers"]["waiting"])
 
     def preemptions(self) -> float:
-        return self.metrics()["vllm:num_preemptions"]
+        return float(self.metrics()["vllm:num_preemptions"])
 
     def metrics(self) -> dict[str, Any]:
         found = {}

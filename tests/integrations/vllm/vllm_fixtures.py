@@ -59,7 +59,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         assert self._answer() == "ready"
 
-    def do(self, call: str, **arguments: Any) -> Any:
+    def call(self, call: str, **arguments: Any) -> Any:
         """Call a method of `Engine` there."""
         with self._lock:
             print(json.dumps({"do": call, "with": arguments}), file=self._channel, flush=True)
@@ -69,8 +69,8 @@ class EngineProcess:
         self, prompt: list[int], params: Answer | None = None, *, name: str = "", tokens: int = 8
     ) -> Answer:
         name = name or f"request-{os.urandom(4).hex()}"
-        self.do("add", name=name, prompt=prompt, params=params, tokens=tokens)
-        answer: Answer = self.do("run", names=[name])[name]
+        self.call("add", name=name, prompt=prompt, params=params, tokens=tokens)
+        answer: Answer = self.call("run", names=[name])[name]
         return answer
 
     def prefill(self, prompt: list[int], **params: Any) -> Answer:
@@ -81,7 +81,7 @@ class EngineProcess:
         return params
 
     def count(self, name: str) -> float:
-        value: float = self.do("metrics").get(f"vllm:omni_kvlink_{name}", 0)
+        value: float = self.call("metrics").get(f"vllm:omni_kvlink_{name}", 0)
         return value
 
     def output(self) -> str:

@@ -44,7 +44,7 @@ class Stage:
         assert self._pipe.poll(timeout), "the stage does not answer"
         return self._pipe.recv()
 
-    def do(self, verb: str, **arguments: Any) -> Any:
+    def call(self, verb: str, **arguments: Any) -> Any:
         self.begin(verb, **arguments)
         return self.result()
 
@@ -53,7 +53,7 @@ class Stage:
         self.process.join()
         self._pipe.close()
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         if self.process.is_alive():
             self._pipe.send(("end", {}))
         self.process.join(PATIENCE)

@@ -26,7 +26,7 @@ def processes() -> Iterator[list[Stage]]:
     stages = [Stage() for _ in range(3)]
     yield stages
     for stage in stages:
-        stage.end()
+        stage.shutdown()
 
 
 @pytest.fixture

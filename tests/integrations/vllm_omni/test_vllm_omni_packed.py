@@ -16,7 +16,8 @@ import torch
 from omni_kvlink import (
     BusyError,
     KVCacheTransferData,
-    KVLink,
+    KVConsumer,
+    KVProducer,
     SchemaError,
     TransferTimeout,
     WireError,
@@ -116,11 +117,14 @@ def test_a_header_that_is_not_the_managers_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\0", b"\0\0\0\2{}", packed({"rid": 1}), b"\xff" * 40, b"\0\0\0\1{" + b"x" * 9]
 )
-def test_other_bytes_are_only_bytes(data: bytes, ends: tuple[KVLink, KVLink]) -> None:
+def test_other_bytes_are_only_bytes(data: bytes, ends: Ends) -> None:
     assert through(ends, data) == data
 
 
-def through(ends: tuple[KVLink, KVLink], data: Any) -> Any:
+Ends = tuple[KVProducer, KVConsumer]
+
+
+def through(ends: Ends, data: Any) -> Any:
     payload, nbytes = payload_of("k", data, pack)
     ends[0].put(payload)
     result, there = object_of(ends[1].get("k", timeout=5), unpack, "full")
@@ -129,7 +133,7 @@ def through(ends: tuple[KVLink, KVLink], data: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, flat])
-def test_a_packed_cache_is_seen_where_it_lies(kind: Any, ends: tuple[KVLink, KVLink]) -> None:
+def test_a_packed_cache_is_seen_where_it_lies(kind: Any, ends: Ends) -> None:
     data = packed(header())
     payload, nbytes = payload_of("k", kind(data), pack)
     receipt = ends[0].put(payload)
@@ -144,7 +148,7 @@ def test_a_packed_cache_is_seen_where_it_lies(kind: Any, ends: tuple[KVLink, KVL
     receipt.wait(timeout=5)
 
 
-def test_k_and_v_of_a_dict_travel_as_tensors(ends: tuple[KVLink, KVLink]) -> None:
+def test_k_and_v_of_a_dict_travel_as_tensors(ends: Ends) -> None:
     layers = [torch.randn(TOKENS, *ROW).to(torch.bfloat16) for _ in range(2 * LAYERS)]
     blocks = {"key_cache": layers[::2], "value_cache": layers[1::2]}
     data = {"request_id": "r", "block_ids": [3, 0, 2], "metadata": {**META, "ropes": [1]}}
@@ -179,7 +183,7 @@ def test_objects_that_are_no_data_are_refused() -> None:
         payload_of("k", {"f": threading.Lock()}, pack)
 
 
-def test_what_another_program_put_is_refused(ends: tuple[KVLink, KVLink]) -> None:
+def test_what_another_program_put_is_refused(ends: Ends) -> None:
     about = {"kv_lens": [3], "ropes": [3], "num_layers": 1}
     layer = [torch.zeros(3, 2, 4)]
     ends[0].put(KVCacheTransferData("k", {"key_cache": layer, "value_cache": layer}, (), about))
