@@ -71,7 +71,8 @@ def share_captured(captured_bytes: bytes) -> float:
 def secrets(key_files: KeyFiles) -> list[bytes]:
     """Return every secret key, as text and as bytes."""
     texts = [
-        Path(key_files.key(f"{who}.secret")).read_bytes().strip() for who in ("producer", "reader")
+        Path(key_files.key(f"{name}.secret")).read_bytes().strip()
+        for name in ("producer", "reader")
     ]
     return [*texts, *map(zmq.utils.z85.decode, texts)]
 

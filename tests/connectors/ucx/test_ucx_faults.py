@@ -111,7 +111,7 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
     expect(PeerLostError, lambda: waiting.result(5), mentions=("'k'",))
-    until(lambda: not reader.call("stats")["ucx"]["endpoints"], "UCX is told", 2)
+    until(lambda: not reader.call("stats")["ucx"]["endpoints"], "UCX has dropped the endpoint", 2)
     again = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
     producer.call("put", recipe=BIG.to_dict())

@@ -269,15 +269,15 @@ def test_a_message_that_never_comes_keeps_no_memory(
         assert reader.stats()["ucx"]["waiting"] == 0
 
 
-def test_a_reader_that_ucx_lost_is_told(producer: KVProducer) -> None:
+def test_a_reader_that_ucx_lost_is_notified(producer: KVProducer) -> None:
     sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        get_id = begin_get(reader, "never", timeout=5)
+        pending = begin_get(reader, "never", timeout=5)
         [peer] = sender._connected
         sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
-            get_id.wait(timeout=5)
+            pending.wait(timeout=5)
         deliver(producer, reader)
 
 

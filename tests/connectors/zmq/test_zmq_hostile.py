@@ -153,11 +153,11 @@ def test_wrong_bytes_end_the_connection(
 def test_late_bytes_are_not_written_to_reused_memory(
     hostile: HostileProducer, reader: KVConsumer
 ) -> None:
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     hostile.send(Offer(1, 7, Location(0, 0, NBYTES)))
     hostile.receive_until(FetchRange)
-    get_id.cancel()
+    pending.cancel()
     assert hostile.receive_until(Release) == Release(1, 7, "unread")
     hostile.send(Chunk(1, 7, 0), b"late" * 100)
     other = begin_get(reader, "other", timeout=5)
@@ -187,11 +187,11 @@ def test_inline_bytes_that_are_not_what_was_offered(
 def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVConsumer) -> None:
     data = Recipe("k").make()
     payload = _payload(data)
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     for _ in range(3):
         hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
-    delivery = get_id.wait(timeout=5)
+    delivery = pending.wait(timeout=5)
     hostile.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
     with open_delivery(reader, delivery, started=0.0, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
@@ -252,10 +252,10 @@ def test_messages_about_unknown_gets_are_ignored(
     for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
         hostile.send(message)
     hostile.send(Chunk(9, 9, 0), b"bytes")
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     assert reader.stats()["connected"]
-    get_id.cancel()
+    pending.cancel()
 
 
 def test_an_offer_larger_than_the_quota(hostile: HostileProducer, reader: KVConsumer) -> None:
@@ -317,7 +317,7 @@ def _payload(data: Any, key: str = "k") -> bytes:
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
         with KVLink.connect(producer.url, timeout=1) as reader:
-            get_id = begin_get(reader, key, timeout=1)
-            region = get_id.wait(timeout=1).region
+            pending = begin_get(reader, key, timeout=1)
+            region = pending.wait(timeout=1).region
             assert region is not None
             return bytes(region.view())

@@ -160,9 +160,9 @@ def test_the_window_is_shared_by_all_payloads(
         pending = [begin_get(reader, recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())
-        for recipe, get_id in zip(recipes, pending, strict=True):
+        for recipe, get in zip(recipes, pending, strict=True):
             started = time.perf_counter()
-            delivery = get_id.wait(timeout=5)
+            delivery = get.wait(timeout=5)
             with open_delivery(reader, delivery, started=started, verify="full") as found:
                 assert fingerprint(found) == fingerprint(recipe.make())
             del found, delivery
@@ -179,10 +179,10 @@ def test_a_small_payload_overtakes_a_large_one(
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
         pending = [begin_get(reader, key, timeout=5) for key in ("large", "small")]
-        for get_id, key in zip(pending, ("large", "small"), strict=True):
-            get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
-        for get_id in pending:
-            get_id.wait(timeout=5).release()
+        for get, key in zip(pending, ("large", "small"), strict=True):
+            get.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
+        for get in pending:
+            get.wait(timeout=5).release()
     assert ended == ["small", "large"]
 
 
@@ -216,9 +216,9 @@ def test_asyncio(producer: KVProducer) -> None:
 
 def test_an_idle_pair_sleeps(producer: KVProducer) -> None:
     with KVLink.connect(producer.url, timeout=5) as reader:
-        get_id = begin_get(reader, "never", timeout=5)
+        pending = begin_get(reader, "never", timeout=5)
         before = time.process_time()
         time.sleep(1.5)
         used = time.process_time() - before
-        get_id.cancel()
+        pending.cancel()
     assert used < 0.015 * 2, "two ends, one percent of a core each"

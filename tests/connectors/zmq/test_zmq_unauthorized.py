@@ -164,7 +164,7 @@ def leased(producer: KVProducer, peer: RawPeer) -> Offer:
 
 
 def test_bytes_of_what_is_not_on_lease(producer: KVProducer, unharmed: None) -> None:
-    """Another's, an older one's, and what was let go of: nothing comes."""
+    """Requests for another peer's, an older or a released transfer get no bytes."""
     with greeted_peer(producer.url) as peer, greeted_peer(producer.url) as other:
         offer = leased(producer, peer)
         other.send(FetchRange(1, offer.epoch, 0, 100))
@@ -249,7 +249,7 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVProducer, unharmed
 def test_a_reader_that_lets_messages_pile_up(
     producer: KVProducer, unharmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is disconnected, and told so when it reads again."""
+    """It is disconnected, and finds the reason when it reads again."""
     with greeted_peer(producer.url, RCVHWM=1, RCVBUF=4096, SNDHWM=0) as peer:
         key = "k" * 1000
         producer.fail(key, "x" * 4000)
