@@ -163,10 +163,15 @@ def can_put_direct(producer: KVProducer) -> bool:
 
 
 def _start_direct_put(producer: KVProducer, data: Payload) -> Future[Receipt]:
-    """A direct put for two readers, in a thread."""
+    """Start a direct put for two readers in a thread; return when a get can find it.
+
+    A get that arrives earlier is answered with the end of the key's last transfer, if it failed.
+    """
+    until(lambda: producer.stats()["transfers"]["live"] == 0, "the last transfer ended")
     pool = ThreadPoolExecutor(1)
     future = pool.submit(producer.put, data, direct=True, readers=2)
     pool.shutdown(wait=False)
+    until(lambda: producer.stats()["transfers"]["live"] == 1, "the put has begun")
     return future
 
 

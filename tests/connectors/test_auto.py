@@ -142,8 +142,8 @@ def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> Non
     producer, reader = rig.serve(), rig.connect()
     for seed in range(2):
         producer.put(Recipe("k", seed=seed).make())
-        get_state = fingerprint(Recipe("k", seed=seed).make())
-        assert reader.call("get", key="k", timeout=5) == get_state
+        expected = fingerprint(Recipe("k", seed=seed).make())
+        assert reader.call("get", key="k", timeout=5) == expected
         producer.close()
         producer = rig.serve()
     assert reader.call("stats")["transport"] == transport

@@ -19,6 +19,7 @@ from typing import Any
 
 from omni_kvlink import (
     KVCacheTransferData,
+    KVConsumer,
     KVLink,
     PeerLostError,
     Receipt,
@@ -106,7 +107,7 @@ def read(incarnation: Incarnation, log: Log) -> None:
         wait_for_term(log)
 
 
-def read_one(link: KVLink, key: str, deadline: float, log: Log) -> bool:
+def read_one(link: KVConsumer, key: str, deadline: float, log: Log) -> bool:
     """Get and check one payload; return False if the get should be repeated."""
     left = deadline - time.monotonic()
     try:

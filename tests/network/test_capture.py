@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REQUEST = "request-of-somebody"
 PAYLOAD = sized(REQUEST, 2 << 20, seed=77)
-WORDS = (REQUEST.encode(), b"kv_lens", b"Offer", b"Fetch")
+WORDS = (REQUEST.encode(), b"kv_lens", b"Offer", b"FetchRange")
 """Bytes that occur in headers and messages."""
 SAMPLE = 24
 
@@ -71,7 +71,8 @@ def share_captured(captured_bytes: bytes) -> float:
 def secrets(key_files: KeyFiles) -> list[bytes]:
     """Return every secret key, as text and as bytes."""
     texts = [
-        Path(key_files.key(f"{who}.secret")).read_bytes().strip() for who in ("producer", "reader")
+        Path(key_files.key(f"{name}.secret")).read_bytes().strip()
+        for name in ("producer", "reader")
     ]
     return [*texts, *map(zmq.utils.z85.decode, texts)]
 
@@ -96,5 +97,7 @@ def test_payloads_over_ucx_are_readable_and_keys_are_not(hosts: Hosts) -> None:
     captured_bytes = capture_transfer(hosts, "ucx", encrypted=True)
     assert share_captured(captured_bytes) > 0.9
     assert [
-        word for word in (b"Offer", b"Fetch", *secrets(hosts.key_files)) if word in captured_bytes
+        word
+        for word in (b"Offer", b"FetchRange", *secrets(hosts.key_files))
+        if word in captured_bytes
     ] == []

@@ -40,13 +40,13 @@ def test_falsified_and_then_cut_off(start: Start, tmp_path: Path) -> None:
                 url, timeout=PATIENCE, quota=8 << 20, **key_files.consumer_options()
             ) as reader:
                 proxy.start_harm(FALSE[seed % 4], str(seed), mean=1)
-                get_id = begin_get(reader, "never", timeout=PATIENCE)
+                pending = begin_get(reader, "never", timeout=PATIENCE)
                 connection = proxy.connections[-1]
                 until(lambda it=connection: it.falsified > 0, "it was falsified")  # type: ignore[misc]
                 time.sleep(0.02)  # the producer has received it now
                 connection.end()
                 proxy.stop_harm()
-                get_id.cancel()
+                pending.cancel()
         time.sleep(HEARTBEATS)
         assert target.process.poll() is None
         producer.call("put", recipe=sized("k", 1 << 20).to_dict())

@@ -159,12 +159,14 @@ def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     target = hosts.target(hosts.cable.right)
     pair = hosts.join("zmq+tcp", reader=target)
     stopped_amid(target, pair, PATIENCE)
-    moment = time.monotonic()
-    pair.reader = pair.connect(hosts.reader)
-    get = pair.get(HUGE)
-    assert get.arrived()
-    assert get.moment - moment < CUT
-    os.kill(target.process.pid, signal.SIGCONT)
+    try:
+        pair.reader = pair.connect(hosts.reader)
+        get = pair.get(HUGE)
+        until(lambda: pair.producer.call("stats")["readers"] == 1, "the producer noticed", CUT)
+        until(lambda: get.future.done() or is_coming(pair), "the other reader has the offer", DEAD)
+        assert get.arrived()
+    finally:
+        os.kill(target.process.pid, signal.SIGCONT)
     target.call("remove", link=pair.url)
     pair.close()
 

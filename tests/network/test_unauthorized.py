@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from key_fixtures import KeyFiles
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
 
@@ -42,7 +42,7 @@ CONNECTIONS: dict[str, bytes] = {
 
 
 @pytest.fixture(params=["open", "encrypted"])
-def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KVLink, KVLink]]:
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KVProducer, KVConsumer]]:
     key_files = KeyFiles(tmp_path)
     is_open = request.param == "open"
     producer_options, consumer_options = (
@@ -56,7 +56,7 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KVLin
 
 
 @pytest.mark.parametrize("name", CONNECTIONS)
-def test_an_unknown_peer(ends: tuple[KVLink, KVLink], name: str) -> None:
+def test_an_unknown_peer(ends: tuple[KVProducer, KVConsumer], name: str) -> None:
     producer, reader = ends
     address = producer.url.removeprefix("zmq+tcp://").split(":")
     before = producer.stats()

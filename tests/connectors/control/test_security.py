@@ -13,7 +13,7 @@ import pytest
 from key_fixtures import KeyFiles
 from zmq_fixtures import free_port, fresh_url
 
-from omni_kvlink import ConnectorError, KVLink, TransferTimeout
+from omni_kvlink import ConnectorError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -31,17 +31,17 @@ def key_files(tmp_path: Path) -> KeyFiles:
 
 
 @pytest.fixture
-def producer(key_files: KeyFiles, sockets: str) -> Iterator[KVLink]:
+def producer(key_files: KeyFiles, sockets: str) -> Iterator[KVProducer]:
     with KVLink.serve(fresh_url("tcp", sockets), **key_files.producer_options) as link:
         yield link
 
 
-def refusals(link: KVLink) -> int:
+def refusals(link: KVProducer) -> int:
     refused: dict[str, int] = link.stats()["refused"]
     return sum(refused.values())
 
 
-def test_right_keys(producer: KVLink, key_files: KeyFiles) -> None:
+def test_right_keys(producer: KVProducer, key_files: KeyFiles) -> None:
     data = sized("k", 3 << 20).make()
     with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:
         receipt = producer.put(data)
@@ -52,7 +52,7 @@ def test_right_keys(producer: KVLink, key_files: KeyFiles) -> None:
     assert producer.stats()["refused"] == {}
 
 
-def test_a_key_that_is_allowed_later(producer: KVLink, key_files: KeyFiles) -> None:
+def test_a_key_that_is_allowed_later(producer: KVProducer, key_files: KeyFiles) -> None:
     how = key_files.consumer_options("unknown")
     with pytest.raises(ConnectorError, match="peers= directory"):
         KVLink.connect(producer.url, timeout=5, **how)
@@ -63,7 +63,7 @@ def test_a_key_that_is_allowed_later(producer: KVLink, key_files: KeyFiles) -> N
 
 
 @pytest.mark.parametrize("how", ["no keys", "wrong producer"])
-def test_handshakes_that_fail(producer: KVLink, key_files: KeyFiles, how: str) -> None:
+def test_handshakes_that_fail(producer: KVProducer, key_files: KeyFiles, how: str) -> None:
     """Plain text, or the key of another producer, changes only a counter."""
     options = key_files.consumer_options(producer="unknown") if how == "wrong producer" else {}
     with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:

@@ -13,7 +13,7 @@ import pytest
 from fault_harness import Field, Start, kill
 from zmq_fixtures import free_port
 
-from omni_kvlink import KVLink, PeerLostError, TransferTimeout
+from omni_kvlink import KVLink, KVProducer, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
@@ -111,14 +111,14 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     with pytest.raises(TransferTimeout, match="does not answer"):
         KVLink.connect(field.url, timeout=0.2)
     expect(PeerLostError, lambda: waiting.result(5), mentions=("'k'",))
-    until(lambda: not reader.call("stats")["ucx"]["endpoints"], "UCX is told", 2)
+    until(lambda: not reader.call("stats")["ucx"]["endpoints"], "UCX has dropped the endpoint", 2)
     again = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
     producer.call("put", recipe=BIG.to_dict())
     assert again.result(PATIENCE) == fingerprint(BIG.make())
 
 
-def freeze_amid(target: ProcessPeer, producer: KVLink, frozen: RemoteLink) -> None:
+def freeze_amid(target: ProcessPeer, producer: KVProducer, frozen: RemoteLink) -> None:
     """Stop a reader when it has received a part of a payload."""
     for _ in range(20):
         producer.put(HUGE.make())

@@ -16,7 +16,9 @@ from zmq_unauthorized import RawPeer, connected_peer
 from omni_kvlink import (
     ClosedError,
     ConnectorError,
+    KVConsumer,
     KVLink,
+    KVProducer,
     PeerLostError,
     TransferTimeout,
     UnavailableError,
@@ -56,16 +58,16 @@ QUOTA = 16 << 20
 
 
 @pytest.fixture
-def producer() -> Iterator[KVLink]:
+def producer() -> Iterator[KVProducer]:
     with KVLink.serve(f"ucx://127.0.0.1:{free_port()}", quota=QUOTA) as link:
         yield link
 
 
-def connect(url: str, **options: Any) -> KVLink:
+def connect(url: str, **options: Any) -> KVConsumer:
     return KVLink.connect(url, timeout=5, quota=QUOTA, **options)
 
 
-def deliver(producer: KVLink, reader: KVLink) -> None:
+def deliver(producer: KVProducer, reader: KVConsumer) -> None:
     receipt = producer.put(BIG.make())
     with reader.get("k", timeout=5, verify="full") as found:
         assert fingerprint(found) == fingerprint(BIG.make())
@@ -73,14 +75,14 @@ def deliver(producer: KVLink, reader: KVLink) -> None:
     receipt.wait(timeout=5)
 
 
-def sender_of(producer: KVLink) -> UcxSender:
+def sender_of(producer: KVProducer) -> UcxSender:
     end: Any = producer._end
     [sender] = end.listeners[0]._senders
     assert isinstance(sender, UcxSender)
     return sender
 
 
-def transport_of(reader: KVLink) -> UcxTransport:
+def transport_of(reader: KVConsumer) -> UcxTransport:
     end: Any = reader._end
     transport = end._ucx_transport
     assert isinstance(transport, UcxTransport)
@@ -106,7 +108,7 @@ def test_malformed_addresses(url: str) -> None:
         KVLink.serve(url)
 
 
-def test_stats_describe_ucx(producer: KVLink) -> None:
+def test_stats_describe_ucx(producer: KVProducer) -> None:
     with connect(producer.url) as reader:
         deliver(producer, reader)
         for link in (producer, reader):
@@ -162,7 +164,7 @@ def test_keys(tmp_path: Path) -> None:
 # Violations of the protocol
 
 
-def test_the_two_protocols_do_not_mix(producer: KVLink) -> None:
+def test_the_two_protocols_do_not_mix(producer: KVProducer) -> None:
     with (
         connect(producer.url.replace("ucx:", "zmq+tcp:")) as reader,
         pytest.raises(PeerLostError, match="this link is ucx://"),
@@ -187,7 +189,7 @@ BAD: list[list[Message]] = [
 
 
 @pytest.mark.parametrize("messages", BAD, ids=range(len(BAD)))
-def test_a_reader_that_ucx_does_not_reach(producer: KVLink, messages: list[Message]) -> None:
+def test_a_reader_that_ucx_does_not_reach(producer: KVProducer, messages: list[Message]) -> None:
     with greeted_peer(producer) as peer:
         peer.send(*map(encode, messages))
         assert isinstance(peer.receive()[0], Refused)
@@ -198,7 +200,7 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVLink, messages: list[Messa
 
 
 @contextlib.contextmanager
-def greeted_peer(producer: KVLink) -> Iterator[RawPeer]:
+def greeted_peer(producer: KVProducer) -> Iterator[RawPeer]:
     """A peer that has completed the handshake and sends arbitrary messages."""
     with connected_peer(producer.url.replace("ucx:", "tcp:")) as peer:
         peer.send(own_hello())
@@ -206,7 +208,7 @@ def greeted_peer(producer: KVLink) -> Iterator[RawPeer]:
         yield peer
 
 
-def test_a_reader_sends_its_address_once(producer: KVLink) -> None:
+def test_a_reader_sends_its_address_once(producer: KVProducer) -> None:
     ucx_transport = UcxTransport()
     with greeted_peer(producer) as peer:
         peer.send(TransportAddress(ucx_transport.address, SECRET))
@@ -218,7 +220,7 @@ def test_a_reader_sends_its_address_once(producer: KVLink) -> None:
 
 
 def test_a_producer_that_sends_too_little(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borrow = ControlListener.borrow
 
@@ -241,7 +243,7 @@ def test_a_producer_that_sends_too_little(
 
 
 @pytest.mark.parametrize("whose", ["producer", "reader"])
-def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
+def test_ucx_breaks_while_control_stands(producer: KVProducer, whose: str) -> None:
     """The get fails at once instead of at its deadline."""
     with connect(producer.url) as reader:
         deliver(producer, reader)
@@ -256,7 +258,7 @@ def test_ucx_breaks_while_control_stands(producer: KVLink, whose: str) -> None:
 
 
 def test_a_message_that_never_comes_keeps_no_memory(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(UcxSender, "send_range", lambda *arguments: None)
     with connect(producer.url) as reader:
@@ -267,20 +269,20 @@ def test_a_message_that_never_comes_keeps_no_memory(
         assert reader.stats()["ucx"]["waiting"] == 0
 
 
-def test_a_reader_that_ucx_lost_is_told(producer: KVLink) -> None:
+def test_a_reader_that_ucx_lost_is_notified(producer: KVProducer) -> None:
     sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        get_id = begin_get(reader, "never", timeout=5)
+        pending = begin_get(reader, "never", timeout=5)
         [peer] = sender._connected
         sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
-            get_id.wait(timeout=5)
+            pending.wait(timeout=5)
         deliver(producer, reader)
 
 
 def test_a_producer_whose_ucx_is_closed_says_so(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def send(*arguments: Any) -> None:
         raise ClosedError("it is closed")
@@ -293,7 +295,7 @@ def test_a_producer_whose_ucx_is_closed_says_so(
 
 
 def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def receive(endpoint: Any, memory: Any, tag: int, done: Any) -> Any:
         done(PeerLostError("it was cut"))

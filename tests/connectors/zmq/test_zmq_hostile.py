@@ -10,7 +10,15 @@ import pytest
 import zmq
 from zmq_fixtures import free_port
 
-from omni_kvlink import ConnectorError, KVLink, KVLinkError, PeerLostError, VersionError, WireError
+from omni_kvlink import (
+    ConnectorError,
+    KVConsumer,
+    KVLink,
+    KVLinkError,
+    PeerLostError,
+    VersionError,
+    WireError,
+)
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
 from omni_kvlink.connectors.protocol.messages import (
     Chunk,
@@ -82,7 +90,7 @@ def hostile() -> Iterator[HostileProducer]:
 
 
 @pytest.fixture
-def reader(hostile: HostileProducer) -> Iterator[KVLink]:
+def reader(hostile: HostileProducer) -> Iterator[KVConsumer]:
     thread = threading.Thread(target=hostile.greet)
     thread.start()
     with KVLink.connect(hostile.url, timeout=5, quota=16 << 20) as link:
@@ -90,7 +98,7 @@ def reader(hostile: HostileProducer) -> Iterator[KVLink]:
         yield link
 
 
-def get(reader: KVLink, *, streamed: bool = False) -> Future[None]:
+def get(reader: KVConsumer, *, streamed: bool = False) -> Future[None]:
     """Run a `get` in a thread; return a future of its end."""
     ended: Future[None] = Future()
 
@@ -128,7 +136,7 @@ VIOLATIONS: dict[str, list[list[Message | bytes]]] = {
 
 @pytest.mark.parametrize("violation", VIOLATIONS)
 def test_wrong_bytes_end_the_connection(
-    hostile: HostileProducer, reader: KVLink, violation: str
+    hostile: HostileProducer, reader: KVConsumer, violation: str
 ) -> None:
     ended = get(reader)
     hostile.receive_until(Get)
@@ -143,13 +151,13 @@ def test_wrong_bytes_end_the_connection(
 
 
 def test_late_bytes_are_not_written_to_reused_memory(
-    hostile: HostileProducer, reader: KVLink
+    hostile: HostileProducer, reader: KVConsumer
 ) -> None:
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     hostile.send(Offer(1, 7, Location(0, 0, NBYTES)))
     hostile.receive_until(FetchRange)
-    get_id.cancel()
+    pending.cancel()
     assert hostile.receive_until(Release) == Release(1, 7, "unread")
     hostile.send(Chunk(1, 7, 0), b"late" * 100)
     other = begin_get(reader, "other", timeout=5)
@@ -168,7 +176,7 @@ def test_late_bytes_are_not_written_to_reused_memory(
 @pytest.mark.parametrize("draft", [0, 512])
 @pytest.mark.parametrize("beside", [b"short", bytes(NBYTES + 1)])
 def test_inline_bytes_that_are_not_what_was_offered(
-    hostile: HostileProducer, reader: KVLink, beside: bytes, draft: int
+    hostile: HostileProducer, reader: KVConsumer, beside: bytes, draft: int
 ) -> None:
     ended = get(reader)
     hostile.receive_until(Get)
@@ -176,14 +184,14 @@ def test_inline_bytes_that_are_not_what_was_offered(
     assert isinstance(ended.exception(5), (WireError, ConnectorError))
 
 
-def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVLink) -> None:
+def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVConsumer) -> None:
     data = Recipe("k").make()
     payload = _payload(data)
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     for _ in range(3):
         hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
-    delivery = get_id.wait(timeout=5)
+    delivery = pending.wait(timeout=5)
     hostile.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
     with open_delivery(reader, delivery, started=0.0, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
@@ -191,7 +199,7 @@ def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVLink) -
     assert hostile.receive_until(Release) == Release(1, 7, "read")
 
 
-def test_a_payload_of_another_key(hostile: HostileProducer, reader: KVLink) -> None:
+def test_a_payload_of_another_key(hostile: HostileProducer, reader: KVConsumer) -> None:
     """A valid payload, but not the requested one."""
     payload = _payload(Recipe("other").make(), "other")
     ended = get(reader)
@@ -199,7 +207,7 @@ def test_a_payload_of_another_key(hostile: HostileProducer, reader: KVLink) -> N
     hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
     error = ended.exception(5)
     assert type(error) is WireError
-    assert "asked for 'k', the payload says it is 'other'" in str(error)
+    assert "requested 'k', the payload says it is 'other'" in str(error)
     released = hostile.receive_until(Release)
     assert isinstance(released, Release)
     assert released.outcome == "rejected"
@@ -209,7 +217,7 @@ def test_a_payload_of_another_key(hostile: HostileProducer, reader: KVLink) -> N
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("draft", [0, 512])
 def test_an_invalid_header(
-    hostile: HostileProducer, reader: KVLink, draft: int, beside: bool
+    hostile: HostileProducer, reader: KVConsumer, draft: int, beside: bool
 ) -> None:
     """The stream is rejected, its memory is freed, the connection stays open."""
     ended = get(reader, streamed=True)
@@ -229,7 +237,7 @@ def test_an_invalid_header(
     until(lambda: reader.stats()["memory"]["used"] == 0, "the memory is back")
 
 
-def test_layers_before_the_header(hostile: HostileProducer, reader: KVLink) -> None:
+def test_layers_before_the_header(hostile: HostileProducer, reader: KVConsumer) -> None:
     get(reader, streamed=True)
     hostile.receive_until(Get)
     hostile.send(Offer(1, 7, Location(0, 0, 1000), 512))
@@ -238,17 +246,19 @@ def test_layers_before_the_header(hostile: HostileProducer, reader: KVLink) -> N
     until(lambda: not reader.stats()["connected"], "the session is over")
 
 
-def test_messages_about_unknown_gets_are_ignored(hostile: HostileProducer, reader: KVLink) -> None:
+def test_messages_about_unknown_gets_are_ignored(
+    hostile: HostileProducer, reader: KVConsumer
+) -> None:
     for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
         hostile.send(message)
     hostile.send(Chunk(9, 9, 0), b"bytes")
-    get_id = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=5)
     hostile.receive_until(Get)
     assert reader.stats()["connected"]
-    get_id.cancel()
+    pending.cancel()
 
 
-def test_an_offer_larger_than_the_quota(hostile: HostileProducer, reader: KVLink) -> None:
+def test_an_offer_larger_than_the_quota(hostile: HostileProducer, reader: KVConsumer) -> None:
     ended = get(reader)
     hostile.receive_until(Get)
     hostile.send(Offer(1, 7, Location(0, 0, 2**53)))
@@ -256,7 +266,7 @@ def test_an_offer_larger_than_the_quota(hostile: HostileProducer, reader: KVLink
     assert reader.stats()["connected"]
 
 
-def test_a_refusal_tells_the_reason(hostile: HostileProducer, reader: KVLink) -> None:
+def test_a_refusal_tells_the_reason(hostile: HostileProducer, reader: KVConsumer) -> None:
     ended = get(reader)
     hostile.receive_until(Get)
     hostile.send(Refused("too slow", (1, 1)))
@@ -307,7 +317,7 @@ def _payload(data: Any, key: str = "k") -> bytes:
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
         with KVLink.connect(producer.url, timeout=1) as reader:
-            get_id = begin_get(reader, key, timeout=1)
-            region = get_id.wait(timeout=1).region
+            pending = begin_get(reader, key, timeout=1)
+            region = pending.wait(timeout=1).region
             assert region is not None
             return bytes(region.view())

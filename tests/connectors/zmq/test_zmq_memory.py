@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from zmq_fixtures import fresh_url
 
-from omni_kvlink import CapacityError, KVLink, TransferTimeout
+from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def producer(sockets: str) -> Iterator[KVLink]:
+def producer(sockets: str) -> Iterator[KVProducer]:
     with KVLink.serve(fresh_url("tcp", sockets), quota=64 * MIB) as link:
         yield link
 
@@ -46,12 +46,12 @@ def threads() -> Iterator[ThreadPeer]:
     peer.close()
 
 
-def connect(threads: ThreadPeer, producer: KVLink, quota: int) -> RemoteLink:
+def connect(threads: ThreadPeer, producer: KVProducer, quota: int) -> RemoteLink:
     threads.call("connect", link="r", url=producer.url, timeout=5, quota=quota)
     return RemoteLink(threads, "r")
 
 
-def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) -> None:
+def test_larger_than_the_readers_quota(producer: KVProducer, threads: ThreadPeer) -> None:
     """The error comes at once and names the sizes; another reader can still get the payload."""
     reader = connect(threads, producer, MIB)
     receipt = producer.put(sized("k", 2 * MIB).make())
@@ -62,7 +62,7 @@ def test_larger_than_the_readers_quota(producer: KVLink, threads: ThreadPeer) ->
     receipt.wait(timeout=5)
 
 
-def test_waiting_for_memory(producer: KVLink, threads: ThreadPeer) -> None:
+def test_waiting_for_memory(producer: KVProducer, threads: ThreadPeer) -> None:
     """The timeout names the reason; freed memory is used; small payloads overtake."""
     reader = connect(threads, producer, 4 * MIB)
     for key in ("one", "two"):
@@ -87,7 +87,7 @@ def test_waiting_for_memory(producer: KVLink, threads: ThreadPeer) -> None:
 
 
 def test_memory_that_must_be_mapped(
-    producer: KVLink, threads: ThreadPeer, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, threads: ThreadPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The freed block is too small, but the quota allows to map another."""
     monkeypatch.setattr(arena, "MIN_ARENA", MIB)
@@ -102,7 +102,7 @@ def test_memory_that_must_be_mapped(
 
 
 def test_a_get_that_times_out_waiting_for_memory_leaves_nothing(
-    producer: KVLink, threads: ThreadPeer
+    producer: KVProducer, threads: ThreadPeer
 ) -> None:
     reader = connect(threads, producer, 4 * MIB)
     for key in ("one", "two", "three"):
@@ -128,7 +128,7 @@ with KVLink.connect(sys.argv[1], timeout=5) as reader:
 """
 
 
-def test_no_page_faults_when_warm(producer: KVLink) -> None:
+def test_no_page_faults_when_warm(producer: KVProducer) -> None:
     """Payloads and ZMQ's receive buffers use memory that is already mapped."""
     producer.put(sized("k", 48 * MIB).make(), readers=8)
     done = subprocess.run(
@@ -142,7 +142,7 @@ def test_no_page_faults_when_warm(producer: KVLink) -> None:
 
 
 def test_the_window_is_shared_by_all_payloads(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more bytes than the window are requested, however many payloads arrive."""
     window = 2 * CHUNK
@@ -160,9 +160,9 @@ def test_the_window_is_shared_by_all_payloads(
         pending = [begin_get(reader, recipe.key, timeout=5) for recipe in recipes]
         for recipe in recipes:
             producer.put(recipe.make())
-        for recipe, get_id in zip(recipes, pending, strict=True):
+        for recipe, get in zip(recipes, pending, strict=True):
             started = time.perf_counter()
-            delivery = get_id.wait(timeout=5)
+            delivery = get.wait(timeout=5)
             with open_delivery(reader, delivery, started=started, verify="full") as found:
                 assert fingerprint(found) == fingerprint(recipe.make())
             del found, delivery
@@ -170,7 +170,7 @@ def test_the_window_is_shared_by_all_payloads(
 
 
 def test_a_small_payload_overtakes_a_large_one(
-    producer: KVLink, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small payload that was requested later does not wait for the end of a large one."""
     ended = []
@@ -179,14 +179,14 @@ def test_a_small_payload_overtakes_a_large_one(
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
         pending = [begin_get(reader, key, timeout=5) for key in ("large", "small")]
-        for get_id, key in zip(pending, ("large", "small"), strict=True):
-            get_id.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
-        for get_id in pending:
-            get_id.wait(timeout=5).release()
+        for get, key in zip(pending, ("large", "small"), strict=True):
+            get.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
+        for get in pending:
+            get.wait(timeout=5).release()
     assert ended == ["small", "large"]
 
 
-def test_asyncio(producer: KVLink) -> None:
+def test_asyncio(producer: KVProducer) -> None:
     """The future completes when the bytes have arrived; a cancelled get releases them."""
     data = sized("k", 5 * MIB).make()
 
@@ -214,11 +214,11 @@ def test_asyncio(producer: KVLink) -> None:
     until_freed(producer)
 
 
-def test_an_idle_pair_sleeps(producer: KVLink) -> None:
+def test_an_idle_pair_sleeps(producer: KVProducer) -> None:
     with KVLink.connect(producer.url, timeout=5) as reader:
-        get_id = begin_get(reader, "never", timeout=5)
+        pending = begin_get(reader, "never", timeout=5)
         before = time.process_time()
         time.sleep(1.5)
         used = time.process_time() - before
-        get_id.cancel()
+        pending.cancel()
     assert used < 0.015 * 2, "two ends, one percent of a core each"

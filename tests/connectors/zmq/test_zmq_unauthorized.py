@@ -11,7 +11,7 @@ import zmq
 from zmq_fixtures import fresh_url
 from zmq_unauthorized import RawPeer, connected_peer, greeted_peer
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVLink, KVProducer
 from omni_kvlink.connectors.control import monitored_socket
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
@@ -42,13 +42,13 @@ BIG = sized("big", 3 * WINDOW)
 
 
 @pytest.fixture
-def producer(sockets: str) -> Iterator[KVLink]:
+def producer(sockets: str) -> Iterator[KVProducer]:
     with KVLink.serve(fresh_url("tcp", sockets), quota=64 << 20) as link:
         yield link
 
 
 @pytest.fixture
-def unharmed(producer: KVLink) -> Iterator[None]:
+def unharmed(producer: KVProducer) -> Iterator[None]:
     """After the test, an honest reader is still served."""
     yield
     with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
@@ -61,7 +61,7 @@ def unharmed(producer: KVLink) -> Iterator[None]:
     until_freed(producer)
 
 
-def refused(link: KVLink, what: str) -> int:
+def refused(link: KVProducer, what: str) -> int:
     found: int = link.stats()["refused"].get(what, 0)
     return found
 
@@ -83,7 +83,7 @@ GARBAGE: list[list[bytes]] = [
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_before_the_greeting(
-    producer: KVLink, unharmed: None, garbage: list[bytes]
+    producer: KVProducer, unharmed: None, garbage: list[bytes]
 ) -> None:
     with connected_peer(producer.url) as peer:
         peer.send(*garbage)
@@ -93,7 +93,7 @@ def test_garbage_before_the_greeting(
 
 
 @pytest.mark.parametrize("nbytes", [MAX_MESSAGE + 1000, 1 << 20, 64 << 20])
-def test_huge_frames_end_the_connection(producer: KVLink, unharmed: None, nbytes: int) -> None:
+def test_huge_frames_end_the_connection(producer: KVProducer, unharmed: None, nbytes: int) -> None:
     with greeted_peer(producer.url, RECONNECT_IVL=-1) as peer, greeted_peer(producer.url) as other:
         peer.send(b"x" * nbytes)
         until(lambda: producer.stats()["readers"] == 1, "it was dropped")
@@ -110,7 +110,7 @@ NO_ZMQ = {
 
 
 @pytest.mark.parametrize("what", NO_ZMQ)
-def test_peers_that_do_not_speak_zmq(producer: KVLink, unharmed: None, what: str) -> None:
+def test_peers_that_do_not_speak_zmq(producer: KVProducer, unharmed: None, what: str) -> None:
     host, port = producer.url.removeprefix("zmq+tcp://").split(":")
     with socket.create_connection((host, int(port)), 5) as sock:
         sock.sendall(NO_ZMQ[what])
@@ -118,7 +118,7 @@ def test_peers_that_do_not_speak_zmq(producer: KVLink, unharmed: None, what: str
             until(lambda: refused(producer, "no greeting") == 1, "it was counted")
 
 
-def test_other_versions(producer: KVLink, unharmed: None) -> None:
+def test_other_versions(producer: KVProducer, unharmed: None) -> None:
     with connected_peer(producer.url) as peer:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
         answer, _ = peer.receive()
@@ -144,7 +144,7 @@ FORBIDDEN: list[list[Message | bytes]] = [
 
 @pytest.mark.parametrize("parts", FORBIDDEN, ids=range(len(FORBIDDEN)))
 def test_messages_that_no_reader_may_send_disconnect_it(
-    producer: KVLink, unharmed: None, parts: list[Message | bytes]
+    producer: KVProducer, unharmed: None, parts: list[Message | bytes]
 ) -> None:
     with greeted_peer(producer.url) as peer:
         peer.send(*parts)
@@ -154,7 +154,7 @@ def test_messages_that_no_reader_may_send_disconnect_it(
         assert refused(producer, "bad message") == 1
 
 
-def leased(producer: KVLink, peer: RawPeer) -> Offer:
+def leased(producer: KVProducer, peer: RawPeer) -> Offer:
     producer.put(BIG.make())
     peer.send(Get(1, "big"))
     offer, beside = peer.receive()
@@ -163,8 +163,8 @@ def leased(producer: KVLink, peer: RawPeer) -> Offer:
     return offer
 
 
-def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None:
-    """Another's, an older one's, and what was let go of: nothing comes."""
+def test_bytes_of_what_is_not_on_lease(producer: KVProducer, unharmed: None) -> None:
+    """Requests for another peer's, an older or a released transfer get no bytes."""
     with greeted_peer(producer.url) as peer, greeted_peer(producer.url) as other:
         offer = leased(producer, peer)
         other.send(FetchRange(1, offer.epoch, 0, 100))
@@ -181,7 +181,7 @@ def test_bytes_of_what_is_not_on_lease(producer: KVLink, unharmed: None) -> None
             assert not one.socket.poll(0)
 
 
-def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None) -> None:
+def test_what_is_on_lease_is_served_to_its_end(producer: KVProducer, unharmed: None) -> None:
     """Also if the payload failed meanwhile."""
     with greeted_peer(producer.url) as peer:
         offer = leased(producer, peer)
@@ -192,7 +192,7 @@ def test_what_is_on_lease_is_served_to_its_end(producer: KVLink, unharmed: None)
         assert len(payload) == 25
 
 
-def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: None) -> None:
+def test_a_stream_that_broke_off_is_served_no_more(producer: KVProducer, unharmed: None) -> None:
     with greeted_peer(producer.url) as peer:
         writer = producer.stream_put(Recipe("s").make())
         peer.send(Get(1, "s", True))
@@ -212,7 +212,7 @@ def test_a_stream_that_broke_off_is_served_no_more(producer: KVLink, unharmed: N
 
 
 @pytest.mark.parametrize("beyond", [1, CHUNK])
-def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int) -> None:
+def test_bytes_beyond_the_payload(producer: KVProducer, unharmed: None, beyond: int) -> None:
     with greeted_peer(producer.url) as peer:
         stop = leased(producer, peer).location.nbytes + beyond
         peer.send(FetchRange(1, 1, stop - beyond - 5, stop))
@@ -221,7 +221,7 @@ def test_bytes_beyond_the_payload(producer: KVLink, unharmed: None, beyond: int)
         producer.abort("big")
 
 
-def test_a_reader_that_requests_and_does_not_read(producer: KVLink, unharmed: None) -> None:
+def test_a_reader_that_requests_and_does_not_read(producer: KVProducer, unharmed: None) -> None:
     """Its queue is bounded, others are served, and memory that ZMQ still sends is not reused."""
     with greeted_peer(producer.url, RCVHWM=1, RCVBUF=4096) as peer:
         offer = leased(producer, peer)
@@ -247,9 +247,9 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVLink, unharmed: No
 
 
 def test_a_reader_that_lets_messages_pile_up(
-    producer: KVLink, unharmed: None, monkeypatch: pytest.MonkeyPatch
+    producer: KVProducer, unharmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is disconnected, and told so when it reads again."""
+    """It is disconnected, and finds the reason when it reads again."""
     with greeted_peer(producer.url, RCVHWM=1, RCVBUF=4096, SNDHWM=0) as peer:
         key = "k" * 1000
         producer.fail(key, "x" * 4000)
@@ -268,13 +268,13 @@ def test_a_reader_that_lets_messages_pile_up(
         assert message.reason == "too slow"
 
 
-def test_a_connection_without_a_message(producer: KVLink, unharmed: None) -> None:
+def test_a_connection_without_a_message(producer: KVProducer, unharmed: None) -> None:
     with connected_peer(producer.url):
         pass
     assert producer.stats()["readers"] == 0
 
 
-def test_an_identity_that_is_in_use(producer: KVLink, unharmed: None) -> None:
+def test_an_identity_that_is_in_use(producer: KVProducer, unharmed: None) -> None:
     """A peer that uses a reader's identity receives nothing of it."""
     with (
         greeted_peer(producer.url, ROUTING_ID=b"name") as peer,
@@ -288,7 +288,7 @@ def test_an_identity_that_is_in_use(producer: KVLink, unharmed: None) -> None:
         assert not other.socket.poll(50)
 
 
-def test_hello_is_the_same_for_all_readers(producer: KVLink) -> None:
+def test_hello_is_the_same_for_all_readers(producer: KVProducer) -> None:
     with (
         greeted_peer(producer.url),
         connected_peer(producer.url) as one,
@@ -302,7 +302,7 @@ def test_hello_is_the_same_for_all_readers(producer: KVLink) -> None:
         assert answers[0] == answers[1]
 
 
-def test_options_of_every_socket(producer: KVLink) -> None:
+def test_options_of_every_socket(producer: KVProducer) -> None:
     end: Any = producer._end
     socket = end.listeners[0]._socket.socket
     assert socket.getsockopt(zmq.SNDHWM) == monitored_socket.MAX_QUEUED
