@@ -185,7 +185,7 @@ def test_a_window_of_an_inconsistent_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"layers": [0, 1, 2], "seen": [20] * 4}, "other than 4"),
+        ({"layers": [0, 1, 2], "seen": [20] * 4}, "does not have 4 layers"),
         ({"layers": [0, 1, 2, 2], "seen": [20] * 4}, "make no cache"),
         ({"layers": [0, 1, 2, 3], "seen": [20, 20, 20, 21]}, "have seen"),
         ({"layers": [0, 1, 2, 3], "seen": [3] * 4}, "7 of 3 tokens"),
