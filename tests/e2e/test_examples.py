@@ -35,23 +35,6 @@ def run_demo(out: Path, *options: str, **environment: str) -> subprocess.Complet
     return run(DEMO, *common, *options, **environment)
 
 
-def test_the_readmes_code_runs(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert code
-    assert code[1].count("\n") <= 30
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", code[1]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "28 layers × 4096 tokens, bfloat16" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "copies"),
     [

@@ -31,7 +31,7 @@ def blocks(section: str, language: str) -> list[str]:
         ("Send between machines", "tensor(57344.)"),
     ],
 )
-def test_the_scripts_of(section: str, output: str, tmp_path: Path) -> None:
+def test_the_readmes_code_runs(section: str, output: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
     for commands in blocks(section, "sh"):
         kvlink = f"{sys.executable} -c 'from omni_kvlink.cli.main import main; main()' "
@@ -42,7 +42,10 @@ def test_the_scripts_of(section: str, output: str, tmp_path: Path) -> None:
     assert all(script.count("\n") <= MOST_LINES for script in scripts)
     producer, consumer = (
         subprocess.Popen(
-            [sys.executable, "-c", script], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+            [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
         )
         for script in scripts
     )
