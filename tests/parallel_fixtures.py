@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,16 @@ class Stage:
         self.ranks = RankProcesses(self.config)
 
     def send(self, *batch: OmniDiffusionRequest) -> int:
-        """Send the KV of requests; the sum of the sizes of their largest parts."""
+        """Send the KV of requests; the sum of the sizes of their largest parts.
+
+        A request id may be used again: first wait until its former payload is released, which the
+        ranks report after they have answered.
+        """
+        live: Any = self.kv_sink.link._end.transfers._live  # type: ignore[attr-defined]
+        keys = {part.key(one.request_id) for one in batch for part in self.kv_sink._parts}
+        deadline = time.monotonic() + TIMEOUT
+        while keys & set(live) and time.monotonic() < deadline:
+            time.sleep(0.005)
         return sum(self.kv_sink.send(self.bundle_of(one)).nbytes for one in batch)
 
     def bundle_of(self, one: OmniDiffusionRequest) -> KVCacheBundle:
