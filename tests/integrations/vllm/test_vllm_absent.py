@@ -23,5 +23,5 @@ def test_the_connector_without_vllm() -> None:
     code = "import sys; sys.modules['vllm'] = None; import omni_kvlink.integrations.vllm"
     done = output(code)
     assert done.returncode != 0
-    assert "UnavailableError: the vLLM connector cannot be loaded" in done.stderr
+    assert "UnavailableError: the vLLM connector cannot be imported" in done.stderr
     assert "pip install 'vllm==0.30.*'" in done.stderr

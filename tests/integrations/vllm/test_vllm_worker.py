@@ -202,11 +202,11 @@ def test_pools_are_the_engines_own_memory() -> None:
 def test_pools_that_are_not_known() -> None:
     cache = torch.zeros((BLOCKS, HEADS, BLOCK, ROW))
     sizes = {"num_blocks": BLOCKS, "block_size": BLOCK}
-    with pytest.raises(SchemaError, match=r"layer x: a block of strides .* is not one piece"):
+    with pytest.raises(SchemaError, match=r"layer x: a block with strides .* is not contiguous"):
         byte_pools({"x": cache[..., ::2]}, **sizes)
-    with pytest.raises(SchemaError, match="of 11 blocks of 4 tokens is not known"):
+    with pytest.raises(SchemaError, match="of 11 blocks of 4 tokens has an unknown layout"):
         byte_pools({"x": cache}, **{**sizes, "num_blocks": 11})
-    with pytest.raises(UnavailableError, match="layer x lies on meta"):
+    with pytest.raises(UnavailableError, match="layer x is on meta"):
         byte_pools({"x": cache.to("meta")}, **sizes)
 
 
