@@ -79,14 +79,14 @@ test-ray: .venv-ray/.ready
 VLLM_TESTS := tests/integrations/vllm
 
 test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/bin/python examples/pd_vllm.py
 
 # Not in `test`: vLLM for CPUs, vLLM-Omni and UCX, in an environment of their own.
 OMNI := .venv-vllm-omni
 
 test-vllm-omni: $(OMNI)/.ready
-	$(OMNI)/bin/python -m pytest tests/integrations/vllm_omni $(ARGS)
+	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/vllm_omni $(ARGS)
 
 $(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt
 	$(PYTHON) -m venv $(OMNI)
