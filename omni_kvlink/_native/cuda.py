@@ -218,7 +218,7 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
 
 
 def _load() -> ctypes.CDLL:
-    library = _part.library
+    library = _part.loaded
     return _part.load() if library is None else library
 
 

@@ -226,7 +226,7 @@ def select(name: str) -> None:
 
 def _load() -> ctypes.CDLL:
     # Without a call once it is loaded: this is in every copy's path.
-    library = _part.library
+    library = _part.loaded
     return _part.load() if library is None else library
 
 

@@ -26,7 +26,7 @@ class CompiledPart:
             raises AttributeError if it is another library.
 
     Attributes:
-        library: the loaded library; None before the first `load`, and if it cannot be used.
+        loaded: the loaded library; None before the first `load`, and if it cannot be used.
         error: why it cannot be used, once `load` has found that out.
     """
 
@@ -44,7 +44,7 @@ class CompiledPart:
         self._cure, self._declare = cure, declare
         self._lock = threading.Lock()
         self.abi = abi
-        self.library: ctypes.CDLL | None = None
+        self.loaded: ctypes.CDLL | None = None
         self.error: NativeError | None = None
 
     def load(self) -> ctypes.CDLL:
@@ -54,15 +54,15 @@ class CompiledPart:
             NativeError: it cannot be used; the same error at every call.
         """
         with self._lock:
-            if self.library is None and self.error is None:
+            if self.loaded is None and self.error is None:
                 try:
-                    self.library = self.open(Path(__file__).parent)
+                    self.loaded = self.open(Path(__file__).parent)
                 except NativeError as error:
                     self.error = error
-            if self.library is None:
+            if self.loaded is None:
                 assert self.error
                 raise NativeError(*self.error.args)
-            return self.library
+            return self.loaded
 
     def open(self, directory: Path) -> ctypes.CDLL:
         """Load the library from a directory and check its version."""

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from crc32c import crc32c
 
-from omni_kvlink.copier.base import Copier, mismatch
+from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.native import check_fit
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class TorchCopier(Copier):
@@ -34,7 +34,7 @@ class TorchCopier(Copier):
         digests = []
         for source, spec in zip(sources, manifest.tensors, strict=True):
             start = manifest.header_nbytes + spec.start
-            digest = _Digest(payload[start : start + spec.nbytes]) if spec.digest else None
+            digest = ChunkDigest(payload[start : start + spec.nbytes]) if spec.digest else None
             target = tensor_view(region, spec, manifest.header_nbytes)
             for upto in _gather_steps(source, target):
                 if digest:
@@ -44,7 +44,7 @@ class TorchCopier(Copier):
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         """Hash every tensor of the payload."""
-        return [_digest_of(manifest, region, spec).text() for spec in manifest.tensors]
+        return [tensor_digest(manifest, region, spec).text() for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy tensor by tensor, hashing the payload while it is in cache."""
@@ -53,47 +53,18 @@ class TorchCopier(Copier):
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)
             start = manifest.header_nbytes + spec.start
-            digest = _Digest(payload[start : start + spec.nbytes])
+            digest = ChunkDigest(payload[start : start + spec.nbytes])
             for upto in _scatter_steps(source, target):
                 if spec.digest:
                     digest.advance(upto)
             if spec.digest:
-                _compare(spec, digest.values())
+                compare(spec, digest.values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Hash every tensor of the payload and compare with the committed digests."""
         for spec in manifest.tensors:
             if spec.digest:
-                _compare(spec, _digest_of(manifest, region, spec).values())
-
-
-class _Digest:
-    """CRC-32C of each MiB of a growing span of bytes."""
-
-    def __init__(self, data: memoryview):
-        self._data, self._done, self._crcs = data, 0, list[int]()
-
-    def advance(self, upto: int) -> None:
-        """Hash the MiBs that are complete now that all bytes before `upto` are final."""
-        while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
-            stop = min(self._done + DIGEST_CHUNK, upto)
-            self._crcs.append(crc32c(self._data[self._done : stop]))
-            self._done = stop
-
-    def values(self) -> list[int]:
-        return self._crcs
-
-    def text(self) -> str:
-        return "".join(f"{crc:08x}" for crc in self._crcs)
-
-
-def _digest_of(manifest: Manifest, region: Region, spec: TensorSpec) -> _Digest:
-    """Return the digest of a tensor in the payload; empty if the plan has no digests."""
-    start = manifest.header_nbytes + spec.start
-    digest = _Digest(region.view(start, start + spec.nbytes))
-    if spec.digest:
-        digest.advance(spec.nbytes)
-    return digest
+                compare(spec, tensor_digest(manifest, region, spec).values())
 
 
 def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:
@@ -150,9 +121,3 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
     for start in range(0, len(target), rows):
         target[start : start + rows].copy_(source[start : start + rows])
         yield min(start + rows, len(target)) * row
-
-
-def _compare(spec: TensorSpec, found: Sequence[int]) -> None:
-    for chunk, (committed, actual) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
-        if committed != actual:
-            raise mismatch(spec, chunk)

@@ -58,7 +58,7 @@ LAYOUTS = (separate, stacked, packed)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
-        monkeypatch.setattr(host._part, "library", None)
+        monkeypatch.setattr(host._part, "loaded", None)
         monkeypatch.setattr(host._part, "error", NativeError("there is none"))
     elif host.missing():
         pytest.skip(host.missing() or "")

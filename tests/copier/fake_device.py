@@ -72,7 +72,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Use the library in `directory` as the CUDA library until the end of the test."""
     library = cuda._part.open(directory)
     device = FakeDevice(library)
-    monkeypatch.setattr(cuda._part, "library", library)
+    monkeypatch.setattr(cuda._part, "loaded", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
     monkeypatch.setattr(pinned, "_device_of", lambda view: 0 if device.holds(view) else None)
