@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C interface: exceptions become a status and the thread's last error.
 #include <cstdio>
 #include <cstring>

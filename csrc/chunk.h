@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One digest chunk, the unit of work: up to a MiB of the payload, copied by four lanes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC-32C in software, and the arithmetic that joins the CRCs of neighbouring spans.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A position in a view that moves forward over its contiguous pieces.
 #pragma once
 

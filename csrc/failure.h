@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors inside the library; the C interface turns them into a status.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call: its copies are checked, cut into chunks, and copied.
 #pragma once
 

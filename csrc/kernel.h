@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inner loops, one set for each instruction set.
 #pragma once
 

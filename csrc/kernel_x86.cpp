@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AVX-512 and AVX2 by function-level targets, so that the library loads on every x86-64 processor.
 #if defined(__x86_64__)
 #include <immintrin.h>

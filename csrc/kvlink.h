@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The whole C interface of omni_kvlink's host copier: plain structs, int status, no exceptions.
  *
  * A *payload* is one span of memory that holds tensors one after another. A *view* describes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checked view: the caller's strides reduced to the fewest dimensions.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many copies by the copy engines, in one call if the toolkit supports it.
 #pragma once
 

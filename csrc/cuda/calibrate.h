@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures from which run length copy engines are faster than the kernel on a device.
 #pragma once
 

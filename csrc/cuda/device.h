@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State of a device: streams, staging memory, and the measured crossover.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launching the copying kernel.
 #pragma once
 

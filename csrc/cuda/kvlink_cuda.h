@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The C interface of omni_kvlink's CUDA part: copies between device views and registered host
  * memory.
  *

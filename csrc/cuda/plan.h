@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call, checked and laid out before anything is enqueued; independent of CUDA.
 #pragma once
 

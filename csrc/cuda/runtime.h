@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's statuses as failures, and a thread's current device.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan in progress: its groups of copies are enqueued, and complete in order.
 #pragma once
 

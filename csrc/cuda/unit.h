@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One thread's part of the copying kernel; compiled for the device, and for the host's tests.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks that print their line, reproducible random numbers, and reference results.
 #pragma once
 

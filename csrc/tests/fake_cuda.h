@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake device's settings and counters, for tests.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every instruction set against the definition, byte by byte.
 #include <thread>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA part on a fake device: addresses, both copy methods, order, progress, refusals.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Invalid arguments are refused with a status and a text, and nothing is written.
 #include "check.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // As much of CUDA's runtime as the library uses, for tests without a device. What is enqueued is
 // done when an event behind it is waited for, and no sooner.
 #pragma once
