@@ -1,0 +1,118 @@
+"""Runs every suite of the Makefile and prints a table; fails if one failed or a test never ran.
+
+    python3 .ci/suites.py [SUITE …]     all suites without arguments
+
+A test that is skipped in every suite that collects it fails the run, except tests marked `gpu`,
+which no suite selects: CI has no device.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "ci"
+PYTEST = (
+    "test",
+    "test-ucx",
+    "test-hf-4.50.3",
+    "test-hf-5.23.0",
+    "test-diffusers",
+    "test-ray",
+    "test-vllm",
+    "test-vllm-omni",
+)
+SUITES = ("lint", "asan", "tsan", "demo", *PYTEST)
+
+
+@dataclass
+class Outcome:
+    """What one suite did."""
+
+    name: str
+    seconds: float
+    status: int
+    passed: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_green(self) -> bool:
+        """Whether the target succeeded, and tests ran if it has any."""
+        has_run = self.name not in PYTEST or bool(self.passed)
+        return self.status == 0 and not self.failed and has_run
+
+    def row(self) -> str:
+        """The suite's line of the table."""
+        verdict = "ok" if self.is_green else f"FAILED ({self.status})"
+        passed, skipped = str(len(self.passed)), str(len(self.skipped))
+        if self.name not in PYTEST:
+            passed = skipped = ""
+        reasons = Counter(self.skipped.values()).most_common(3)
+        why = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+        return f"{self.name:16} {verdict:12} {passed:>7} {skipped:>7} {self.seconds:>8.0f}  {why}"
+
+
+def run(suite: str) -> Outcome:
+    """Run one target of the Makefile, and read what pytest wrote about it."""
+    print(f"\n=== make {suite}", flush=True)
+    report = RESULTS / f"{suite}.xml"
+    report.unlink(missing_ok=True)
+    arguments = [f"ARGS=-q --junitxml={report}"] if suite in PYTEST else []
+    began = time.monotonic()
+    status = subprocess.run(["make", suite, *arguments], cwd=ROOT, check=False).returncode
+    outcome = Outcome(suite, time.monotonic() - began, status)
+    if report.exists():
+        read(report, outcome)
+    return outcome
+
+
+def read(report: Path, outcome: Outcome) -> None:
+    """Sort the test cases of a JUnit report into passed, failed and skipped."""
+    for case in ET.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome.failed.add(name)
+        elif skipped is not None:
+            outcome.skipped[name] = skipped.get("message", "")
+        else:
+            outcome.passed.add(name)
+
+
+def never_run(outcomes: list[Outcome]) -> dict[str, str]:
+    """Tests that no suite ran, with the reason the last suite gave."""
+    ran = {name for outcome in outcomes for name in outcome.passed | outcome.failed}
+    # A module that is skipped as a whole appears by its own name.
+    modules = {name.partition("::")[0] for name in ran}
+    return {
+        name: reason
+        for outcome in outcomes
+        for name, reason in outcome.skipped.items()
+        if name not in ran and name.partition("::")[2] not in modules
+    }
+
+
+def main() -> int:
+    """Run the suites that are named, or all; print the table; return the exit status."""
+    suites = sys.argv[1:] or list(SUITES)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    outcomes = [run(suite) for suite in suites]
+    missing = never_run(outcomes) if set(suites) == set(SUITES) else {}
+    print(f"\n{'suite':16} {'verdict':12} {'passed':>7} {'skipped':>7} {'seconds':>8}  skipped why")
+    for outcome in outcomes:
+        print(outcome.row())
+    print(f"{'together':44} {sum(outcome.seconds for outcome in outcomes):>8.0f}")
+    for name, reason in sorted(missing.items()):
+        print(f"never ran: {name}: {reason}")
+    return 1 if missing or not all(outcome.is_green for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

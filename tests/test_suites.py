@@ -1,0 +1,66 @@
+"""The table of CI: a test that no suite ran is found, and so is a suite that ran nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "suites.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="installed without the sources")
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_runs"/>
+<testcase classname="tests.test_a" name="test_fails"><failure message="no"/></testcase>
+<testcase classname="tests.test_a" name="test_skips"><skipped message="no ray"/></testcase>
+<testcase classname="" name="tests.test_ray"><skipped message="no ray"/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def suites(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("ci_suites", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ci_suites", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome(suites: Any, tmp_path: Path, report: str) -> Any:
+    file = tmp_path / "report.xml"
+    file.write_text(report)
+    found = suites.Outcome("test", 1.0, 0)
+    suites.read(file, found)
+    return found
+
+
+def test_a_report_is_sorted(suites: Any, tmp_path: Path) -> None:
+    found = outcome(suites, tmp_path, REPORT)
+    assert found.passed == {"tests.test_a::test_runs"}
+    assert found.failed == {"tests.test_a::test_fails"}
+    assert set(found.skipped.values()) == {"no ray"}
+    assert not found.is_green
+    assert "2 × no ray" in found.row()
+
+
+def test_what_no_suite_ran_is_found(suites: Any, tmp_path: Path) -> None:
+    first = outcome(suites, tmp_path, REPORT)
+    assert set(suites.never_run([first])) == {"tests.test_a::test_skips", "::tests.test_ray"}
+    second = outcome(
+        suites,
+        tmp_path,
+        '<s><testcase classname="tests.test_ray" name="test_one"/>'
+        '<testcase classname="tests.test_a" name="test_skips"/></s>',
+    )
+    assert not suites.never_run([first, second])
+
+
+def test_a_suite_that_ran_no_test_is_not_green(suites: Any, tmp_path: Path) -> None:
+    assert not outcome(suites, tmp_path, "<s/>").is_green
+    assert suites.Outcome("lint", 1.0, 0).is_green
+    assert not suites.Outcome("lint", 1.0, 2).is_green
