@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
+.PHONY: demo test docs test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -24,6 +24,16 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+# The documentation site, in docs/_build/html; a warning is an error.
+docs: .venv-docs/.ready
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+.venv-docs/.ready: $(VENV)/.ready
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q -c constraints.txt \
+		furo myst-parser sphinx sphinx-copybutton
+	touch $@
 
 # Not in `test`: ucxx and its libraries are 250 MB.
 test-ucx: $(VENV)/.ready
