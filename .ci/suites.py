@@ -28,7 +28,7 @@ PYTEST = (
     "test-vllm",
     "test-vllm-omni",
 )
-SUITES = ("lint", "asan", "tsan", "demo", *PYTEST)
+SUITES = ("lint", "asan", "tsan", "docs", "demo", *PYTEST)
 
 
 @dataclass
