@@ -148,7 +148,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
     def unpack(
         self, payload: KVCacheTransferData | KVCacheBundle, *, config: Any = None, into: Any = None
     ) -> Any:
-        """Return the `DynamicCache` of a payload that `pack` made: `into`, or a new one; see `load`.
+        """Return the `DynamicCache` of a payload that `pack` made, in `into` or new; see `load`.
 
         The model's `config` is required for sliding windows, from transformers 4.56 on.
 
