@@ -123,7 +123,7 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """Everything that a request's image is made from: what the AR stage sends to the DiT stage.
+    """What a request's image is made from, and the AR stage sends to the DiT stage.
 
     Attributes:
         gen: the whole prompt.

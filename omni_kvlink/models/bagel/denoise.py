@@ -74,7 +74,7 @@ def _flows(
         return hooks.velocity(branch, step, block, partial(whole_pass, branch))
 
     if hooks.branches is not None:
-        shape = (block.shape[0] - 2, *block.shape[1:-1], model.config.patch_dim)
+        shape = (len(block) - 2, *block.shape[1:-1], model.config.patch_dim)
         like = torch.empty(shape, dtype=model.dtype, device=model.device)
         return hooks.branches(branches, compute, like)
     return {branch: compute(branch) for branch in branches}

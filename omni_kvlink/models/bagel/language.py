@@ -95,24 +95,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
     """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
-    rows = []
-    for i, merge in enumerate(merges):
-        keys, values = merge(k[:, i], v[:, i])
-        rows.append(attend(q[:, i], keys, values, causal=False))
+    rows = [
+        attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
+    ]
     return torch.stack(rows, dim=1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on q and k; every projection exists once per expert.
-
-    With a split, only this rank's heads and their part of the sum.
-    """
+    """This rank's part of grouped-query attention; projections and norms exist once per expert."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
-        self.head_dim = dim
-        self.qk_norm = config.qk_norm
+        self.head_dim, self.qk_norm = dim, config.qk_norm
         q_size, kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
         q_rows = split.part(config.num_attention_heads, dim)
         kv_rows = split.part(config.num_key_value_heads, dim)
@@ -126,12 +121,7 @@ class Attention(nn.Module):
                 self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        merge: Merge | Sequence[Merge],
-        mode: Mode,
-        causal: bool,
+        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
     ) -> Tensor:
         """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
@@ -179,12 +169,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        merge: Merge | Sequence[Merge],
-        mode: Mode,
-        causal: bool,
+        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
     ) -> Tensor:
         """Map rows [n, hidden] to rows of the same shape."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
@@ -235,11 +220,7 @@ class TextDecoder(nn.Module):
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def denoise(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        pasts: Sequence[LayerCache],
-        through: Through | None = None,
+        self, x: Tensor, positions: Tensor, pasts: Sequence[LayerCache], through: Through | None
     ) -> Tensor:
         """Run latent rows between their markers and return them normed; stores nothing.
 

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import LanguageConfig
 
 
-def alone(x: Tensor) -> Tensor:
-    """Return the sum over a single rank: the rows themselves."""
-    return x
+def _alone(x: Tensor) -> Tensor:
+    return x  # the sum over a single rank
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Split:
 
     rank: int = 0
     of: int = 1
-    total: Callable[[Tensor], Tensor] = alone
+    total: Callable[[Tensor], Tensor] = _alone
 
     def check(self, config: LanguageConfig) -> None:
         """Raise ValueError unless every rank gets as much as the others."""
