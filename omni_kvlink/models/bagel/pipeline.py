@@ -7,8 +7,9 @@ processes, with a `BagelContexts` and the generator's state between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -21,6 +22,7 @@ from omni_kvlink.models.bagel.cache import (
     LayerCache,
     NaiveCache,
 )
+from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
 from omni_kvlink.models.bagel.embeddings import unpatchify
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
@@ -37,10 +39,7 @@ from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
-
-if TYPE_CHECKING:
-    from omni_kvlink.models.bagel.config import BagelConfig
-    from omni_kvlink.models.bagel.vae import Autoencoder
+from omni_kvlink.models.bagel.vae import Autoencoder
 
 _Pipeline = TypeVar("_Pipeline", bound="BagelPipeline")
 
@@ -52,6 +51,7 @@ THINK_IMAGE_PROMPT = _THINK.format(task="draw the image")
 THINK_TEXT_PROMPT = _THINK.format(task="answer")
 
 
+@dataclass(eq=False, repr=False)
 class BagelPipeline:
     """A loaded checkpoint, or one stage's part of it: single steps, and whole requests of them.
 
@@ -64,21 +64,14 @@ class BagelPipeline:
         hooks: an engine's callbacks in the denoising loop; none by default.
     """
 
-    _last: BagelContexts | None = None
-
-    def __init__(
-        self,
-        config: BagelConfig,
-        stage: Stage,
-        model: BagelModel,
-        autoencoder: Autoencoder,
-        special_tokens: SpecialTokens,
-        tokenizer: BagelTokenizer,
-    ) -> None:
-        self.config, self.stage = config, stage
-        self.model, self.autoencoder = model, autoencoder
-        self.special_tokens, self.tokenizer = special_tokens, tokenizer
-        self.hooks = DenoiseHooks()
+    config: BagelConfig
+    stage: Stage
+    model: BagelModel
+    autoencoder: Autoencoder
+    special_tokens: SpecialTokens
+    tokenizer: BagelTokenizer
+    hooks: DenoiseHooks = field(default_factory=DenoiseHooks)
+    _last: BagelContexts | None = field(default=None, init=False)
 
     @classmethod
     def from_pretrained(
