@@ -123,7 +123,7 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """What a request's image is made from, and the AR stage sends to the DiT stage.
+    """What a request's image is made from: the AR stage sends it to the DiT stage.
 
     Attributes:
         gen: the whole prompt.
