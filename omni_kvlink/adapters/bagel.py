@@ -49,19 +49,13 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
     """Converts a NaiveCache to and from transfer data, contexts to and from a bundle."""
 
     def export(
-        self,
-        cache: NaiveCacheLike,
-        *,
-        request_id: str,
-        metadata: KVMetadata | Mapping[str, Any],
+        self, cache: NaiveCacheLike, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
     ) -> KVCacheTransferData:
         """Return the cache as transfer data; `num_layers` may be left out of a metadata dict."""
-        blocks = {
-            "key_cache": _layers(cache.key_cache, "K"),
-            "value_cache": _layers(cache.value_cache, "V"),
-        }
+        keys, values = _layers(cache.key_cache, "K"), _layers(cache.value_cache, "V")
         if not isinstance(metadata, KVMetadata):
-            metadata = {"num_layers": len(blocks["key_cache"]), **metadata}
+            metadata = {"num_layers": len(keys), **metadata}
+        blocks = {"key_cache": keys, "value_cache": values}
         return KVCacheTransferData(request_id, blocks, [], metadata)
 
     def load(self, data: KVCacheTransferData, into: C) -> C:
@@ -89,14 +83,8 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
 
         A context whose bytes are the first ones of `gen` (BAGEL's cfg_text always, its cfg_img for
         plain text-to-image) is sent as a reference. The bytes are compared; tensors that share
-        memory with `gen` need no comparison.
-
-        Args:
-            contexts: by name; "gen" is required.
-            request_id: of the bundle.
-            image_shape: (height, width) of the image to make, for every branch.
-            extra: JSON values, sent with `gen`.
-            shard: the heads, under tensor parallelism.
+        memory with `gen` need no comparison. `extra`, JSON values, is sent with `gen`; the
+        `image_shape` (height, width), and under tensor parallelism the `shard`, with every branch.
 
         Raises:
             SchemaError: a context is incomplete, or "gen" is missing.
@@ -117,30 +105,22 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
     ) -> dict[str, LoadedContext]:
         """Return every context of a bundle; its tensors are shared with the bundle.
 
-        Args:
-            bundle: made by `export_contexts`.
-            make_cache: makes an empty cache of this many layers, such as `NaiveCache` itself.
+        `make_cache` makes an empty cache of so many layers, such as `NaiveCache` itself.
         """
         contexts: dict[str, LoadedContext] = {}
         for name in bundle:
-            data = bundle[name]
-            contexts[name] = {
-                "kv_lens": list(data.metadata.kv_lens),
-                "ropes": list(data.metadata.ropes),
-                "past_key_values": self.load(data, make_cache(data.metadata.num_layers)),
-            }
+            data, metadata = bundle[name], bundle[name].metadata
+            cache = self.load(data, make_cache(metadata.num_layers))
+            lens, ropes = list(metadata.kv_lens), list(metadata.ropes)
+            contexts[name] = {"kv_lens": lens, "ropes": ropes, "past_key_values": cache}
         return contexts
 
     def _export_context(
-        self,
-        context: Any,
-        request_id: str,
-        about: Mapping[str, Any],
+        self, context: Any, request_id: str, about: Mapping[str, Any]
     ) -> KVCacheTransferData:
         take = context.__getitem__ if isinstance(context, Mapping) else partial(getattr, context)
         metadata = {**about, "kv_lens": take("kv_lens"), "ropes": take("ropes")}
-        cache = take("past_key_values")
-        return self.export(cache, request_id=request_id, metadata=metadata)
+        return self.export(take("past_key_values"), request_id=request_id, metadata=metadata)
 
 
 def pack_generator(generator: torch.Generator) -> str:
@@ -165,17 +145,16 @@ def _layers(cache: Any, name: str) -> list[torch.Tensor | None]:
     if not isinstance(cache, Mapping):
         return list(cache)
     if set(cache) != set(range(len(cache))):
-        raise SchemaError(
-            f"{name}: the cache has layers {sorted(cache)}, wanted 0…{len(cache) - 1}"
-        )
+        raise SchemaError(f"{name}: the cache has layers {sorted(cache)}, not 0…{len(cache) - 1}")
     return [cache[layer] for layer in range(len(cache))]
 
 
 def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
     """Return `own`, or a reference to `gen` if all bytes are equal."""
     tokens = own.metadata.seq_len
-    if own.is_empty:
-        return _with_dtype(own, gen)
+    if own.is_empty:  # it has no tensor to take the dtype from
+        metadata = dataclasses.replace(own.metadata, dtype=gen.metadata.dtype)
+        return KVCacheTransferData(own.request_id, own.layer_blocks, [], metadata)
     if own.metadata.num_layers != gen.metadata.num_layers or tokens > gen.metadata.seq_len:
         return own
     pairs = zip(own.tensors(), gen.tensors(), strict=True)
@@ -188,19 +167,11 @@ def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
 
 def _starts_with(longer: TensorView, shorter: TensorView) -> bool:
     head = first_tokens(longer, shorter.shape[0])
-    is_same_memory = (
-        isinstance(head, torch.Tensor)
-        and isinstance(shorter, torch.Tensor)
-        and head.data_ptr() == shorter.data_ptr()
-        and head.stride() == shorter.stride()
-        and head.shape == shorter.shape
-        and head.dtype == shorter.dtype
-        and head.device == shorter.device
-    )
-    return is_same_memory or same_bytes(head, shorter)
-
-
-def _with_dtype(empty: KVCacheTransferData, gen: KVCacheTransferData) -> KVCacheTransferData:
-    """Set the dtype of an empty cache, which has no tensor to take it from."""
-    metadata = dataclasses.replace(empty.metadata, dtype=gen.metadata.dtype)
-    return KVCacheTransferData(empty.request_id, empty.layer_blocks, [], metadata)
+    if isinstance(head, torch.Tensor) and isinstance(shorter, torch.Tensor):
+        one, other = (
+            (view.data_ptr(), view.stride(), view.shape, view.dtype, view.device)
+            for view in (head, shorter)
+        )
+        if one == other:
+            return True
+    return same_bytes(head, shorter)

@@ -55,7 +55,7 @@ class _CacheLayers(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class _CacheLayer:
-    """One layer of a transformers cache; `window` is 0 if it keeps all tokens."""
+    """One layer of a transformers cache; its `window` is 0 if it keeps all tokens."""
 
     index: int
     key: torch.Tensor | None
@@ -90,19 +90,15 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
     ) -> KVCacheTransferData:
         """Return the cache as transfer data; layers that keep unequal token counts need `pack`.
 
-        Args:
-            cache: to be borrowed.
-            request_id: of the data.
-            metadata: by default, `kv_lens` are the tokens kept for each sequence of the batch,
-                `ropes` the tokens seen.
+        In the metadata, by default, `kv_lens` are the tokens kept for each sequence of the batch,
+        `ropes` the tokens seen.
 
         Raises:
             SchemaError: a layer is missing or differs, is of a kind that holds more than K and V,
                 or contradicts the metadata.
         """
         layers = _layers(cache)
-        kinds = {layer.kind for layer in layers if layer.key is not None}
-        if len(kinds) > 1:
+        if len({layer.kind for layer in layers if layer.key is not None}) > 1:
             raise SchemaError(
                 "the layers of this cache keep different numbers of tokens, or differ in shape: "
                 f"{[layer.tokens for layer in layers]}; pack() makes a bundle of them"
@@ -114,11 +110,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
 
         Received tensors are readonly: `update` copies a layer and releases the payload's one, but
         `cache.reset()` may write to it, which ends the process with SIGSEGV. Make a new cache
-        instead.
-
-        Args:
-            data: one cache.
-            into: made as `DynamicCache(config=model.config)`, or `DynamicCache()`.
+        instead, as `DynamicCache(config=model.config)` or `DynamicCache()`.
 
         Raises:
             SchemaError: another number of layers, not empty, or a layer lacks tokens that this
@@ -137,14 +129,8 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
     ) -> KVCacheTransferData | KVCacheBundle:
         """Return the payload for `put`: a cache, or a bundle with a branch for each kind of layer.
 
-        Args:
-            cache: to be borrowed.
-            request_id: of the payload.
-            ropes: the next position of each sequence; the tokens seen if None.
-            extra: JSON values, sent with the first branch.
-
-        Raises:
-            SchemaError: as `export`.
+        `ropes` are the next positions of the sequences; if None, the tokens seen. `extra` are JSON
+        values, sent with the first branch. Raises SchemaError as `export` does.
         """
         groups: dict[tuple[object, ...], list[_CacheLayer]] = {}
         for layer in _layers(cache):
@@ -157,23 +143,14 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         for number, layers in enumerate(groups.values()):
             metadata = {**own, "extra": dict(extra or {})} if number == 0 else own
             branches[f"layers_{layers[0].index}"] = _branch(layers, request_id, metadata)
-        if len(branches) == 1:
-            return branches.popitem()[1]
-        return KVCacheBundle(request_id, branches)
+        return branches.popitem()[1] if len(branches) == 1 else KVCacheBundle(request_id, branches)
 
     def unpack(
-        self,
-        payload: KVCacheTransferData | KVCacheBundle,
-        *,
-        config: Any = None,
-        into: Any = None,
+        self, payload: KVCacheTransferData | KVCacheBundle, *, config: Any = None, into: Any = None
     ) -> Any:
-        """Return the `DynamicCache` of a payload that `pack` made; see `load`.
+        """Return the `DynamicCache` of a payload that `pack` made, in `into` or new; see `load`.
 
-        Args:
-            payload: the data of a received payload.
-            config: the model's; required for sliding windows, from transformers 4.56 on.
-            into: an empty cache to fill, instead of a new one.
+        The model's `config` is required for sliding windows, from transformers 4.56 on.
 
         Raises:
             UnavailableError: transformers is not installed, and a cache is to be made.
@@ -190,8 +167,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
 def make_cache(config: Any = None) -> Any:
     """Return an empty `DynamicCache`, with the sliding windows of a model's config.
 
-    Raises:
-        UnavailableError: transformers is not installed.
+    Raises UnavailableError if transformers is not installed.
     """
     try:
         kind = importlib.import_module("transformers").DynamicCache
@@ -249,10 +225,8 @@ def _branch(
     layers: Sequence[_CacheLayer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
 ) -> KVCacheTransferData:
     """Return layers that keep equally many tokens as one cache; copies nothing."""
-    first = next(
-        (part for layer in layers for part in (layer.key, layer.value) if part is not None), None
-    )
-    batch, tokens = (1, 0) if first is None else (first.shape[0], first.shape[2])
+    parts = (part for layer in layers for part in (layer.key, layer.value) if part is not None)
+    batch, _, tokens, _ = next((part.shape for part in parts), (1, 0, 0, 0))
     lens = (tokens,) * batch
     if not isinstance(metadata, KVMetadata):
         seen = max((layer.seen for layer in layers), default=0)
@@ -264,31 +238,25 @@ def _branch(
         described = _CacheLayers([x.index for x in layers], [x.seen for x in layers])
         extra = {**metadata.extra, EXTRA: msgspec.to_builtins(described)}
         metadata = dataclasses.replace(metadata, extra=extra)
-    block_table = (
-        BlockTable.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens)
-        if tokens
-        else None
-    )
+    table = None
+    if tokens:
+        table = BlockTable.of_blocks(range(batch), block_size=tokens, tokens=batch * tokens)
     blocks = {
-        "key_cache": [
-            _token_view(layer.key, block_table, f"layer {layer.index}, K") for layer in layers
-        ],
-        "value_cache": [
-            _token_view(layer.value, block_table, f"layer {layer.index}, V") for layer in layers
-        ],
+        "key_cache": [_token_view(x.key, table, f"layer {x.index}, K") for x in layers],
+        "value_cache": [_token_view(x.value, table, f"layer {x.index}, V") for x in layers],
     }
     return KVCacheTransferData(request_id, blocks, (), metadata)
 
 
 def _token_view(
-    part: torch.Tensor | None, block_table: BlockTable | None, where: str
+    part: torch.Tensor | None, table: BlockTable | None, where: str
 ) -> TensorView | None:
     """View `[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`."""
-    if part is None or block_table is None:
+    if part is None or table is None:
         return None
     if part.shape[0] == 1:
         return part[0].transpose(0, 1)
-    return PagedTensor(part.transpose(1, 2), block_table, where)  # a sequence is a block
+    return PagedTensor(part.transpose(1, 2), table, where)  # a sequence is a block
 
 
 def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:

@@ -44,33 +44,14 @@ class PagedAdapter(CacheAdapter[PagedCache]):
     """Converts pools of blocks to and from `KVCacheTransferData`."""
 
     def export(
-        self,
-        cache: PagedCache,
-        *,
-        request_id: str,
-        metadata: KVMetadata | Mapping[str, Any],
+        self, cache: PagedCache, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
     ) -> KVCacheTransferData:
         """Return the sequence without copying it: the one copy, of `put`, reads the blocks."""
-        return KVCacheTransferData.from_paged(
-            request_id,
-            cache.key_cache,
-            cache.value_cache,
-            block_size=cache.block_size,
-            metadata=metadata,
-            block_ids=cache.block_ids,
-            slot_mapping=cache.slot_mapping,
-        )
+        return KVCacheTransferData.from_paged(request_id, metadata=metadata, **vars(cache))
 
     def load(self, data: KVCacheTransferData, into: PagedCache) -> PagedCache:
         """Copy a cache into its blocks; see `inject`."""
-        self.inject(
-            data,
-            into.key_cache,
-            into.value_cache,
-            block_size=into.block_size,
-            block_ids=into.block_ids,
-            slot_mapping=into.slot_mapping,
-        )
+        self.inject(data, **vars(into))
         return into
 
     def inject(
@@ -99,13 +80,11 @@ class PagedAdapter(CacheAdapter[PagedCache]):
                 raise SchemaError(f"{name}: {len(pools)} pools for {expected} layers")
         if data.is_empty:
             return
-        block_table = block_table_of(
-            data.metadata.kv_lens,
-            block_size=block_size,
-            block_ids=block_ids,
-            slot_mapping=slot_mapping,
+        lens, layout = data.metadata.kv_lens, data.metadata.layout
+        table = block_table_of(
+            lens, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
-        layers = paged_layers(key_cache, value_cache, block_table, data.metadata.layout)
+        layers = paged_layers(key_cache, value_cache, table, layout)
         pairs = [
             pair
             for part, targets in layers.items()

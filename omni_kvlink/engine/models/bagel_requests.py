@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.request import DiffusionRequestBatch, Prompt
     from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
-    from omni_kvlink.models.bagel.steps import BagelSteps
+    from omni_kvlink.models.bagel.pipeline import BagelPipeline
 
 _FIELDS = {
     "guidance_scale": "cfg_text_scale",
@@ -72,7 +72,7 @@ def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
 
 
 def generate(
-    pipeline: BagelSteps,
+    pipeline: BagelPipeline,
     batch: DiffusionRequestBatch,
     read: Callable[[OmniDiffusionRequest], BagelContexts],
 ) -> tuple[list[DiffusionOutput], BagelContexts | None]:
@@ -109,7 +109,7 @@ def generate(
 
 
 def _prepared(
-    pipeline: BagelSteps,
+    pipeline: BagelPipeline,
     request: OmniDiffusionRequest,
     params: DenoiseParams,
     read: Callable[[OmniDiffusionRequest], BagelContexts],
@@ -133,7 +133,7 @@ def _prepared(
 
 
 def _denoise(
-    pipeline: BagelSteps, jobs: Sequence[_PreparedRequest], params: DenoiseParams
+    pipeline: BagelPipeline, jobs: Sequence[_PreparedRequest], params: DenoiseParams
 ) -> dict[str, DiffusionOutput]:
     rows = [(job.contexts, noise) for job in jobs for noise in job.noise]
 
@@ -159,7 +159,7 @@ def _denoise(
     }
 
 
-def _settle(pipeline: BagelSteps, outputs: dict[str, DiffusionOutput]) -> None:
+def _settle(pipeline: BagelPipeline, outputs: dict[str, DiffusionOutput]) -> None:
     """If several ranks share the batch, add the errors of the others."""
     if pipeline.hooks.sync_errors is None:
         return

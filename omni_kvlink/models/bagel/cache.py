@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, device, dtype
+from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
 
@@ -17,15 +17,18 @@ Layer: TypeAlias = tuple[Tensor, Tensor]
 """K and V of a layer, each `[tokens, kv_heads, head_dim]`."""
 
 
+Layers: TypeAlias = "Mapping[int, Tensor | None] | Sequence[Tensor | None]"
+
+
 class LayerCache(Protocol):
     """Keys and values by layer, as dicts or as lists: what the model reads as a cache."""
 
     @property
-    def key_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]:
+    def key_cache(self) -> Layers:
         """K of each layer, or None."""
 
     @property
-    def value_cache(self) -> Mapping[int, Tensor | None] | Sequence[Tensor | None]:
+    def value_cache(self) -> Layers:
         """V of each layer, or None."""
 
 
@@ -67,11 +70,7 @@ class NaiveCache:
 
 
 class ElsewhereCache:
-    """Stands for a guidance branch's cache that is on another rank, which computes the branch.
-
-    Raises:
-        SchemaError: when it is read.
-    """
+    """Stands for a guidance branch's cache that is on another rank, which computes the branch."""
 
     def __init__(self, branch: str) -> None:
         self._branch = branch
@@ -86,13 +85,10 @@ class ElsewhereCache:
 
 @dataclass
 class BagelContext:
-    """A cache with its length and its next position.
+    """A cache (a `NaiveCache` unless another stage made it), its length and its next position.
 
-    Attributes:
-        kv_lens: cached tokens, one entry.
-        ropes: next position, one entry. An image block has many tokens and one position, so `ropes`
-            is smaller than `kv_lens` once the context has an image.
-        past_key_values: the cache; a `NaiveCache` unless another stage made it.
+    `kv_lens` and `ropes` have one entry each. An image block has many tokens and one position, so
+    `ropes` is smaller than `kv_lens` once the context has an image.
     """
 
     kv_lens: list[int]
@@ -127,7 +123,7 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """Everything that a request's image is made from: what the AR stage sends to the DiT stage.
+    """What a request's image is made from: the AR stage sends it to the DiT stage.
 
     Attributes:
         gen: the whole prompt.
@@ -142,16 +138,15 @@ class BagelContexts:
     cfg_text: BagelContext
     cfg_img: BagelContext
     image_shape: tuple[int, int] | None = None
-    text: str | None = field(default=None)
+    text: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def snapshot(of: LayerCache) -> NaiveCache:
     """Return a cache with the same tensors."""
-    cache = NaiveCache(len(of.key_cache))
-    for layer in range(cache.num_layers):
-        cache.key_cache[layer] = of.key_cache[layer]
-        cache.value_cache[layer] = of.value_cache[layer]
+    layers, cache = range(len(of.key_cache)), NaiveCache(0)
+    cache.key_cache = {layer: of.key_cache[layer] for layer in layers}
+    cache.value_cache = {layer: of.value_cache[layer] for layer in layers}
     return cache
 
 
@@ -164,48 +159,3 @@ def layer_tensors(cache: LayerCache, layer: int) -> Layer | None:
     """Return K and V of a layer, or None if the cache is empty."""
     keys, values = cache.key_cache[layer], cache.value_cache[layer]
     return None if keys is None or values is None else (keys, values)
-
-
-def check_context(
-    name: str,
-    context: BagelContext,
-    *,
-    num_layers: int,
-    heads: int,
-    head_dim: int,
-    dtype: dtype,
-    device: device,
-) -> None:
-    """Raise SchemaError unless the context is complete and fits the model.
-
-    An incomplete cache would give a plausible, wrong image.
-    """
-    if len(context.kv_lens) != 1 or len(context.ropes) != 1:
-        raise SchemaError(f"{name}: kv_lens and ropes must have one entry each (one request)")
-    tokens, cache = context.kv_lens[0], context.past_key_values
-    if tokens < 0 or context.ropes[0] < 0:
-        raise SchemaError(f"{name}: kv_lens {context.kv_lens} and ropes {context.ropes}")
-    for kind, layers in (("K", cache.key_cache), ("V", cache.value_cache)):
-        if len(layers) != num_layers:
-            raise SchemaError(f"{name}: {kind} has {len(layers)} layers, the model {num_layers}")
-        for layer in range(num_layers):
-            tensor, where = _layer(layers, layer), f"{name}: {kind} of layer {layer}"
-            if tensor is None:
-                if tokens:
-                    raise SchemaError(f"{where} is missing, kv_lens says {tokens} tokens")
-                continue
-            expected = (tokens, heads, head_dim)
-            if tuple(tensor.shape) != expected:
-                raise SchemaError(f"{where} has shape {tuple(tensor.shape)}, wanted {expected}")
-            if tensor.dtype != dtype:
-                raise SchemaError(f"{where} is {tensor.dtype}, the model computes in {dtype}")
-            if tensor.device != device:
-                raise SchemaError(f"{where} is on {tensor.device}, the model is on {device}")
-
-
-def _layer(layers: Mapping[int, Tensor | None] | Sequence[Tensor | None], at: int) -> Tensor | None:
-    # A dict with the right number of layers may still number them differently.
-    try:
-        return layers[at]
-    except KeyError:
-        raise SchemaError(f"no layer {at} among {list(layers)}") from None

@@ -134,9 +134,7 @@ class BagelConfig(_Root, frozen=True, kw_only=True):
     def load(cls, directory: str | Path) -> BagelConfig:
         """Read the JSON files of a checkpoint.
 
-        Raises:
-            FileNotFoundError: a required file is missing.
-            SchemaError: a file is not JSON, lacks a field, or names an unsupported variant.
+        Raises SchemaError if one is not JSON, lacks a field or names an unsupported variant.
         """
         root = Path(directory)
         parts = msgspec.structs.asdict(_read(root / "config.json", _Root))

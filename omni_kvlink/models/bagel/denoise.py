@@ -13,10 +13,11 @@ from omni_kvlink.models.bagel.sampling import DenoiseParams, guide, schedule
 
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.cache import BagelContexts
-    from omni_kvlink.models.bagel.hooks import DenoiseHooks, RunLayers
+    from omni_kvlink.models.bagel.hooks import DenoiseHooks
     from omni_kvlink.models.bagel.model import BagelModel
 
 OnStep = Callable[[int, int], None]
+"""Called after each step with (steps done, all steps)."""
 
 
 def denoise_rows(
@@ -32,17 +33,8 @@ def denoise_rows(
 ) -> list[Tensor]:
     """Integrate the flow from noise [h * w, patch_dim] to each latent's rows, float32.
 
-    The caches are only read. Several requests run through the model in one batch.
-
-    Args:
-        model: of a stage that denoises.
-        contexts: of each request.
-        markers: the rows [2, hidden] before and after the latent rows.
-        noise: of each request.
-        grid: h and w.
-        params: the schedule and the guidance.
-        on_step: called after each step with (steps done, all steps).
-        hooks: callbacks of an engine.
+    The caches are only read. Several requests run through the model in one batch. `markers` are the
+    rows [2, hidden] before and after the latent rows, `grid` is h and w.
     """
     alone = len(contexts) == 1
     x = noise[0] if alone else torch.stack([own.to(model.device) for own in noise], dim=1)
@@ -71,14 +63,10 @@ def _flows(
 ) -> dict[str, Tensor]:
     """Return the flow of every branch, computed or returned by a hook."""
 
-    def through(branch: str, rows: Tensor, run: RunLayers, count: int) -> Tensor:
-        assert hooks.layers is not None
-        return hooks.layers(branch, step, rows, run, count)
-
     def whole_pass(branch: str) -> Tensor:
         own = [getattr(one, branch) for one in contexts]
-        hooked = None if hooks.layers is None else partial(through, branch)
-        return model.velocity(own, block, hooked)
+        through = None if hooks.layers is None else partial(hooks.layers, branch, step)
+        return model.velocity(own, block, through)
 
     def compute(branch: str) -> Tensor:
         if hooks.velocity is None:
@@ -86,7 +74,7 @@ def _flows(
         return hooks.velocity(branch, step, block, partial(whole_pass, branch))
 
     if hooks.branches is not None:
-        shape = (block.shape[0] - 2, *block.shape[1:-1], model.config.patch_dim)
+        shape = (len(block) - 2, *block.shape[1:-1], model.config.patch_dim)
         like = torch.empty(shape, dtype=model.dtype, device=model.device)
         return hooks.branches(branches, compute, like)
     return {branch: compute(branch) for branch in branches}

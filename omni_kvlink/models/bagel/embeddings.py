@@ -47,11 +47,7 @@ class PositionEmbedding(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(side**2, hidden_size), requires_grad=False)
 
     def forward(self, height: int, width: int) -> Tensor:
-        """Rows [height * width, hidden] of the grid's top left part.
-
-        Raises:
-            SchemaError: the grid is larger than the table.
-        """
+        """Return the rows [height * width, hidden] of the grid's top left part."""
         if max(height, width) > self.side:
             raise SchemaError(f"{height}x{width} patches; the model has {self.side} a side")
         ids = grid_ids(height, width, self.side, self.pos_embed.device)
@@ -65,10 +61,9 @@ def grid_ids(height: int, width: int, side: int, device: torch.device | None = N
 
 
 def sincos_table(side: int, hidden_size: int) -> Tensor:
-    """The values that a `PositionEmbedding` holds: [side * side, hidden] float32.
+    """Return the values [side * side, hidden] float32 of a `PositionEmbedding`.
 
-    The first half of a row tells the column, the second half the row; each is half sines, half
-    cosines.
+    Half of a row tells its column, half its row; each half is first sines, then cosines.
     """
     quarter = hidden_size // 4
     omega = _PERIOD ** -(np.arange(quarter, dtype=np.float64) / quarter)
@@ -78,15 +73,15 @@ def sincos_table(side: int, hidden_size: int) -> Tensor:
     return torch.from_numpy(np.concatenate([columns, rows], axis=1)).float()
 
 
+Rotary = tuple[Tensor, Tensor]
+
+
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
     """Cosines and sines [*shape, 1, head_dim] for positions of any shape, computed in float32."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     angles = positions.float()[..., None] * (1.0 / theta ** (steps / head_dim))
     angles = torch.cat([angles, angles], dim=-1)[..., None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-Rotary = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -16,8 +16,7 @@ from omni_kvlink.models.bagel.tokenizer import INSTALL
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# An input: a PIL image, a uint8 tensor [H, W, 3], or a float tensor [3, H, W] within
-# [-1, 1].
+# An input: a PIL image, a uint8 tensor [H, W, 3], or a float tensor [3, H, W] within [-1, 1].
 ImageLike = Union["Image", Tensor]
 
 _MAX_PIXELS = 14 * 14 * 9 * 1024
@@ -33,8 +32,7 @@ class ResizeRule:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the new height and width. The bound on the longest side has priority."""
-        scale = min(self.longest / max(height, width), 1.0)
-        scale = max(scale, self.shortest / min(height, width))
+        scale = max(min(self.longest / max(height, width), 1.0), self.shortest / min(height, width))
         height, width = self._scaled(height, width, scale)
         if height * width > _MAX_PIXELS:
             height, width = self._scaled(height, width, _MAX_PIXELS / (height * width))
@@ -52,10 +50,7 @@ class ResizeRule:
 def load_image(image: ImageLike) -> ImageLike:
     """Return an RGB PIL image (transparency becomes white), or a checked float tensor [3, H, W].
 
-    Raises:
-        ImportError: a PIL image or uint8 tensor was given and Pillow is not installed.
-        SchemaError: a tensor has another shape or dtype.
-        TypeError: it is neither an image nor a tensor.
+    Raises SchemaError for a tensor of another shape or dtype, TypeError for what is no image.
     """
     if isinstance(image, Tensor) and image.is_floating_point():
         if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:

@@ -21,13 +21,8 @@ class InPlaceCache(NaiveCache):
     end where the claimed rows end (another cache was made from it before, or an extension failed)
     is continued in new memory, as every NaiveCache is.
 
-    Args:
-        key_cache: `[capacity, kv_heads, head_dim]` for each layer, contiguous, in the model's
-            dtype.
-        value_cache: the same for V.
-
-    Raises:
-        SchemaError: the tensors do not make a cache.
+    It is made of contiguous tensors `[capacity, kv_heads, head_dim]` in the model's dtype, one for
+    K and one for V of each layer; SchemaError if they do not make a cache.
     """
 
     def __init__(self, key_cache: Sequence[Tensor], value_cache: Sequence[Tensor]) -> None:
@@ -45,8 +40,7 @@ class InPlaceCache(NaiveCache):
     def after(self, rows: int) -> NaiveCache:
         """Claim `rows` more rows and return a view of all claimed ones.
 
-        Raises:
-            SchemaError: more than the capacity; nothing was claimed.
+        Raises SchemaError if they exceed the capacity; nothing is claimed then.
         """
         start = self.seq_lens
         if start != self._memory.claimed or not self._is_in_place(start):
@@ -85,10 +79,8 @@ class _RowMemory:
         for layer, pair in enumerate(layers):
             for kind, tensor in zip("KV", pair, strict=True):
                 if _form(tensor) != _form(first) or not tensor.is_contiguous():
-                    raise SchemaError(
-                        f"{kind} of layer {layer} is {_form(tensor)}, "
-                        f"wanted {_form(first)} and contiguous"
-                    )
+                    expected = f"{_form(first)} and contiguous"
+                    raise SchemaError(f"{kind} of layer {layer} is {_form(tensor)}, not {expected}")
         self.layers, self.capacity, self.claimed = layers, first.shape[0], 0
 
     def claim(self, rows: int) -> range:

@@ -62,7 +62,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
-        hidden, inner, local = config.hidden_size, config.intermediate_size, split.inner(config)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        local = split.part(inner)
         self.gate_proj = CutLinear(hidden, inner, rows=local)
         self.up_proj = CutLinear(hidden, inner, rows=local)
         self.down_proj = CutLinear(inner, hidden, columns=local)
@@ -94,46 +95,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
     """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
-    rows = []
-    for i, merge in enumerate(merges):
-        keys, values = merge(k[:, i], v[:, i])
-        rows.append(attend(q[:, i], keys, values, causal=False))
+    rows = [
+        attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
+    ]
     return torch.stack(rows, dim=1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on q and k; every projection exists once per expert.
-
-    With a split, only this rank's heads and their part of the sum.
-    """
+    """This rank's part of grouped-query attention; projections and norms exist once per expert."""
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
-        self.head_dim = dim
-        self.qk_norm = config.qk_norm
+        self.head_dim, self.qk_norm = dim, config.qk_norm
         q_size, kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
-        q_rows, kv_rows = (
-            _of_heads(split.heads(config), dim),
-            _of_heads(split.kv_heads(config), dim),
-        )
+        q_rows = split.part(config.num_attention_heads, dim)
+        kv_rows = split.part(config.num_key_value_heads, dim)
         for expert in ("", "_moe_gen"):
             self.add_module(f"q_proj{expert}", CutLinear(hidden, q_size, bias=True, rows=q_rows))
             for name in ("k_proj", "v_proj"):
-                projection = CutLinear(hidden, kv_size, bias=True, rows=kv_rows)
-                self.add_module(f"{name}{expert}", projection)
+                linear = CutLinear(hidden, kv_size, bias=True, rows=kv_rows)
+                self.add_module(f"{name}{expert}", linear)
             self.add_module(f"o_proj{expert}", CutLinear(q_size, hidden, columns=q_rows))
-            if config.qk_norm:
-                self.add_module(f"q_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
-                self.add_module(f"k_norm{expert}", RMSNorm(dim, config.rms_norm_eps))
+            for name in ("q_norm", "k_norm") if config.qk_norm else ():
+                self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        merge: Merge | Sequence[Merge],
-        mode: Mode,
-        causal: bool,
+        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
     ) -> Tensor:
         """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
@@ -165,11 +153,6 @@ class Attention(nn.Module):
         return self.get_submodule(name), self.get_submodule(f"{name}_moe_gen")
 
 
-def _of_heads(heads: range, dim: int) -> range:
-    """Return the projection rows of some heads."""
-    return range(heads.start * dim, heads.stop * dim)
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm, summed over all ranks and added to its input."""
 
@@ -186,12 +169,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        merge: Merge | Sequence[Merge],
-        mode: Mode,
-        causal: bool,
+        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
     ) -> Tensor:
         """Map rows [n, hidden] to rows of the same shape."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
@@ -229,45 +207,25 @@ class TextDecoder(nn.Module):
         *,
         mode: Mode,
         causal: bool,
-        into: NaiveCache | None = None,
+        into: NaiveCache,
     ) -> Tensor:
-        """Run rows after the cached tokens.
+        """Run rows x [n, hidden] after the cached tokens, which are only read; return them normed.
 
-        Args:
-            x: [n, hidden].
-            positions: [n].
-            past: only read.
-            mode: which expert reads the rows.
-            causal: whether a row attends only to itself and rows before it.
-            into: returned by `past.after(n)`, every layer is merged into it; None stores nothing.
-
-        Returns:
-            Normed hidden rows [n, hidden].
+        Every layer is merged into `into`, which `past.after(n)` returned.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
-            rows = layer_tensors(past, i)
-            merge = partial(joined, rows) if into is None else partial(into.merge, i, rows)
+            merge = partial(into.merge, i, layer_tensors(past, i))
             x = layer(x, rotary, merge, mode, causal)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def denoise(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        pasts: Sequence[LayerCache],
-        through: Through | None = None,
+        self, x: Tensor, positions: Tensor, pasts: Sequence[LayerCache], through: Through | None
     ) -> Tensor:
-        """Run latent rows between their markers; stores nothing.
+        """Run latent rows between their markers and return them normed; stores nothing.
 
-        Args:
-            x: [n, hidden] of one sequence, or [n, batch, hidden].
-            positions: [n], or [n, batch].
-            pasts: a cache for each sequence; only read.
-            through: decides which layers run.
-
-        Returns:
-            Normed hidden rows, in the shape of x.
+        Rows x are [n, hidden] with positions [n]; in a batch, which has a cache for each sequence,
+        [n, batch, hidden] with positions [n, batch]. `through` decides which layers run.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
 

@@ -1,31 +1,44 @@
-"""From a checkpoint directory to the networks of a stage."""
+"""From a checkpoint directory to the networks of a stage.
+
+Every name and shape is checked before any tensor is read.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.shards import WHOLE, Split, cuts_of
 from omni_kvlink.models.bagel.vae import Autoencoder, GroupNorm
-from omni_kvlink.models.bagel.weights import load_weights, table_side
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Set
     from pathlib import Path
+
+_M = TypeVar("_M", bound=nn.Module)
 
 MODEL_FILE = "ema.safetensors"
 AUTOENCODER_FILE = "ae.safetensors"
+
+
+class CheckpointError(SchemaError):
+    """A checkpoint file lacks tensors that its configuration requires."""
 
 
 def load_config(directory: Path) -> BagelConfig:
     """Load the configuration, with the position tables' sizes taken from the weights."""
     config = BagelConfig.load(directory)
     path = directory / MODEL_FILE
-    latent = table_side(path, "latent_pos_embed.pos_embed", config.max_latent_size)
-    vit = table_side(path, "vit_pos_embed.pos_embed", config.vit_max_num_patch_per_side)
+    latent = _table_side(path, "latent_pos_embed.pos_embed", config.max_latent_size)
+    vit = _table_side(path, "vit_pos_embed.pos_embed", config.vit_max_num_patch_per_side)
     return msgspec.structs.replace(config, max_latent_size=latent, vit_max_num_patch_per_side=vit)
 
 
@@ -39,21 +52,12 @@ def load_model(
 ) -> BagelModel:
     """Load the tensors of `ema.safetensors` that this stage, and this rank of it, needs.
 
-    Raises:
-        ValueError: the model cannot be split like this.
+    Raises ValueError if the model cannot be split like this.
     """
     with torch.device("meta"):
         model = BagelModel(config, stage, split)
-        known = model if stage == "all" else BagelModel(config, "all")
-    load_weights(
-        model,
-        directory / MODEL_FILE,
-        known=known.state_dict().keys(),
-        dtype=dtype,
-        device=device,
-        cuts=cuts_of(model),
-    )
-    return model
+        whole = model if stage == "all" else BagelModel(config, "all")
+    return _load(model, whole, directory / MODEL_FILE, dtype, device)
 
 
 def load_autoencoder(
@@ -62,22 +66,75 @@ def load_autoencoder(
     """Load the encoder, the decoder or both from `ae.safetensors`, as the stage needs."""
     with torch.device("meta"):
         autoencoder = Autoencoder(config.ae, encoder=stage != "dit", decoder=stage != "ar")
-        known = Autoencoder(config.ae, encoder=True, decoder=True)
-    load_weights(
-        autoencoder,
-        directory / AUTOENCODER_FILE,
-        known=known.state_dict().keys(),
-        dtype=dtype,
-        device=device,
-        float32=_group_norms(autoencoder),
-    )
-    return autoencoder
+        whole = Autoencoder(config.ae, encoder=True, decoder=True)
+    return _load(autoencoder, whole, directory / AUTOENCODER_FILE, dtype, device)
 
 
-def _group_norms(autoencoder: Autoencoder) -> frozenset[str]:
-    return frozenset(
-        f"{name}.{parameter}"
-        for name, module in autoencoder.named_modules()
-        if isinstance(module, GroupNorm)
-        for parameter in ("weight", "bias")
-    )
+def _table_side(path: Path, key: str, default: int) -> int:
+    """Return the cells along one side of the square position table `key`, or the default."""
+    with _open(path, "cpu") as file:
+        if key not in file.keys():  # noqa: SIM118 - the file is no mapping
+            return default
+        rows: int = file.get_slice(key).get_shape()[0]
+    side = math.isqrt(rows)
+    if side**2 != rows:
+        raise CheckpointError(f"{path.name}: {key} has {rows} rows, which is no square")
+    return side
+
+
+def _load(module: _M, whole: nn.Module, path: Path, dtype: torch.dtype, device: torch.device) -> _M:
+    """Load, as `dtype`, the tensors of a module that was built on the meta device.
+
+    `whole` has every name that the file may have. Group norms stay float32.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: names are missing or unknown, or tensors have other shapes; lists all.
+    """
+    cuts, tensors = cuts_of(module), {}
+    expected = {
+        name: cuts[name].whole if name in cuts else tuple(tensor.shape)
+        for name, tensor in module.state_dict().items()
+    }
+    with _open(path, str(device)) as file:
+        _check(path.name, file, expected, whole.state_dict().keys())
+        for name in expected:
+            in_float32 = isinstance(module.get_submodule(name.rpartition(".")[0]), GroupNorm)
+            tensor = (
+                file.get_slice(name)[cuts[name].index] if name in cuts else file.get_tensor(name)
+            )
+            tensors[name] = tensor.contiguous().to(torch.float32 if in_float32 else dtype)
+    module.requires_grad_(False)
+    module.load_state_dict(tensors, assign=True)
+    return module.eval()
+
+
+def _check(where: str, file: Any, expected: Mapping[str, tuple[int, ...]], known: Set[str]) -> None:
+    present = set(file.keys())
+    complaints = []
+    for title, names in (
+        ("missing", expected.keys() - present),
+        ("unexpected", present - known - expected.keys()),
+    ):
+        if names:
+            complaints.append(f"{len(names)} {title}: {_few(sorted(names))}")
+    for name in sorted(expected.keys() & present):
+        shape = tuple(file.get_slice(name).get_shape())
+        if shape != expected[name]:
+            complaints.append(f"{name} has shape {shape}, wanted {expected[name]}")
+    if complaints:
+        raise CheckpointError(f"{where}: {_few(complaints, '; ')}")
+
+
+def _few(names: list[str], separator: str = ", ", limit: int = 12) -> str:
+    shown = separator.join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _open(path: Path, device: str) -> Any:
+    if not path.exists():
+        raise FileNotFoundError(f"no {path.name} in {path.parent}")
+    try:
+        return safe_open(str(path), framework="pt", device=device)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.cache import BagelContext, NaiveCache
 from omni_kvlink.models.bagel.embeddings import PositionEmbedding, TimestepEmbedder, patchify
 from omni_kvlink.models.bagel.language import LanguageModel, Mode, Through
@@ -14,8 +16,6 @@ from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.vision import TwoLayerMLP, VisionModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omni_kvlink.models.bagel.config import BagelConfig
 
 Stage = Literal["all", "ar", "dit"]
@@ -25,19 +25,15 @@ class BagelModel(nn.Module):
     """Everything in `ema.safetensors`: "ar" reads prompts and writes text, "dit" denoises.
 
     Both stages hold both experts: an AR stage reads latent patches of an input image, and in the
-    DiT stage the marker rows run through the understanding expert.
-
-    Args:
-        config: of the checkpoint.
-        stage: which networks are built.
-        split: the rank of the language model; all other networks are whole on each rank.
+    DiT stage the marker rows run through the understanding expert. Only the language model is
+    split over ranks; all other networks are whole on each.
     """
 
     def __init__(self, config: BagelConfig, stage: Stage, split: Split = WHOLE) -> None:
         super().__init__()
         hidden = config.llm.hidden_size
         self.config = config
-        self.kv_heads = split.kv_heads(config.llm)
+        self.kv_heads = split.part(config.llm.num_key_value_heads)
         self.language_model = LanguageModel(config.llm, head=stage != "dit", split=split)
         self.time_embedder = TimestepEmbedder(hidden)
         self.vae2llm = nn.Linear(config.patch_dim, hidden)
@@ -59,11 +55,39 @@ class BagelModel(nn.Module):
         """The device of the weights."""
         return self.language_model.model.embed_tokens.weight.device
 
+    def check_context(self, name: str, context: BagelContext) -> None:
+        """Raise SchemaError unless the context is complete and fits the model.
+
+        An incomplete cache would give a plausible, wrong image.
+        """
+        if len(context.kv_lens) != 1 or len(context.ropes) != 1:
+            raise SchemaError(f"{name}: kv_lens and ropes must have one entry each (one request)")
+        tokens, cache = context.kv_lens[0], context.past_key_values
+        if tokens < 0 or context.ropes[0] < 0:
+            raise SchemaError(f"{name}: kv_lens {context.kv_lens} and ropes {context.ropes}")
+        dtype, device, count = self.dtype, self.device, self.config.llm.num_hidden_layers
+        expected = (tokens, len(self.kv_heads), self.config.llm.head_dim)
+        for kind, layers in (("K", cache.key_cache), ("V", cache.value_cache)):
+            if len(layers) != count:
+                raise SchemaError(f"{name}: {kind} has {len(layers)} layers, the model {count}")
+            if isinstance(layers, Mapping) and (missing := set(range(count)) - set(layers)):
+                raise SchemaError(f"{name}: {kind} has no layer {min(missing)} among {[*layers]}")
+            for layer in range(count):
+                tensor, where = layers[layer], f"{name}: {kind} of layer {layer}"
+                if tensor is None:
+                    if tokens:
+                        raise SchemaError(f"{where} is missing, kv_lens says {tokens} tokens")
+                elif tuple(tensor.shape) != expected:
+                    raise SchemaError(f"{where} has shape {tuple(tensor.shape)}, wanted {expected}")
+                elif tensor.dtype != dtype:
+                    raise SchemaError(f"{where} is {tensor.dtype}, the model computes in {dtype}")
+                elif tensor.device != device:
+                    raise SchemaError(f"{where} is on {tensor.device}, the model is on {device}")
+
     def embed(self, token_ids: list[int]) -> Tensor:
         """Return the embeddings [n, hidden] of token ids."""
-        rows: Tensor = self.language_model.model.embed_tokens(
-            torch.tensor(token_ids, dtype=torch.long, device=self.device)
-        )
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        rows: Tensor = self.language_model.model.embed_tokens(ids)
         return rows
 
     def latent_rows(self, tokens: Tensor, height: int, width: int, t: Tensor) -> Tensor:
@@ -87,9 +111,7 @@ class BagelModel(nn.Module):
         """Embed pixels [3, H, W] in [-1, 1] as rows [h * w, hidden]."""
         patch, positions = self.config.vit.patch_size, self.vit_pos_embed
         height, width = pixels.shape[1] // patch, pixels.shape[2] // patch
-        position_rows = positions(
-            height, width
-        )  # first, since it refuses an image that is too large
+        position_rows = positions(height, width)  # first: it refuses an image that is too large
         features = self.vit_model(pixels.to(self.device), positions.side)
         rows: Tensor = self.connector(features) + position_rows
         return rows
@@ -97,19 +119,16 @@ class BagelModel(nn.Module):
     def extend(
         self, context: BagelContext, x: Tensor, *, mode: Mode, causal: bool
     ) -> tuple[BagelContext, Tensor]:
-        """Run rows x [n, hidden] after a context.
+        """Run rows x [n, hidden] after a context; return the longer one and the hidden rows.
 
         Text (causal) takes one position per row; an image block takes one for all rows.
-
-        Returns:
-            A new context, with the rows in its cache, and the hidden rows [n, hidden].
         """
         at, n = context.ropes[0], x.shape[0]
         steps = n if causal else 1
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
         past = context.past_key_values
-        cache = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
-        cache = cache.after(n)
+        own = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
+        cache = own.after(n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
 
@@ -125,12 +144,8 @@ class BagelModel(nn.Module):
         """
         contexts = [context] if isinstance(context, BagelContext) else context
         ropes = torch.tensor([one.ropes[0] for one in contexts], device=self.device)
-        positions = ropes.expand(x.shape[0], -1)
-        hidden = self.language_model.model.denoise(
-            x,
-            positions if x.ndim == 3 else positions[:, 0],
-            [one.past_key_values for one in contexts],
-            through,
-        )
+        positions = ropes.expand(x.shape[0], -1) if x.ndim == 3 else ropes.expand(x.shape[0])
+        pasts = [one.past_key_values for one in contexts]
+        hidden = self.language_model.model.denoise(x, positions, pasts, through)
         flow: Tensor = self.llm2vae(hidden[1:-1])
         return flow

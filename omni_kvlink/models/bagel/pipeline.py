@@ -7,10 +7,25 @@ processes, with a `BagelContexts` and the generator's state between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import Generator, Tensor
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel.cache import BagelContext, BagelContexts, LayerCache, NaiveCache
+from omni_kvlink.models.bagel.cache import (
+    BagelContext,
+    BagelContexts,
+    ElsewhereCache,
+    LayerCache,
+    NaiveCache,
+)
+from omni_kvlink.models.bagel.config import BagelConfig
+from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
+from omni_kvlink.models.bagel.embeddings import unpatchify
+from omni_kvlink.models.bagel.hooks import DenoiseHooks
 from omni_kvlink.models.bagel.images import (
     ImageLike,
     ResizeRule,
@@ -19,13 +34,14 @@ from omni_kvlink.models.bagel.images import (
     resize,
     to_pixels,
 )
+from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.sampling import DenoiseParams
-from omni_kvlink.models.bagel.steps import BagelSteps
+from omni_kvlink.models.bagel.shards import WHOLE, Split
+from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
+from omni_kvlink.models.bagel.vae import Autoencoder
 
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
-    from omni_kvlink.models.bagel.denoise import OnStep
+_Pipeline = TypeVar("_Pipeline", bound="BagelPipeline")
 
 Prompt = str | ImageLike | Sequence[str | ImageLike]
 
@@ -35,14 +51,234 @@ THINK_IMAGE_PROMPT = _THINK.format(task="draw the image")
 THINK_TEXT_PROMPT = _THINK.format(task="answer")
 
 
-class BagelPipeline(BagelSteps):
-    """Whole requests, on top of the single steps.
+@dataclass(eq=False, repr=False)
+class BagelPipeline:
+    """A loaded checkpoint, or one stage's part of it: single steps, and whole requests of them.
 
     The think prompts are this library's wording. A checkpoint that was trained with another wording
     gives the best results with that: pass it as `system_prompt`.
+
+    Attributes:
+        config: the checkpoint's configuration.
+        stage: "all"; "ar" reads prompts and writes text; "dit" denoises and decodes.
+        hooks: an engine's callbacks in the denoising loop; none by default.
     """
 
-    _last: BagelContexts | None = None
+    config: BagelConfig
+    stage: Stage
+    model: BagelModel
+    autoencoder: Autoencoder
+    special_tokens: SpecialTokens
+    tokenizer: BagelTokenizer
+    hooks: DenoiseHooks = field(default_factory=DenoiseHooks)
+    _last: BagelContexts | None = field(default=None, init=False)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Pipeline],
+        directory: str | Path,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        stage: Stage = "all",
+        split: Split = WHOLE,
+    ) -> _Pipeline:
+        """Load a checkpoint in the published layout; of the files, only what `stage` needs.
+
+        In bfloat16 it computes as the published model does; float32 is exact throughout.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            SchemaError: a configuration file does not fit.
+            CheckpointError: a weights file lacks what the stage needs.
+            ValueError: the language model cannot be split like this.
+        """
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype is torch.bfloat16 or torch.float32, not {dtype}")
+        if stage not in get_args(Stage):
+            raise ValueError(f"stage is one of {get_args(Stage)}, not {stage!r}")
+        root, where = Path(directory), torch.device(device)
+        config = load_config(root)
+        return cls(
+            config,
+            stage,
+            load_model(root, config, stage, dtype, where, split),
+            load_autoencoder(root, config, stage, dtype, where),
+            SpecialTokens.load(root),
+            BagelTokenizer(root),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and of every cached tensor."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.device
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the language model."""
+        return self.config.llm.num_hidden_layers
+
+    def empty_context(self) -> BagelContext:
+        """Return a context without tokens."""
+        return BagelContext.empty(self.num_layers)
+
+    # Steps: each returns a new context; the given one and its tensors are not changed.
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a text, between its begin and end markers."""
+        special = self.special_tokens
+        return [special.bos, *self.tokenizer.encode(text), special.eos]
+
+    @torch.no_grad()
+    def append_text(self, context: BagelContext, token_ids: Sequence[int]) -> BagelContext:
+        """Read token ids (markers included): n tokens, n positions, causal."""
+        ids = [int(token) for token in token_ids]
+        if not ids or min(ids) < 0 or max(ids) >= self.config.llm.vocab_size:
+            raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
+        self.model.check_context("context", context)
+        return self.model.extend(context, self.model.embed(ids), mode="und", causal=True)[0]
+
+    @torch.no_grad()
+    def append_vae_latent(self, context: BagelContext, latent: Tensor) -> BagelContext:
+        """Read an encoded image [z, H, W]: h * w + 2 tokens, one position."""
+        z = self.config.ae.z_channels
+        if latent.ndim != 3 or latent.shape[0] != z:
+            raise SchemaError(f"a latent has shape [{z}, H, W], not {tuple(latent.shape)}")
+        self.model.check_context("context", context)
+        rows = self._between_markers(self.model.encoded_latent_rows(latent))
+        return self.model.extend(context, rows, mode="gen", causal=False)[0]
+
+    @torch.no_grad()
+    def append_vit_image(self, context: BagelContext, pixels: Tensor) -> BagelContext:
+        """Read pixels [3, H, W] in [-1, 1] through the ViT: h * w + 2 tokens, one position."""
+        self._require("ViT", self.stage != "dit")
+        patch = self.config.vit.patch_size
+        if pixels.ndim != 3 or pixels.shape[0] != 3 or any(n % patch for n in pixels.shape[1:]):
+            expected = f"[3, H, W] with H and W multiples of {patch}"
+            raise SchemaError(f"pixels have shape {expected}, not {tuple(pixels.shape)}")
+        self.model.check_context("context", context)
+        rows = self._between_markers(self.model.vit_rows(pixels))
+        return self.model.extend(context, rows, mode="und", causal=False)[0]
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
+        """Sample the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
+
+        Draws z * H / d * W / d random numbers, so that a seed alone no longer determines the noise
+        that is drawn afterwards.
+        """
+        self._require("autoencoder's encoder", self.stage != "dit")
+        return self.autoencoder.encode(pixels, generator)
+
+    def initial_noise(
+        self, image_shape: tuple[int, int] | None, generator: Generator | None = None
+    ) -> Tensor:
+        """Draw noise [h * w, patch_dim] float32 for an image on the generator's device."""
+        height, width = self._grid(image_shape)
+        origin = "cpu" if generator is None else generator.device
+        shape = (height * width, self.config.patch_dim)
+        return torch.randn(shape, generator=generator, device=origin)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        contexts: BagelContexts,
+        noise: Tensor,
+        params: DenoiseParams,
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """Denoise noise [h * w, patch_dim] to a latent [z, H / d, W / d] float32.
+
+        Only the contexts that the parameters require are read; none is changed. `on_step` is called
+        after each step with (steps done, all steps).
+
+        Raises:
+            SchemaError: a context is incomplete or does not fit the model, or the noise does not
+                have the shape for `contexts.image_shape`.
+        """
+        return self.denoise_batch([contexts], [noise], params, on_step)[0]
+
+    @torch.no_grad()
+    def denoise_batch(
+        self,
+        contexts: Sequence[BagelContexts],
+        noise: Sequence[Tensor],
+        params: DenoiseParams,
+        on_step: OnStep | None = None,
+    ) -> list[Tensor]:
+        """Denoise several requests with images of one size in one pass.
+
+        In float32 a latent differs from that of `denoise` by less than 1e-5 of its largest value:
+        products of larger matrices may be summed in another order.
+
+        Raises:
+            SchemaError: as in `denoise`, or the images differ in size.
+        """
+        self._require("flow head", self.stage != "ar")
+        shapes = {one.image_shape for one in contexts}
+        if len(shapes) != 1:
+            raise SchemaError(
+                f"one batch for images of {sorted(map(str, shapes))}; they must have one size"
+            )
+        grid = self._grid(contexts[0].image_shape)
+        for one, own in zip(contexts, noise, strict=True):
+            self.check_request(one, own, params)
+        rows = denoise_rows(
+            self.model, contexts, self._markers(), noise, grid, params, on_step, hooks=self.hooks
+        )
+        return [unpatchify(own, *grid, self.config.latent_patch_size) for own in rows]
+
+    def check_request(self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams) -> None:
+        """Raise SchemaError unless `denoise` has all it needs for this request."""
+        height, width = self._grid(contexts.image_shape)
+        if tuple(noise.shape) != (expected := (height * width, self.config.patch_dim)):
+            raise SchemaError(f"the noise has shape {tuple(noise.shape)}, wanted {expected}")
+        for name in params.branches(guided=True):
+            context: BagelContext = getattr(contexts, name)
+            if not isinstance(context.past_key_values, ElsewhereCache):
+                self.model.check_context(name, context)
+
+    @torch.no_grad()
+    def decode(self, latent: Tensor) -> Tensor:
+        """Decode a latent [z, H / d, W / d] to an image: uint8 [H, W, 3] on the CPU."""
+        self._require("autoencoder's decoder", self.stage != "ar")
+        image = self.autoencoder.decode(latent)
+        levels = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
+        return levels.to(torch.uint8).cpu().contiguous()
+
+    @torch.no_grad()
+    def generate_text(
+        self,
+        context: BagelContext,
+        *,
+        max_length: int = 1000,
+        do_sample: bool = False,
+        temperature: float = 0.3,
+        generator: Generator | None = None,
+    ) -> str:
+        """Continue a context with text until the end marker. The context is not changed.
+
+        At most `max_length` tokens, the begin marker included. With `do_sample` each token is drawn
+        at `temperature` by `generator`; otherwise it is the most probable one.
+        """
+        self._require("text head", self.stage != "dit")
+        if max_length < 1 or (do_sample and not temperature > 0):
+            raise ValueError(f"max_length {max_length} or temperature {temperature} is too small")
+        self.model.check_context("context", context)
+        context = context.snapshot()  # a discarded text must not claim rows in place
+        token, written = self.special_tokens.bos, list[int]()
+        while len(written) < max_length and not (written and token == self.special_tokens.eos):
+            written.append(token)
+            row = self.model.embed([token])
+            context, hidden = self.model.extend(context, row, mode="und", causal=True)
+            logits = self.model.language_model.lm_head(hidden)[0]
+            token = _pick(logits, temperature if do_sample else None, generator)
+        return written_text(self.tokenizer.decode(written))
 
     def prefill(
         self,
@@ -69,15 +305,22 @@ class BagelPipeline(BagelSteps):
                 decides instead; the default is the largest square.
             generator: used for encoding images and for sampled text; pass it on to `render`.
             system_prompt: replaces the text that think mode puts first.
-            max_think_tokens: of the plan; see `generate_text`.
-            do_sample: of the plan; see `generate_text`.
-            temperature: of the plan; see `generate_text`.
+            max_think_tokens: of the plan, as `do_sample` and `temperature`; see `generate_text`.
+            do_sample: whether the plan is sampled.
+            temperature: of the sampling.
             caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of "cfg_img"
                 is used only if a text follows an image; until then it shares the rows of gen.
         """
-        gen, own_cfg_img = self._beginnings(caches or {})
+        caches = caches or {}
+        for name, cache in caches.items():
+            if name not in ("gen", "cfg_img"):
+                raise SchemaError(f"caches are for gen and cfg_img, not for {name}")
+            self.model.check_context(name, BagelContext([0], [0], cache))
+        gen = BagelContext([0], [0], caches.get("gen", NaiveCache(self.num_layers)))
+        own_cfg_img = caches.get("cfg_img")
         cfg_text, cfg_img = self.empty_context(), self.empty_context()
-        shape = self._default_shape() if image_shape is None else image_shape
+        side = self.config.max_latent_size * self.config.latent_stride
+        shape = (side, side) if image_shape is None else image_shape
         self._grid(shape)  # refuses it now, not after the work
         if think:
             default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
@@ -121,7 +364,7 @@ class BagelPipeline(BagelSteps):
         noise: Tensor | None = None,
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """Make the image of a prefilled prompt: the DiT half of a request.
+        """Make the image, uint8 [H, W, 3] on the CPU, of a prefilled prompt: the DiT half.
 
         Args:
             contexts: returned by `prefill`.
@@ -130,9 +373,6 @@ class BagelPipeline(BagelSteps):
             noise: the initial noise, instead of a generator.
             on_step: called after each step with (steps done, all steps); an exception that it
                 raises ends the request.
-
-        Returns:
-            uint8 [H, W, 3] on the CPU.
         """
         if noise is None:
             noise = self.initial_noise(contexts.image_shape, generator)
@@ -153,12 +393,7 @@ class BagelPipeline(BagelSteps):
     ) -> Tensor:
         """Make an image of a prompt: `render(prefill(...))` with one generator.
 
-        Args:
-            inputs: see `prefill`.
-            params: if None, the published defaults for a prompt with, or without, an image.
-            generator: see `prefill`.
-            on_step: see `render`.
-            prefill: further arguments of `prefill`.
+        If `params` is None, with the published defaults for a prompt with, or without, an image.
         """
         if params is None:
             edit = any(not isinstance(item, str) for item in _as_list(inputs))
@@ -209,16 +444,28 @@ class BagelPipeline(BagelSteps):
         """Drop the last request's caches, which keep a link's memory reserved if they are in it."""
         self._last = None
 
-    def _beginnings(
-        self, caches: Mapping[str, NaiveCache]
-    ) -> tuple[BagelContext, NaiveCache | None]:
-        """Return the empty `gen`, and the cache for `cfg_img` if one is given."""
-        for name, cache in caches.items():
-            if name not in ("gen", "cfg_img"):
-                raise SchemaError(f"caches are for gen and cfg_img, not for {name}")
-            self._check(name, BagelContext([0], [0], cache))
-        gen = caches.get("gen", NaiveCache(self.num_layers))
-        return BagelContext([0], [0], gen), caches.get("cfg_img")
+    def _between_markers(self, rows: Tensor) -> Tensor:
+        markers = self._markers()
+        return torch.cat([markers[:1], rows, markers[1:]])
+
+    def _markers(self) -> Tensor:
+        special = self.special_tokens
+        return self.model.embed([special.start_of_image, special.end_of_image])
+
+    def _grid(self, image_shape: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the latent tokens down and across."""
+        stride, side = self.config.latent_stride, self.config.max_latent_size
+        if image_shape is None:
+            raise SchemaError("the contexts have no image_shape")
+        height, width = image_shape
+        if any(n <= 0 or n % stride or n > stride * side for n in image_shape):
+            allowed = f"multiples of {stride} up to {stride * side}"
+            raise SchemaError(f"image_shape {(height, width)}: sides are {allowed}")
+        return height // stride, width // stride
+
+    def _require(self, part: str, present: bool) -> None:
+        if not present:
+            raise RuntimeError(f"this pipeline was loaded with stage={self.stage!r}: no {part}")
 
     def _last_contexts(self) -> BagelContexts:
         if self._last is None:
@@ -251,9 +498,14 @@ class BagelPipeline(BagelSteps):
     def _vit_rule(self) -> ResizeRule:
         return ResizeRule(*self.config.vit_image_size, self.config.vit.patch_size)
 
-    def _default_shape(self) -> tuple[int, int]:
-        side = self.config.max_latent_size * self.config.latent_stride
-        return side, side
+
+def _pick(logits: Tensor, temperature: float | None, generator: Generator | None) -> int:
+    """Return the next token of logits [vocab]: drawn at a temperature, or the most probable."""
+    if temperature is None:
+        return int(logits.argmax())
+    chances = (logits / temperature).float().softmax(-1)
+    device = "cpu" if generator is None else generator.device
+    return int(torch.multinomial(chances.to(device), 1, generator=generator))
 
 
 def _as_list(inputs: Prompt) -> list[str | ImageLike]:

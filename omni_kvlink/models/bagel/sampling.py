@@ -101,13 +101,9 @@ def schedule(params: DenoiseParams) -> tuple[Tensor, Tensor]:
 
 
 def guide(flow: Tensor, text: Tensor, image: Tensor | None, params: DenoiseParams) -> Tensor:
-    """Combine the flows [n, patch_dim] of the three contexts.
+    """Combine the flows [n, patch_dim] of the three contexts: `gen`, `cfg_text` and `cfg_img`.
 
-    Args:
-        flow: for the whole prompt.
-        text: for the prompt without its last text.
-        image: for the prompt without its images; None for no image guidance.
-        params: the scales and the kind of norm.
+    Without the last one there is no image guidance.
     """
     guided = text + params.cfg_text_scale * (flow - text)
     if params.cfg_renorm_type == "text_channel":

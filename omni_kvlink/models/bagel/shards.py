@@ -12,24 +12,20 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import LanguageConfig
 
 
-def alone(x: Tensor) -> Tensor:
-    """Return the sum over a single rank: the rows themselves."""
-    return x
+def _alone(x: Tensor) -> Tensor:
+    return x  # the sum over a single rank
 
 
 @dataclass(frozen=True)
 class Split:
     """One rank of those that hold a language model together.
 
-    Attributes:
-        rank: of this one.
-        of: number of ranks.
-        total: sums rows over all ranks, with the same bits on each; all call it in the same order.
+    `total` sums rows over all ranks, with the same bits on each; all call it in the same order.
     """
 
     rank: int = 0
     of: int = 1
-    total: Callable[[Tensor], Tensor] = alone
+    total: Callable[[Tensor], Tensor] = _alone
 
     def check(self, config: LanguageConfig) -> None:
         """Raise ValueError unless every rank gets as much as the others."""
@@ -45,21 +41,13 @@ class Split:
                 "a tensor_parallel_size that divides it"
             )
 
-    def heads(self, config: LanguageConfig) -> range:
-        """Return the query heads of this rank."""
-        return self._piece(config.num_attention_heads)
+    def part(self, count: int, size: int = 1) -> range:
+        """Return this rank's rows of `count` items (heads, or inner columns) of `size` rows each.
 
-    def kv_heads(self, config: LanguageConfig) -> range:
-        """Return the K and V heads of this rank; neighbours share one if there are fewer."""
-        return self._piece(config.num_key_value_heads)
-
-    def inner(self, config: LanguageConfig) -> range:
-        """Return the MLP's inner columns of this rank."""
-        return self._piece(config.intermediate_size)
-
-    def _piece(self, whole: int) -> range:
-        start = self.rank * whole // self.of
-        return range(start, start + max(1, whole // self.of))
+        Neighbours share an item if there are fewer items than ranks.
+        """
+        start = self.rank * count // self.of
+        return range(start * size, (start + max(1, count // self.of)) * size)
 
 
 WHOLE = Split()
@@ -67,27 +55,14 @@ WHOLE = Split()
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a checkpoint's tensor.
-
-    Attributes:
-        whole: the shape of the tensor.
-        index: the part.
-    """
+    """A part, at `index`, of a checkpoint's tensor with the shape `whole`."""
 
     whole: tuple[int, ...]
     index: tuple[slice, ...]
 
 
 class CutLinear(nn.Linear):
-    """Some rows, or some columns, of a Linear that is split over ranks.
-
-    Args:
-        inputs: of the whole Linear.
-        outputs: of the whole Linear.
-        bias: whether it has a bias.
-        rows: the outputs of this rank; all if None.
-        columns: the inputs of this rank; all if None.
-    """
+    """The outputs `rows`, or the inputs `columns`, of a Linear that is split over ranks."""
 
     def __init__(
         self,

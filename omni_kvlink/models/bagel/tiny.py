@@ -62,21 +62,12 @@ def tiny_config() -> BagelConfig:
 def make_tiny_checkpoint(
     directory: str | Path, seed: int = 0, config: BagelConfig | None = None
 ) -> Path:
-    """Write a checkpoint in the published layout; the same seed gives the same bytes.
+    """Write a checkpoint in the published layout and return its directory, created if missing.
 
-    Weights are bfloat16, the autoencoder's float32, as published. They are scaled so that an image
-    varies from cell to cell and depends on the prompt, the noise and every layer of the cache.
-
-    Args:
-        directory: created if it does not exist.
-        seed: of the weights.
-        config: other sizes than `tiny_config`'s, with the same vocabulary.
-
-    Returns:
-        The directory.
-
-    Raises:
-        ImportError: the tokenizers package is not installed.
+    The same seed gives the same bytes. Weights are bfloat16, the autoencoder's float32, as
+    published. They are scaled so that an image varies from cell to cell and depends on the prompt,
+    the noise and every layer of the cache. A `config` of other sizes than `tiny_config`'s must have
+    its vocabulary. Raises ImportError if the tokenizers package is not installed.
     """
     root, config = Path(directory), config or tiny_config()
     root.mkdir(parents=True, exist_ok=True)
@@ -91,10 +82,8 @@ def make_tiny_checkpoint(
 
 def _write_configs(root: Path, config: BagelConfig) -> None:
     fields: dict[str, Any] = msgspec.structs.asdict(config)
-    parts = {"llm_config": fields.pop("llm"), "vit_config": fields.pop("vit")}
-    parts["ae_config"] = fields.pop("ae")
-    parts["config"] = {"model_type": "bagel", **fields}
-    for name, part in parts.items():
+    parts = {f"{name}_config": fields.pop(name) for name in ("llm", "vit", "ae")}
+    for name, part in {**parts, "config": {"model_type": "bagel", **fields}}.items():
         text = msgspec.json.format(msgspec.json.encode(part), indent=2)
         (root / f"{name}.json").write_bytes(text + b"\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,12 +35,7 @@ class SpecialTokens:
 
     @classmethod
     def load(cls, directory: str | Path) -> SpecialTokens:
-        """Read them from `tokenizer.json`, without a tokenizer library.
-
-        Raises:
-            FileNotFoundError: there is no `tokenizer.json`.
-            SchemaError: it is not a tokenizer file, or lacks a marker.
-        """
+        """Read them from `tokenizer.json`, without a tokenizer library."""
         raw = (Path(directory) / "tokenizer.json").read_bytes()
         try:
             added = msgspec.json.decode(raw, type=_TokenizerFile).added_tokens
@@ -66,26 +62,22 @@ class BagelTokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._path = Path(directory) / "tokenizer.json"
-        self._loaded: Tokenizer | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without markers."""
-        return list(self._tokenizer().encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, markers included."""
-        return str(self._tokenizer().decode(token_ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
+    @cached_property
     def _tokenizer(self) -> Tokenizer:
-        if self._loaded is None:
-            try:
-                from tokenizers import Tokenizer
-            except ImportError as error:
-                raise ImportError(
-                    f"reading text needs the tokenizers package: {INSTALL}"
-                ) from error
-            self._loaded = Tokenizer.from_file(str(self._path))
-        return self._loaded
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ImportError(f"reading text needs the tokenizers package: {INSTALL}") from error
+        return Tokenizer.from_file(str(self._path))
 
 
 def written_text(decoded: str) -> str:

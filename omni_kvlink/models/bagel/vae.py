@@ -6,6 +6,7 @@ float32, with float32 weights.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,12 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import AutoencoderConfig
 
-_GROUPS = 32
-
 
 class GroupNorm(nn.GroupNorm):
     """Group norm, computed and returned in float32."""
 
     def __init__(self, channels: int) -> None:
-        super().__init__(_GROUPS, channels, eps=1e-6)
+        super().__init__(32, channels, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize in float32."""
@@ -41,10 +40,9 @@ def _exact(device: torch.device) -> AbstractContextManager[None]:
     """Make convolutions on a GPU deterministic and in full float32."""
     if device.type != "cuda":
         return nullcontext()
-    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
+    return torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
     )
-    return flags
 
 
 def _conv3(in_channels: int, out_channels: int) -> _Conv:
@@ -57,10 +55,9 @@ class _VaeAttention(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = GroupNorm(channels)
-        self.q = _Conv(channels, channels, kernel_size=1)
-        self.k = _Conv(channels, channels, kernel_size=1)
-        self.v = _Conv(channels, channels, kernel_size=1)
-        self.proj_out = _Conv(channels, channels, kernel_size=1)
+        self.q, self.k, self.v, self.proj_out = (
+            _Conv(channels, channels, kernel_size=1) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -74,120 +71,79 @@ class _VaeAttention(nn.Module):
 class _ResBlock(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.norm1 = GroupNorm(in_channels)
-        self.conv1 = _conv3(in_channels, out_channels)
-        self.norm2 = GroupNorm(out_channels)
-        self.conv2 = _conv3(out_channels, out_channels)
+        self.norm1, self.conv1 = GroupNorm(in_channels), _conv3(in_channels, out_channels)
+        self.norm2, self.conv2 = GroupNorm(out_channels), _conv3(out_channels, out_channels)
+        self.nin_shortcut: nn.Module = nn.Identity()
         if in_channels != out_channels:
             self.nin_shortcut = _Conv(in_channels, out_channels, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))
-        out: Tensor = h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+        out: Tensor = h + self.nin_shortcut(x)
         return out
 
 
-class _Downsample(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = _Conv(channels, channels, kernel_size=3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Padded at the right and the bottom only.
-        out: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)))
-        return out
+def _sequence(**modules: nn.Module) -> nn.Sequential:
+    """Chain modules, with the published names for those that have weights."""
+    return nn.Sequential(OrderedDict(modules))
 
 
-class _Upsample(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = _conv3(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return out
+def _middle(channels: int) -> nn.Sequential:
+    return _sequence(
+        block_1=_ResBlock(channels, channels),
+        attn_1=_VaeAttention(channels),
+        block_2=_ResBlock(channels, channels),
+    )
 
 
-class _Middle(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.block_1 = _ResBlock(channels, channels)
-        self.attn_1 = _VaeAttention(channels)
-        self.block_2 = _ResBlock(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block_2(self.attn_1(self.block_1(x)))
-        return out
+def _level(in_channels: int, out_channels: int, blocks: int, **step: nn.Module) -> nn.Sequential:
+    """Chain the residual blocks of one resolution, and the step to the next one if there is one."""
+    widths = [in_channels] + [out_channels] * (blocks - 1)
+    return _sequence(
+        block=nn.Sequential(*(_ResBlock(width, out_channels) for width in widths)), **step
+    )
 
 
-class _Level(nn.Module):
-    """The residual blocks of one resolution, and the step to the next one where there is one."""
-
-    def __init__(self, in_channels: int, out_channels: int, blocks: int) -> None:
-        super().__init__()
-        widths = [in_channels] + [out_channels] * (blocks - 1)
-        self.block = nn.ModuleList(_ResBlock(width, out_channels) for width in widths)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
-        for step in ("downsample", "upsample"):
-            if hasattr(self, step):
-                x = self.get_submodule(step)(x)
-        return x
-
-
-class Encoder(nn.Module):
-    """[n, 3, H, W] to the latent's mean and log variance, stacked: [n, 2 * z, H / d, W / d]."""
-
-    def __init__(self, config: AutoencoderConfig) -> None:
-        super().__init__()
-        widths = [config.ch * mult for mult in config.ch_mult]
-        self.conv_in = _conv3(config.in_channels, config.ch)
-        self.down = nn.ModuleList()
-        for before, width in zip([config.ch, *widths], widths, strict=False):
-            level = _Level(before, width, config.num_res_blocks)
-            if len(self.down) + 1 < len(widths):
-                level.downsample = _Downsample(width)
-            self.down.append(level)
-        self.mid = _Middle(widths[-1])
-        self.norm_out = GroupNorm(widths[-1])
-        self.conv_out = _conv3(widths[-1], 2 * config.z_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Encode pixels [n, 3, H, W] to the latent's mean and log variance."""
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        out: Tensor = self.conv_out(F.silu(self.norm_out(self.mid(x))))
-        return out
+def _encoder(config: AutoencoderConfig) -> nn.Sequential:
+    """Map [n, 3, H, W] to the latent's mean and log variance, stacked: [n, 2 * z, H / d, W / d]."""
+    channels, down = config.ch, nn.Sequential()
+    for width in (config.ch * mult for mult in config.ch_mult):
+        step = {}
+        if len(down) + 1 < len(config.ch_mult):
+            conv = _Conv(width, width, kernel_size=3, stride=2)
+            step["downsample"] = _sequence(right_and_bottom=nn.ZeroPad2d((0, 1, 0, 1)), conv=conv)
+        down.append(_level(channels, width, config.num_res_blocks, **step))
+        channels = width
+    return _sequence(
+        conv_in=_conv3(config.in_channels, config.ch),
+        down=down,
+        mid=_middle(channels),
+        norm_out=GroupNorm(channels),
+        silu=nn.SiLU(),
+        conv_out=_conv3(channels, 2 * config.z_channels),
+    )
 
 
-class Decoder(nn.Module):
-    """[n, z, h, w] to [n, 3, H, W]. Level 0 is the full resolution and runs last."""
-
-    def __init__(self, config: AutoencoderConfig) -> None:
-        super().__init__()
-        widths = [config.ch * mult for mult in config.ch_mult]
-        self.conv_in = _conv3(config.z_channels, widths[-1])
-        self.mid = _Middle(widths[-1])
-        self.up = nn.ModuleList()
-        for i, (width, before) in enumerate(zip(widths, [*widths[1:], widths[-1]], strict=True)):
-            level = _Level(before, width, config.num_res_blocks + 1)
-            if i:
-                level.upsample = _Upsample(width)
-            self.up.append(level)
-        self.norm_out = GroupNorm(widths[0])
-        self.conv_out = _conv3(widths[0], config.out_ch)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Decode a latent [n, z, h, w] to pixels [n, 3, H, W]."""
-        x = self.mid(self.conv_in(z))
-        for level in reversed(self.up):
-            x = level(x)
-        out: Tensor = self.conv_out(F.silu(self.norm_out(x)))
-        return out
+def _decoder(config: AutoencoderConfig) -> nn.Sequential:
+    """Map [n, z, h, w] to [n, 3, H, W]. Level 0 is the full resolution and runs last."""
+    deepest = channels = config.ch * config.ch_mult[-1]
+    up: dict[str, nn.Module] = {}
+    for level, mult in reversed([*enumerate(config.ch_mult)]):
+        width, step = config.ch * mult, {}
+        if level:
+            doubled = nn.Upsample(scale_factor=2.0, mode="nearest")
+            step["upsample"] = _sequence(doubled=doubled, conv=_conv3(width, width))
+        up[str(level)] = _level(channels, width, config.num_res_blocks + 1, **step)
+        channels = width
+    return _sequence(
+        conv_in=_conv3(config.z_channels, deepest),
+        mid=_middle(deepest),
+        up=_sequence(**up),
+        norm_out=GroupNorm(channels),
+        silu=nn.SiLU(),
+        conv_out=_conv3(channels, config.out_ch),
+    )
 
 
 class Autoencoder(nn.Module):
@@ -197,9 +153,9 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.config = config
         if encoder:
-            self.encoder = Encoder(config)
+            self.encoder = _encoder(config)
         if decoder:
-            self.decoder = Decoder(config)
+            self.decoder = _decoder(config)
 
     def encode(self, pixels: Tensor, generator: torch.Generator | None) -> Tensor:
         """Sample the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
@@ -207,7 +163,7 @@ class Autoencoder(nn.Module):
         The random numbers are drawn on the generator's device, so that a CPU generator gives the
         same ones wherever the model runs.
         """
-        pixels = pixels.to(self.encoder.conv_in.weight.device)
+        pixels = pixels.to(next(self.encoder.parameters()).device)
         with _exact(pixels.device):
             moments = self.encoder(pixels.unsqueeze(0))[0].float()
         mean, logvar = moments.chunk(2)
@@ -219,7 +175,7 @@ class Autoencoder(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [z, H / d, W / d] to the image [3, H, W], about [-1, 1]."""
-        z = latent.to(self.decoder.conv_in.weight)
+        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the model's dtype
         z = z / self.config.scale_factor + self.config.shift_factor
         with _exact(z.device):
             image: Tensor = self.decoder(z.unsqueeze(0))[0]

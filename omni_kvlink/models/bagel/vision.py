@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -26,10 +27,9 @@ class _VisionAttention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.q_proj = nn.Linear(hidden, hidden)
-        self.k_proj = nn.Linear(hidden, hidden)
-        self.v_proj = nn.Linear(hidden, hidden)
-        self.out_proj = nn.Linear(hidden, hidden)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(hidden, hidden) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -71,29 +71,18 @@ class _VisionLayer(nn.Module):
 class _Embeddings(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        hidden, side = config.hidden_size, config.image_size // config.patch_size
+        self.patch_size, hidden = config.patch_size, config.hidden_size
+        side = config.image_size // config.patch_size
         # A convolution over patches, stored as the matrix that it is.
         self.patch_embedding = nn.Linear(config.num_channels * config.patch_size**2, hidden)
         self.position_embedding = blank_embedding(side**2, hidden)
 
-    def forward(self, patches: Tensor, height: int, width: int, side: int) -> Tensor:
-        ids = grid_ids(height, width, side, patches.device)
+    def forward(self, pixels: Tensor, side: int) -> Tensor:
+        patch = self.patch_size
+        ids = grid_ids(pixels.shape[1] // patch, pixels.shape[2] // patch, side, pixels.device)
+        patches = patchify(pixels, patch).to(self.patch_embedding.weight.dtype)
         out: Tensor = self.patch_embedding(patches) + self.position_embedding(ids)
         return out
-
-
-class _Encoder(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_VisionLayer(config) for _ in range(config.layers_used))
-
-
-class _Transformer(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.embeddings = _Embeddings(config)
-        self.encoder = _Encoder(config)
-        self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class VisionModel(nn.Module):
@@ -101,19 +90,20 @@ class VisionModel(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.config = config
-        self.vision_model = _Transformer(config)
+        layers = nn.Sequential(*(_VisionLayer(config) for _ in range(config.layers_used)))
+        self.vision_model = nn.ModuleDict(
+            {
+                "embeddings": _Embeddings(config),
+                "encoder": nn.Sequential(OrderedDict(layers=layers)),
+                "post_layernorm": LayerNorm(config.hidden_size, eps=config.layer_norm_eps),
+            }
+        )
 
     def forward(self, pixels: Tensor, side: int) -> Tensor:
         """Encode pixels [3, H, W] in [-1, 1] to features [h * w, hidden].
 
         `side` is the row length in which patches are numbered.
         """
-        patch, parts = self.config.patch_size, self.vision_model
-        height, width = pixels.shape[1] // patch, pixels.shape[2] // patch
-        rows = patchify(pixels, patch).to(parts.embeddings.patch_embedding.weight.dtype)
-        x = parts.embeddings(rows, height, width, side)
-        for layer in parts.encoder.layers:
-            x = layer(x)
-        out: Tensor = parts.post_layernorm(x)
+        x = self.vision_model["embeddings"](pixels, side)
+        out: Tensor = self.vision_model["post_layernorm"](self.vision_model["encoder"](x))
         return out

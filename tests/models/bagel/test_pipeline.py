@@ -245,10 +245,8 @@ def test_text_is_written_by_the_und_expert_until_its_end(exact: BagelPipeline) -
 
 
 def test_text_ends_at_the_end_marker(exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    from omni_kvlink.models.bagel import steps
-
     tokens = iter([*exact.tokenizer.encode("the end"), exact.special_tokens.eos])
-    monkeypatch.setattr(steps, "_pick", lambda *_: next(tokens))
+    monkeypatch.setattr("omni_kvlink.models.bagel.pipeline._pick", lambda *_: next(tokens))
     assert exact.generate_text(exact.empty_context()) == "the end"
     assert next(tokens, None) is None
 

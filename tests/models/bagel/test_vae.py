@@ -34,11 +34,12 @@ def weight_of(block: nn.Module, name: str) -> Tensor:
 
 
 def test_attention_mixes_all_cells(exact: BagelPipeline) -> None:
-    block = exact.autoencoder.decoder.mid.attn_1
+    block = exact.autoencoder.decoder.get_submodule("mid.attn_1")
     x = torch.randn(1, 64, 3, 5, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         got = block(x)[0].flatten(1)
-        normed = F.group_norm(x, 32, block.norm.weight, block.norm.bias, 1e-6)[0].flatten(1)
+        weight, bias = block.get_parameter("norm.weight"), block.get_parameter("norm.bias")
+        normed = F.group_norm(x, 32, weight, bias, 1e-6)[0].flatten(1)
         q, k, v = (
             weight_of(block, name) @ normed + block.get_parameter(f"{name}.bias")[:, None]
             for name in ("q", "k", "v")
@@ -75,6 +76,6 @@ def test_a_step_up_doubles_each_cell(exact: BagelPipeline) -> None:
 
 
 def test_norms_stay_float32_in_a_bfloat16_autoencoder(short: BagelPipeline) -> None:
-    norm = short.autoencoder.decoder.norm_out
+    norm = short.autoencoder.decoder.get_submodule("norm_out")
     assert norm(torch.ones(1, 32, 2, 2, dtype=torch.bfloat16)).dtype == torch.float32
     assert short.autoencoder.decode(torch.zeros(4, 2, 2)).dtype == torch.bfloat16
