@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 class GatherHandle:
-    """A gather in progress.
+    """A gather in progress; `wait` blocks until the bytes are in the payload.
 
     A handle that is dropped without `wait` blocks until its copies are complete, so that the
     memory they use is not freed under them.
-
-    Args:
-        wait: blocks until the bytes are in the payload, and returns the digests.
     """
 
     def __init__(self, wait: Callable[[], list[str]]):
@@ -60,8 +57,7 @@ class Copier(ABC):
         """Copy each tensor to its position in the payload; blocks until all are copied.
 
         Args:
-            sources: in the manifest's order, dense or paged, with any strides, on any device; only
-                read.
+            sources: in the manifest's order, dense or paged, with any strides, on any device.
             manifest: the plan.
             region: the payload's memory, at least `manifest.nbytes` long.
 
