@@ -167,18 +167,13 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
     return int(_load().kvlc_finish(number))
 
 
-def _load() -> ctypes.CDLL:
-    library = _part.loaded
-    return _part.load() if library is None else library
-
-
 def _declare(library: ctypes.CDLL) -> int:
     library.kvlc_last_error.restype = ctypes.c_char_p
     return int(library.kvlc_version())
 
 
 _part = CompiledPart("CUDA part", LIBRARY, ABI, CURE, _declare)
-missing = _part.missing
+_load, missing = _part.load, _part.missing
 
 
 def _check(status: int) -> None:

@@ -176,12 +176,6 @@ def select(name: str) -> None:
     _select(_load(), name)
 
 
-def _load() -> ctypes.CDLL:
-    # Without a call once it is loaded: this is in every copy's path.
-    library = _part.loaded
-    return _part.load() if library is None else library
-
-
 def _declare(library: ctypes.CDLL) -> int:
     version: int = library.kvl_version()
     library.kvl_features.restype = ctypes.c_char_p
@@ -195,7 +189,7 @@ def _declare(library: ctypes.CDLL) -> int:
 
 
 _part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
-missing = _part.missing
+_load, missing = _part.load, _part.missing
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:

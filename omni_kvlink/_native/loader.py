@@ -36,11 +36,9 @@ class CompiledPart:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def load(self) -> ctypes.CDLL:
-        """Return the library, loading it at the first call; any thread.
-
-        Raises:
-            NativeError: it cannot be used; the same error at every call.
-        """
+        """Return the library, or raise the same NativeError at every call; any thread."""
+        if self.loaded is not None:  # without the lock: this is in every copy's path
+            return self.loaded
         with self._lock:
             if self.loaded is None and self._error is None:
                 try:
@@ -54,11 +52,10 @@ class CompiledPart:
 
     def missing(self) -> str | None:
         """Return why the library cannot be used, and what helps; None if it can."""
-        if self.loaded is None:
-            try:
-                self.load()
-            except NativeError as error:
-                return str(error)
+        try:
+            self.load()
+        except NativeError as error:
+            return str(error)
         return None
 
     def open(self, directory: Path) -> ctypes.CDLL:

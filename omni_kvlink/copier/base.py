@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from omni_kvlink.errors import IntegrityError
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 
@@ -99,11 +97,3 @@ class Copier(ABC):
         Raises:
             IntegrityError: names branch, layer, K or V, and the first MiB that differs.
         """
-
-
-def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
-    """Return the error for a chunk whose digest is not the committed one."""
-    return IntegrityError(
-        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
-        f"(MiB {chunk} of {len(spec.digest) // 8})"
-    )

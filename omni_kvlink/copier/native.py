@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
-from omni_kvlink.copier.base import Copier, mismatch
+from omni_kvlink.copier.base import Copier
 from omni_kvlink.errors import NativeError, SchemaError
+from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
@@ -24,13 +25,8 @@ class NativeCopier(Copier):
     """Copies dense, strided and paged host tensors at memory speed.
 
     Tensors that the library cannot address (on other devices, or with more than four dimensions
-    with gaps) are copied by torch; the library computes their digests in the payload.
-
-    Args:
-        threads: number of copying threads; 0 chooses by size and by the number of idle cores.
-
-    Raises:
-        NativeError: there is no compiled library; says why and what helps.
+    with gaps) are copied by torch; the library computes their digests in the payload. `threads=0`
+    chooses the number of copying threads by size and by the number of idle cores.
     """
 
     name = "native"
@@ -43,7 +39,7 @@ class NativeCopier(Copier):
 
     @property
     def features(self) -> str:
-        """The instruction set in use: avx512, avx2 or portable."""
+        """The instruction set in use, as of `host.features`."""
         return host.features()
 
     def gather(
@@ -76,8 +72,7 @@ class NativeCopier(Copier):
         batch = _Batch(manifest, region, self.threads)
         for spec in manifest.tensors:
             batch.add(spec)
-        digests = batch.digest()
-        return [digests[spec.name] for spec in manifest.tensors]
+        return list(batch.digest().values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests in one call of the library."""

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from omni_kvlink._native import cuda, host
-from omni_kvlink.copier.base import Copier, GatherHandle
+from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.native import NativeCopier, check_fit, failures
 from omni_kvlink.errors import NativeError
 from omni_kvlink.payload.manifest import TensorSpec
@@ -31,17 +31,12 @@ MAX_THREADS = 4
 """Threads that digest as fast as one PCIe link delivers."""
 
 
-class PinnedCopier(Copier):
+class PinnedCopier(NativeCopier):
     """Copies dense, strided and paged device tensors; host tensors are left to the native copier.
 
     The payload's memory is page-locked at its first use, a whole mapping at a time. If the system
     refuses that, torch copies through pageable memory, and one warning says why and what helps.
-
-    Args:
-        threads: number of threads that compute digests; 0 chooses by the number of cores.
-
-    Raises:
-        NativeError: there is no CUDA library, no native library, or no device; says what helps.
+    `threads=0` chooses the number of threads that compute digests by the number of cores.
     """
 
     name = "pinned"
@@ -50,7 +45,8 @@ class PinnedCopier(Copier):
         reason = cuda.missing() or cuda.no_device()
         if reason:
             raise NativeError(reason)
-        self._host, self._digester = NativeCopier(threads=threads), NativeCopier(threads=1)
+        super().__init__(threads=threads)
+        self._digester = NativeCopier(threads=1)
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
         self._warned = False
@@ -81,31 +77,23 @@ class PinnedCopier(Copier):
 
         return GatherHandle(wait)
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        """Compute digests on the host."""
-        return self._host.digest(manifest, region)
-
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete; digests are checked on the host."""
-        views, specs, devices = self._split(targets, manifest, region)
+        views, specs, devices = self._by_device(targets, manifest, region)
         with ExitStack() as pending:
             for part in devices:
                 part.begin("scatter", manifest, region, pending)
-            self._host.scatter(_part(manifest, specs), region, views)
+            super().scatter(_part(manifest, specs), region, views)
             for part in devices:
-                self._host.verify(_part(manifest, part.specs), region)
-
-    def verify(self, manifest: Manifest, region: Region) -> None:
-        """Check digests on the host."""
-        self._host.verify(manifest, region)
+                self.verify(_part(manifest, part.specs), region)
 
     def _begin(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region, pending: ExitStack
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
-        views, specs, devices = self._split(sources, manifest, region)
+        views, specs, devices = self._by_device(sources, manifest, region)
         tickets = [part.begin("gather", manifest, region, pending) for part in devices]
-        digests = self._host.gather(views, _part(manifest, specs), region)
+        digests = super().gather(views, _part(manifest, specs), region)
         by_name = {spec.name: text for spec, text in zip(specs, digests, strict=True)}
 
         def wait() -> list[str]:
@@ -115,13 +103,10 @@ class PinnedCopier(Copier):
 
         return wait
 
-    def _split(
+    def _by_device(
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> tuple[list[TensorView], list[TensorSpec], list[_OnDevice]]:
-        """Split tensors by who copies them, in the manifest's order; those of the host come first.
-
-        Raises SchemaError unless all match the manifest.
-        """
+        """Split tensors by who copies them, each in the manifest's order; the host comes first."""
         check_fit(views, manifest, region)
         on_host, specs = list[TensorView](), list[TensorSpec]()
         devices: dict[int, _OnDevice] = {}

@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.native import check_fit
-from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest
+from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
 
@@ -62,9 +62,7 @@ class TorchCopier(Copier):
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Hash every tensor of the payload and compare with the committed digests."""
-        for spec in manifest.tensors:
-            if spec.digest:
-                compare(spec, tensor_digest(manifest, region, spec).values())
+        verify(manifest, region)
 
 
 def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:

@@ -28,7 +28,7 @@ SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
 
 
 class Region:
-    """A span of memory, from `address` on, on the torch device of this name.
+    """The `nbytes` of memory from `address` on, of "cpu" or of the torch device that is named.
 
     Attributes:
         owner: the object that every view of the region keeps alive.
@@ -70,10 +70,7 @@ class Region:
 class Lease:
     """The only owner of a region until it is released or moved; a context manager that releases.
 
-    Args:
-        region: the memory.
-        release: called once, by `release`.
-        tag: a value of the code that made the lease.
+    `release` is called once. `tag` is a value of the code that made the lease.
     """
 
     def __init__(self, region: Region, release: Callable[[], None], tag: object = None):

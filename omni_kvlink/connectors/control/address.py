@@ -60,10 +60,7 @@ class ControlAddress:
         return self.protocol == "tcp" and self.address.startswith("[")
 
     def bind(self, socket: zmq.Socket[bytes]) -> str:
-        """Bind a socket; return the bound address, with the port that the system chose for 0.
-
-        Raises BusyError if another process has bound the address.
-        """
+        """Bind a socket; return the bound address, with the port that the system chose for 0."""
         with self._locked():
             if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")

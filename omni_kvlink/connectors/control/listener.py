@@ -70,10 +70,7 @@ class RangeSender(ABC):
         """Start sending the bytes of one request, without blocking; WireError: there are none."""
 
     def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
-        """Connect to the address that a peer sent; return the address of this side.
-
-        Raises WireError if the address is malformed, ClosedError if the sender is closed.
-        """
+        """Connect to the address that a peer sent; return the address of this side."""
         unexpected(address)
 
     def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
@@ -339,14 +336,14 @@ class ControlListener(Listener):
         if event == zmq.EVENT_ACCEPTED:
             self._by_descriptor[value] = None
         elif event == zmq.EVENT_DISCONNECTED:
-            is_unknown = value in self._by_descriptor and self._by_descriptor[value] is None
+            is_known = value in self._by_descriptor
             peer = self._by_descriptor.pop(value, None)
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
                 self._socket.close_duplicate(peer.duplicate)
                 self._disconnected.append(peer)
-            elif is_unknown:  # ZMQ does not report why each of these was refused
+            elif is_known:  # ZMQ does not report why each of these was refused
                 self._count("no greeting")
         elif event & BROKEN:
             self._count("handshake")
@@ -422,10 +419,7 @@ class ControlListener(Listener):
     def borrow(
         self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer, start: int, stop: int
     ) -> Region:
-        """Return bytes of a payload to send from; their memory is kept until the region is freed.
-
-        Raises WireError if the payload has no such bytes.
-        """
+        """Return bytes of a payload to send; their memory is kept until the region is freed."""
         claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
         piece = self.producer.lend_piece(transfer, claim, start, stop, on_sent)
         peer.in_flight += piece.nbytes

@@ -51,16 +51,10 @@ class MonitoredSocket:
     is there, and any call on the socket, also a send, may consume that edge. Therefore the socket
     is drained after every wake-up and after every round of sends.
 
-    Args:
-        context: The ZMQ context.
-        kind: The socket type, as `zmq.ROUTER`.
-        loop: The event loop that reads the socket.
-        on_message: Called with the frames of each message.
-        on_event: Called with each event of the monitor and its value, mostly a descriptor.
-        on_idle: Called whenever all messages and events were read.
-        max_frame: Frames of more bytes end the connection.
-
-    The callbacks run with `lock` held, which every thread that uses the socket must hold.
+    `on_message` is given the frames of each message, `on_event` each event of the monitor and its
+    value (mostly a descriptor); `on_idle` is called whenever all were read. They run with `lock`
+    held, which every thread that uses the socket must hold. A frame of more than `max_frame` bytes
+    ends the connection.
     """
 
     def __init__(
@@ -93,7 +87,7 @@ class MonitoredSocket:
     def send(self, frames: Sequence[Buffer], *, copy: bool = True) -> None:
         """Send one message without blocking; call `drain` before the loop sleeps.
 
-        ZMQError is EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
+        The ZMQError is EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
         """
         if not self._closed:
             self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)

@@ -94,10 +94,7 @@ class UcxTransport:
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
-        """Return an endpoint at once; an unreachable peer shows in the requests.
-
-        Raises WireError if this is not the `address` of a transport.
-        """
+        """Return an endpoint at once; an unreachable peer shows in the requests."""
         worker, endpoint = unseal(address), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
@@ -117,7 +114,9 @@ class UcxTransport:
         `done(None)` means that the memory may be reused, not that the peer has the bytes;
         `done(PeerLostError)` that the peer is gone.
         """
-        return self._request(self._send, endpoint, memory, tag, done)
+        request = self._request(endpoint, memory, tag, done)
+        self._call(lambda: self._send(request))
+        return request
 
     def receive(
         self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
@@ -128,7 +127,9 @@ class UcxTransport:
         another length (nothing was written), or that a receive with this tag is already posted;
         `done(PeerLostError)` that the peer is gone.
         """
-        return self._request(self._receive, endpoint, memory, tag, done)
+        request = self._request(endpoint, memory, tag, done)
+        self._call(lambda: self._receive(request))
+        return request
 
     def cancel(self, request: UcxRequest) -> None:
         """Complete a request with `done(TimeoutError)`, unless it is done."""
@@ -175,19 +176,12 @@ class UcxTransport:
     # In any thread
 
     def _request(
-        self,
-        start: Callable[[UcxRequest], None],
-        endpoint: UcxEndpoint,
-        memory: object,
-        tag: int,
-        done: DoneCallback,
+        self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
     ) -> UcxRequest:
         worker = self._worker
         if worker is None:
             raise ClosedError("the UCX transport is closed")
-        request = UcxRequest(endpoint, memory, worker.array(memory), tag, done)
-        self._call(lambda: start(request))
-        return request
+        return UcxRequest(endpoint, memory, worker.array(memory), tag, done)
 
     def _call(self, function: Callable[[], None]) -> None:
         with self._lock:

@@ -80,10 +80,7 @@ class UcxWorker:
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
 
     def connect(self, address: bytes) -> Any:
-        """Return an endpoint at once; the connection is made later.
-
-        Raises PeerLostError if UCX detects at once that the peer cannot be reached.
-        """
+        """Return an endpoint at once; PeerLostError only if UCX knows already that it fails."""
         try:
             return self._worker.create_endpoint_from_worker_address(
                 self._ucxx.UCXAddress.create_from_buffer(address), True
