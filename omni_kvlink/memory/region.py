@@ -28,7 +28,7 @@ SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
 
 
 class Region:
-    """The `nbytes` of memory from `address` on, of "cpu" or of the torch device that is named.
+    """A span of memory: `nbytes` from `address` on; `device` is "cpu" or a torch device's name.
 
     Attributes:
         owner: the object that every view of the region keeps alive.

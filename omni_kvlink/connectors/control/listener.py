@@ -67,7 +67,7 @@ class RangeSender(ABC):
 
     @abstractmethod
     def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
-        """Start sending the bytes of one request, without blocking; WireError: there are none."""
+        """Start sending the bytes of one request; never blocks. WireError if there are none."""
 
     def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
         """Connect to the address that a peer sent; return the address of this side."""
