@@ -9,19 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
-from omni_kvlink.connectors.protocol.messages import (
-    Chunk,
-    Message,
-    Release,
-    TransportAddress,
-    unexpected,
-)
+from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.messages import Chunk, Message
     from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
