@@ -30,9 +30,8 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
-# The names in omni_kvlink/_native/host.py and cuda.py.
-LIBRARY, EXCUSE = "_kvlink.so", "_kvlink.missing"
-CUDA_LIBRARY, CUDA_EXCUSE = "_kvlink_cuda.so", "_kvlink_cuda.missing"
+LIBRARY, CUDA_LIBRARY = "_kvlink.so", "_kvlink_cuda.so"  # as in _native/host.py and cuda.py
+EXCUSE = ".missing"  # of the file that says why there is no library; as in _native/loader.py
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
@@ -40,7 +39,6 @@ NVCC_FLAGS = [
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
     *("-gencode", "arch=compute_90,code=compute_90"),  # later devices: their drivers translate it
 ]
-PARTS = (LIBRARY, EXCUSE, CUDA_LIBRARY, CUDA_EXCUSE)
 CUDA_CURE = (
     "install the CUDA toolkit 11.8 or later and a C++17 compiler that it takes (CUDACXX names "
     "nvcc), or use OMNI_KVLINK_CUDA=off: device tensors are copied by torch"
@@ -72,21 +70,19 @@ class build_native(Command):
             raise SetupError(f"OMNI_KVLINK_CUDA={option}; use auto, on or off")
         package = self._package()
         package.mkdir(parents=True, exist_ok=True)
-        why = build_part(package / LIBRARY, package / EXCUSE, compile_host)
+        why = build_part(package / LIBRARY, compile_host)
         if why:
             print(f"omni_kvlink: no native copier: {why}; torch will copy", file=sys.stderr)
-        why = build_part(
-            package / CUDA_LIBRARY,
-            package / CUDA_EXCUSE,
-            refuse_cuda if option == "off" else compile_cuda,
-        )
+        compile_part = refuse_cuda if option == "off" else compile_cuda
+        why = build_part(package / CUDA_LIBRARY, compile_part)
         if why and option == "on":
             raise SetupError(f"OMNI_KVLINK_CUDA=on, but {why}; {CUDA_CURE}")
         if why and option == "auto":
             print(f"omni_kvlink: no CUDA part: {why}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
-        files = [self._package() / name for name in PARTS]
+        libraries = [self._package() / name for name in (LIBRARY, CUDA_LIBRARY)]
+        files = [file for path in libraries for file in (path, path.with_suffix(EXCUSE))]
         return [str(file) for file in files if file.exists()]
 
     def get_output_mapping(self) -> dict[str, str]:
@@ -100,8 +96,9 @@ class build_native(Command):
         return (ROOT if in_tree else Path(self.build_lib or "build")) / "omni_kvlink" / "_native"
 
 
-def build_part(library: Path, excuse: Path, compile_to: Callable[[Path], None]) -> str | None:
-    """Build a library; on failure write the reason to the file `excuse` and return it."""
+def build_part(library: Path, compile_to: Callable[[Path], None]) -> str | None:
+    """Build a library; on failure write the reason to a file beside it, and return it."""
+    excuse = library.with_suffix(EXCUSE)
     excuse.unlink(missing_ok=True)
     try:
         compile_to(library)

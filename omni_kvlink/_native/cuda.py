@@ -1,7 +1,7 @@
-"""Binding of the CUDA library: its file, its C interface, its errors.
+"""Binding of the CUDA library, whose C interface is described in `csrc/cuda/kvlink_cuda.h`.
 
-`csrc/cuda/kvlink_cuda.h` describes the interface. The library is loaded at first use; if there is
-none, or no device, `missing()` and `no_device()` say why and what helps.
+The library is loaded at first use; if there is none, or no device, `missing()` and `no_device()`
+say why and what helps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from omni_kvlink.memory.region import MappedPages, Region
 
 ABI = 1
 LIBRARY = "_kvlink_cuda.so"
-EXCUSE = "_kvlink_cuda.missing"
-"""File that the build writes if it cannot build the library: why."""
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
 """Environment variable, in bytes: views whose contiguous runs are shorter on average are copied by
 a kernel, others by copy engines. Measured if it is not set."""
@@ -35,11 +33,7 @@ _MEASURED = (1 << 64) - 1
 
 
 class _DeviceOptions(ctypes.Structure):
-    _fields_ = (
-        ("device", ctypes.c_uint64),
-        ("stream", ctypes.c_uint64),
-        ("crossover", ctypes.c_uint64),
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("device", "stream", "crossover"))
 
 
 class Ticket:
@@ -47,10 +41,7 @@ class Ticket:
 
     It is created before the copies are started, so that an interrupt cannot leave copies without
     an owner. A copy cannot be cancelled: a ticket that is dropped blocks until its copies are
-    complete. A context manager that closes itself.
-
-    Args:
-        keep: the objects that own the memory which the copies read and write.
+    complete. `keep` owns the memory that the copies read and write.
     """
 
     def __init__(self, keep: object):
@@ -62,18 +53,8 @@ class Ticket:
         """Block until copies 0 to `copy` are complete; any thread, several at once."""
         _check(_load().kvlc_wait(self._number, ctypes.c_uint64(copy)))
 
-    def completed(self) -> int:
-        """Return how many copies, from the first on, are complete."""
-        found = ctypes.c_uint64()
-        _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
-        return found.value
-
     def close(self) -> None:
-        """Block until all copies are complete; a second call does nothing.
-
-        Raises:
-            NativeError: CUDA failed.
-        """
+        """Block until all copies are complete; a second call does nothing."""
         _check(self._close() or 0)
 
     def __enter__(self) -> Ticket:
@@ -84,22 +65,16 @@ class Ticket:
 
 
 class DeviceBatch(host.CopyBatch):
-    """The copies of one call between one device's memory and one payload.
+    """The copies of one call between one payload and views whose bases are device addresses."""
 
-    Each view is a `host.PackedView` whose base is a device address.
-    """
+    def begin(self, verb: str, ticket: Ticket, device: int, stream: int) -> None:
+        """Enqueue copies after the work that `stream` holds now.
 
-    def begin_gather(self, ticket: Ticket, device: int, stream: int) -> None:
-        """Enqueue copies of the views into the payload, after the work that `stream` holds now."""
-        self._begin("kvlc_gather", ticket, device, stream)
-
-    def begin_scatter(self, ticket: Ticket, device: int, stream: int) -> None:
-        """Enqueue copies of the payload into the views; later work on `stream` waits for them."""
-        self._begin("kvlc_scatter", ticket, device, stream)
-
-    def _begin(self, name: str, ticket: Ticket, device: int, stream: int) -> None:
+        To "gather" copies the views into the payload; to "scatter" copies it into the views, and
+        later work on `stream` waits for that.
+        """
         packed, options = array("q", self._copies()), _DeviceOptions(device, stream, crossover())
-        status = getattr(_load(), name)(
+        status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
             ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
             ctypes.c_uint64(len(self)),
@@ -108,37 +83,16 @@ class DeviceBatch(host.CopyBatch):
             ctypes.byref(ticket._number),
         )
         if status:
-            copy, chunk = self.report.copy, self.report.chunk
-            raise host.CopyFailed(_last_error(), status=status, copy=copy, chunk=chunk)
-
-
-def missing() -> str | None:
-    """Return why the library cannot be used, and what helps; None if it can."""
-    try:
-        _load()
-    except NativeError as error:
-        return str(error)
-    return None
+            raise host.CopyFailed(_last_error(), status, self.report)
 
 
 def no_device() -> str | None:
     """Return why there is no device to copy from or to, and what helps; None if there is one."""
     try:
-        device_count()
+        _check(_load().kvlc_devices(ctypes.byref(ctypes.c_uint64())))
     except NativeError as error:
         return f"{error}; {DEVICE_CURE}"
     return None
-
-
-def device_count() -> int:
-    """Return the number of devices.
-
-    Raises:
-        NativeError: no library, no driver, or no device.
-    """
-    found = ctypes.c_uint64()
-    _check(_load().kvlc_devices(ctypes.byref(found)))
-    return found.value
 
 
 @functools.lru_cache
@@ -167,12 +121,9 @@ def measured_crossovers(device: int) -> tuple[int, int]:
 
 
 def register(region: Region, device: int) -> str | None:
-    """Page-lock the whole mapping that contains a region, once, for all devices.
+    """Page-lock the whole mapping of a region, once, for all devices; return why not, or None.
 
     The mapping is unregistered when its last view is freed, just before it is unmapped.
-
-    Returns:
-        None, or why it cannot be page-locked, and what helps.
     """
     pages = region.owner
     if not isinstance(pages, MappedPages):
@@ -213,24 +164,16 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
     """Block until the ticket's copies are complete; return the library's status."""
     if not number.value or pid != os.getpid():
         return 0
-    status: int = _load().kvlc_finish(number)
-    return status
-
-
-def _load() -> ctypes.CDLL:
-    library = _part.loaded
-    return _part.load() if library is None else library
+    return int(_load().kvlc_finish(number))
 
 
 def _declare(library: ctypes.CDLL) -> int:
     library.kvlc_last_error.restype = ctypes.c_char_p
-    version: int = library.kvlc_version()
-    return version
+    return int(library.kvlc_version())
 
 
-_part = CompiledPart(
-    "CUDA part", filename=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
-)
+_part = CompiledPart("CUDA part", LIBRARY, ABI, CURE, _declare)
+_load, missing = _part.load, _part.missing
 
 
 def _check(status: int) -> None:
@@ -239,5 +182,4 @@ def _check(status: int) -> None:
 
 
 def _last_error() -> str:
-    text: bytes = _load().kvlc_last_error()
-    return text.decode(errors="replace")
+    return str(_load().kvlc_last_error(), errors="replace")

@@ -1,7 +1,7 @@
-"""Binding of the native library: its file, its C interface, its errors.
+"""Binding of the native library, whose C interface is described in `csrc/kvlink.h`.
 
-`csrc/kvlink.h` describes the interface. The library is loaded at first use; if there is none,
-`missing()` says why and what helps, and the rest of the package works without it.
+The library is loaded at first use; if there is none, `missing()` says why and what helps, and the
+rest of the package works without it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ AUTO, STREAM = 0, 2  # enum kvl_stores
 LARGE = 8 << 20
 """Bytes above which AUTO stores past the cache."""
 LIBRARY = "_kvlink.so"
-EXCUSE = "_kvlink.missing"
-"""File that the build writes if it cannot build the library: why."""
 ENVIRONMENT = "OMNI_KVLINK_FEATURES"
 """Environment variable that forces an instruction set: avx512, avx2 or portable."""
 
@@ -42,30 +40,22 @@ _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
 
 
-class CopyFailed(NativeError):
-    """A call of the library failed.
-
-    Attributes:
-        status: a `kvl_status`.
-        copy: the index of the copy concerned.
-        chunk: the MiB of that copy.
-    """
-
-    def __init__(self, message: str, *, status: int, copy: int, chunk: int):
-        super().__init__(message)
-        self.status, self.copy, self.chunk = status, copy, chunk
-
-
 class _CopyOptions(ctypes.Structure):
-    _fields_ = (("threads", ctypes.c_uint64), ("stores", ctypes.c_uint64))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("threads", "stores"))
 
 
 class _Report(ctypes.Structure):
-    _fields_ = (
-        ("copy", ctypes.c_uint64),
-        ("chunk", ctypes.c_uint64),
-        ("threads", ctypes.c_uint64),
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("copy", "chunk", "threads"))
+
+
+class CopyFailed(NativeError):
+    """A call of the library failed; `status` is a `kvl_status`."""
+
+    def __init__(self, message: str, status: int, report: _Report):
+        super().__init__(message)
+        self.status = status
+        self.copy: int = report.copy  # index of the copy concerned
+        self.chunk: int = report.chunk  # MiB of that copy
 
 
 def packed_flat_view(base: int, nbytes: int) -> PackedView:
@@ -82,15 +72,10 @@ def packed_view(
     sizes: Sequence[int] = (),
     strides: Sequence[int] = (),
 ) -> PackedView:
-    """Pack a view of contiguous runs of bytes in the memory at address `base`.
+    """Pack a view of contiguous runs of `run` bytes in the `extent` bytes at address `base`.
 
-    Args:
-        base: address of the memory.
-        extent: bytes of the memory; the library checks the view against it.
-        run: bytes of one contiguous run.
-        offset: bytes from `base` to the first run.
-        sizes: number of runs in each dimension, outermost first; at most `DIMS`.
-        strides: bytes between runs in each dimension.
+    The first run is at `base + offset`. `sizes` and `strides` are the runs in each dimension and
+    the bytes between them, outermost first, at most `DIMS`. The library checks it against `extent`.
     """
     pad = DIMS - len(sizes)
     dims = (*_ONES[:pad], *sizes, *_ZEROS[:pad], *strides)
@@ -100,14 +85,9 @@ def packed_view(
 def packed_indexed_view(
     view: PackedView, index: int, *, limit: int, split: int = 1, stride: int = 0
 ) -> PackedView:
-    """Return `view` with its first dimension looked up in an int64 array; see `kvl_view`.
+    """Return `view` with its first dimension looked up in the int64 array at address `index`.
 
-    Args:
-        view: made by `packed_view`.
-        index: address of the array.
-        limit: every entry must be below it.
-        split: entries of one block.
-        stride: bytes between the entries of one block.
+    A block has `split` entries, `stride` bytes apart; all must be below `limit`. See `kvl_view`.
     """
     return (*view[:12], index, limit, split, stride)
 
@@ -115,13 +95,8 @@ def packed_indexed_view(
 class CopyBatch:
     """The copies of one call between views and one payload, packed as an array of C structs.
 
-    The memory at all addresses must stay valid until the call has returned.
-
-    Args:
-        address: of the payload.
-        nbytes: of the payload.
-        threads: number of copying threads; 0 chooses.
-        stores: `AUTO` or `STREAM`.
+    The memory at all addresses must stay valid until the call has returned. `threads=0` chooses
+    the number of copying threads; `stores` is `AUTO` or `STREAM`.
     """
 
     def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
@@ -136,13 +111,9 @@ class CopyBatch:
         return len(self._spans) // _SPAN
 
     def add(self, start: int, nbytes: int, view: PackedView = (), *, digest: bool) -> None:
-        """Add one tensor.
+        """Add the tensor at byte `start` of the payload; with `digest`, also its digests.
 
-        Args:
-            start: its first byte in the payload.
-            nbytes: its size.
-            view: the tensor outside the payload; required by `gather` and `scatter`.
-            digest: whether its digests are computed or compared.
+        `view` is the tensor outside the payload; `gather` and `scatter` require it.
         """
         span = (start, nbytes, self._num_digests if digest else NO_DIGEST)
         if view:
@@ -192,42 +163,17 @@ class CopyBatch:
             ctypes.byref(self.report),
         )
         if status:
-            raise CopyFailed(
-                _last_error(library),
-                status=status,
-                copy=self.report.copy,
-                chunk=self.report.chunk,
-            )
-
-
-def missing() -> str | None:
-    """Return why the native library cannot be used, and what helps; None if it can."""
-    try:
-        _load()
-    except NativeError as error:
-        return str(error)
-    return None
+            raise CopyFailed(_last_error(library), status, self.report)
 
 
 def features() -> str:
     """Return the instruction set in use: avx512+clmul, avx512, avx2 or portable."""
-    text: bytes = _load().kvl_features()
-    return text.decode()
+    return str(_load().kvl_features(), "ascii")
 
 
 def select(name: str) -> None:
-    """Select an instruction set by name, or the best one with "auto".
-
-    Raises:
-        NativeError: this machine has none of this name.
-    """
+    """Select an instruction set by name, or the best one with "auto"; NativeError if unknown."""
     _select(_load(), name)
-
-
-def _load() -> ctypes.CDLL:
-    # Without a call once it is loaded: this is in every copy's path.
-    library = _part.loaded
-    return _part.load() if library is None else library
 
 
 def _declare(library: ctypes.CDLL) -> int:
@@ -242,9 +188,8 @@ def _declare(library: ctypes.CDLL) -> int:
     return version
 
 
-_part = CompiledPart(
-    "compiled part", filename=LIBRARY, excuse=EXCUSE, abi=ABI, cure=CURE, declare=_declare
-)
+_part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
+_load, missing = _part.load, _part.missing
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:
@@ -253,8 +198,7 @@ def _select(library: ctypes.CDLL, name: str) -> None:
 
 
 def _last_error(library: ctypes.CDLL) -> str:
-    text: bytes = library.kvl_last_error()
-    return text.decode(errors="replace")
+    return str(library.kvl_last_error(), errors="replace")
 
 
 def _swapped(digests: array[int]) -> array[int]:

@@ -21,8 +21,7 @@ from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
-from omni_kvlink.connectors.zmq.sender import ZmqSender
+from omni_kvlink.connectors.zmq.transport import ZmqSender, ZmqSession, keep_freed_memory
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
 
@@ -62,9 +61,7 @@ class AutoConsumer(ControlConsumer):
         return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
 
     def _make_session(self) -> ZmqSession:
-        return ZmqSession(
-            self._address, self._options, self._context, self._loop, self._receive_pool
-        )
+        return ZmqSession(self)
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
@@ -116,14 +113,7 @@ class AutoConsumer(ControlConsumer):
             raise ConnectorError(missing)
         if self._ucx_transport is None:
             self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
-        session = UcxSession(
-            self._ucx_transport,
-            self._address,
-            self._options,
-            self._context,
-            self._loop,
-            self._receive_pool,
-        )
+        session = UcxSession(self, self._ucx_transport)
         return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:

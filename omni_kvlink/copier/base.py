@@ -5,24 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from omni_kvlink.errors import IntegrityError
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 
 class GatherHandle:
-    """A gather in progress.
+    """A gather in progress; `wait` blocks until the bytes are in the payload.
 
     A handle that is dropped without `wait` blocks until its copies are complete, so that the
     memory they use is not freed under them.
-
-    Args:
-        wait: blocks until the bytes are in the payload, and returns the digests.
     """
 
     def __init__(self, wait: Callable[[], list[str]]):
@@ -60,8 +55,7 @@ class Copier(ABC):
         """Copy each tensor to its position in the payload; blocks until all are copied.
 
         Args:
-            sources: in the manifest's order, dense or paged, with any strides, on any device; only
-                read.
+            sources: in the manifest's order, dense or paged, with any strides, on any device.
             manifest: the plan.
             region: the payload's memory, at least `manifest.nbytes` long.
 
@@ -103,11 +97,3 @@ class Copier(ABC):
         Raises:
             IntegrityError: names branch, layer, K or V, and the first MiB that differs.
         """
-
-
-def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
-    """Return the error for a chunk whose digest is not the committed one."""
-    return IntegrityError(
-        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
-        f"(MiB {chunk} of {len(spec.digest) // 8})"
-    )

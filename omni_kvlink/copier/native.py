@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
-from omni_kvlink.copier.base import Copier, mismatch
+from omni_kvlink.copier.base import Copier
 from omni_kvlink.errors import NativeError, SchemaError
+from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
@@ -24,13 +25,8 @@ class NativeCopier(Copier):
     """Copies dense, strided and paged host tensors at memory speed.
 
     Tensors that the library cannot address (on other devices, or with more than four dimensions
-    with gaps) are copied by torch; the library computes their digests in the payload.
-
-    Args:
-        threads: number of copying threads; 0 chooses by size and by the number of idle cores.
-
-    Raises:
-        NativeError: there is no compiled library; says why and what helps.
+    with gaps) are copied by torch; the library computes their digests in the payload. `threads=0`
+    chooses the number of copying threads by size and by the number of idle cores.
     """
 
     name = "native"
@@ -43,38 +39,26 @@ class NativeCopier(Copier):
 
     @property
     def features(self) -> str:
-        """The instruction set in use: avx512, avx2 or portable."""
+        """The instruction set in use, as of `host.features`."""
         return host.features()
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
-        check_fit(sources, manifest, region)
-        native, others = self._batch(manifest, region), self._batch(manifest, region)
-        for source, spec in zip(sources, manifest.tensors, strict=True):
-            view = packed_view(source)
-            if view:
-                native.add(spec, view)
+        native, others, rest = self._split(sources, manifest, region)
+        for source, target in rest:
+            if isinstance(source, PagedTensor):
+                for _ in source.read(target):
+                    pass
             else:
-                target = tensor_view(region, spec, manifest.header_nbytes)
-                _copy(source, target)
-                others.add(spec)
+                target.copy_(source.detach())
         digests = {**native.gather(), **others.digest()}
         return [digests[spec.name] for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
-        check_fit(targets, manifest, region)
-        native, others = self._batch(manifest, region), self._batch(manifest, region)
-        rest: list[tuple[TensorView, torch.Tensor]] = []
-        for target, spec in zip(targets, manifest.tensors, strict=True):
-            view = packed_view(target)
-            if view:
-                native.add(spec, view)
-            else:
-                rest.append((target, tensor_view(region, spec, manifest.header_nbytes)))
-                others.add(spec)
+        native, others, rest = self._split(targets, manifest, region)
         native.scatter()
         others.verify()
         for target, source in rest:
@@ -85,22 +69,34 @@ class NativeCopier(Copier):
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         """Compute the digests of a payload in one call of the library."""
-        batch = self._batch(manifest, region)
+        batch = _Batch(manifest, region, self.threads)
         for spec in manifest.tensors:
             batch.add(spec)
-        digests = batch.digest()
-        return [digests[spec.name] for spec in manifest.tensors]
+        return list(batch.digest().values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests in one call of the library."""
-        batch = self._batch(manifest, region)
+        batch = _Batch(manifest, region, self.threads)
         for spec in manifest.tensors:
             if spec.digest:
                 batch.add(spec)
         batch.verify()
 
-    def _batch(self, manifest: Manifest, region: Region) -> _Batch:
-        return _Batch(manifest, region, self.threads)
+    def _split(
+        self, views: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> tuple[_Batch, _Batch, list[tuple[TensorView, torch.Tensor]]]:
+        """Return what the library copies, and what torch does: its digests, and both tensors."""
+        check_fit(views, manifest, region)
+        native, others = (_Batch(manifest, region, self.threads) for _ in range(2))
+        rest = []
+        for view, spec in zip(views, manifest.tensors, strict=True):
+            packed = packed_view(view)
+            if packed:
+                native.add(spec, packed)
+            else:
+                others.add(spec)
+                rest.append((view, tensor_view(region, spec, manifest.header_nbytes)))
+        return native, others, rest
 
 
 class _Batch:
@@ -147,11 +143,7 @@ class _Batch:
 
 @contextmanager
 def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Translate the library's errors into errors that name the tensor.
-
-    Args:
-        specs: in the order of the batch's copies.
-    """
+    """Translate the library's errors into errors that name the tensor, in the batch's order."""
     try:
         yield
     except host.CopyFailed as failed:
@@ -177,11 +169,3 @@ def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -
                 f"{spec.where()}: {view.dtype} {list(view.shape)}, "
                 f"the manifest says {spec.dtype} {list(spec.shape)}"
             )
-
-
-def _copy(source: TensorView, target: torch.Tensor) -> None:
-    if isinstance(source, PagedTensor):
-        for _ in source.read(target):
-            pass
-    else:
-        target.copy_(source.detach())

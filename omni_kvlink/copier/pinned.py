@@ -6,22 +6,24 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from omni_kvlink._native import cuda, host
-from omni_kvlink.copier.base import Copier, GatherHandle
+from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.native import NativeCopier, check_fit, failures
 from omni_kvlink.errors import NativeError
+from omni_kvlink.payload.manifest import TensorSpec
 from omni_kvlink.payload.views import TensorView, packed_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import Manifest
 
 BATCH = 8 << 20
 """Bytes that one thread digests at a time, while later ones are still being copied."""
@@ -29,17 +31,12 @@ MAX_THREADS = 4
 """Threads that digest as fast as one PCIe link delivers."""
 
 
-class PinnedCopier(Copier):
+class PinnedCopier(NativeCopier):
     """Copies dense, strided and paged device tensors; host tensors are left to the native copier.
 
     The payload's memory is page-locked at its first use, a whole mapping at a time. If the system
     refuses that, torch copies through pageable memory, and one warning says why and what helps.
-
-    Args:
-        threads: number of threads that compute digests; 0 chooses by the number of cores.
-
-    Raises:
-        NativeError: there is no CUDA library, no native library, or no device; says what helps.
+    `threads=0` chooses the number of threads that compute digests by the number of cores.
     """
 
     name = "pinned"
@@ -48,14 +45,15 @@ class PinnedCopier(Copier):
         reason = cuda.missing() or cuda.no_device()
         if reason:
             raise NativeError(reason)
-        self._host, self._digester = NativeCopier(threads=threads), NativeCopier(threads=1)
+        super().__init__(threads=threads)
+        self._digester = NativeCopier(threads=1)
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
         self._warned = False
 
     @property
     def features(self) -> str:
-        """The instruction set in use, CUDA's version, and the first device's name."""
+        """The host's instruction set, CUDA's version, and the first device's name."""
         return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
@@ -79,34 +77,24 @@ class PinnedCopier(Copier):
 
         return GatherHandle(wait)
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        """Compute digests on the host."""
-        return self._host.digest(manifest, region)
-
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete; digests are checked on the host."""
-        check_fit(targets, manifest, region)
-        on_host, devices = self._split(targets, manifest, region)
+        views, specs, devices = self._by_device(targets, manifest, region)
         with ExitStack() as pending:
             for part in devices:
-                part.begin_scatter(manifest, region, pending)
-            self._host.scatter(_part(manifest, on_host.specs), region, on_host.views)
+                part.begin("scatter", manifest, region, pending)
+            super().scatter(_part(manifest, specs), region, views)
             for part in devices:
-                self._host.verify(_part(manifest, part.specs), region)
-
-    def verify(self, manifest: Manifest, region: Region) -> None:
-        """Check digests on the host."""
-        self._host.verify(manifest, region)
+                self.verify(_part(manifest, part.specs), region)
 
     def _begin(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region, pending: ExitStack
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
-        check_fit(sources, manifest, region)
-        on_host, devices = self._split(sources, manifest, region)
-        tickets = [part.begin_gather(manifest, region, pending) for part in devices]
-        digests = self._host.gather(on_host.views, _part(manifest, on_host.specs), region)
-        by_name = dict(zip(_names(on_host.specs), digests, strict=True))
+        views, specs, devices = self._by_device(sources, manifest, region)
+        tickets = [part.begin("gather", manifest, region, pending) for part in devices]
+        digests = super().gather(views, _part(manifest, specs), region)
+        by_name = {spec.name: text for spec, text in zip(specs, digests, strict=True)}
 
         def wait() -> list[str]:
             for part, ticket in zip(devices, tickets, strict=True):
@@ -115,20 +103,22 @@ class PinnedCopier(Copier):
 
         return wait
 
-    def _split(
+    def _by_device(
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> tuple[_OnHost, list[_OnDevice]]:
-        """Split tensors by who copies them, in the manifest's order."""
-        on_host, devices = _OnHost([], []), dict[int, _OnDevice]()
+    ) -> tuple[list[TensorView], list[TensorSpec], list[_OnDevice]]:
+        """Split tensors by who copies them, each in the manifest's order; the host comes first."""
+        check_fit(views, manifest, region)
+        on_host, specs = list[TensorView](), list[TensorSpec]()
+        devices: dict[int, _OnDevice] = {}
         for view, spec in zip(views, manifest.tensors, strict=True):
             device = _device_of(view)
             packed = () if device is None else packed_view(view, on=view.device.type)
             if device is None or not packed or not self._is_pinned(region, device):
-                on_host.views.append(view)
-                on_host.specs.append(spec)
+                on_host.append(view)
+                specs.append(spec)
             else:
                 devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
-        return on_host, list(devices.values())
+        return on_host, specs, list(devices.values())
 
     def _is_pinned(self, region: Region, device: int) -> bool:
         reason = cuda.register(region, device)
@@ -156,48 +146,32 @@ class PinnedCopier(Copier):
         if len(batches) > 1 and self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "kvlink-digest")
         each = self._pool.map(digest, batches) if self._pool else map(digest, batches)
-        return dict(zip(_names(specs), [text for batch in each for text in batch], strict=True))
-
-
-class _OnHost(NamedTuple):
-    """Tensors that the native copier copies."""
-
-    views: list[TensorView]
-    specs: list[TensorSpec]
+        texts = chain.from_iterable(each)
+        return {spec.name: text for spec, text in zip(specs, texts, strict=True)}
 
 
 class _OnDevice:
     """Tensors that one device copies."""
 
     def __init__(self, device: int):
-        self.device = device
-        self.views: list[TensorView] = []
-        self.specs: list[TensorSpec] = []
-        self._packed: list[host.PackedView] = []
+        self.device, self.specs = device, list[TensorSpec]()
+        self._views, self._packed = list[TensorView](), list[host.PackedView]()
 
     def add(self, view: TensorView, spec: TensorSpec, packed: host.PackedView) -> None:
-        self.views.append(view)
+        self._views.append(view)
         self.specs.append(spec)
         self._packed.append(packed)
 
-    def begin_gather(self, manifest: Manifest, region: Region, pending: ExitStack) -> cuda.Ticket:
-        batch, ticket = self._batch(manifest, region), cuda.Ticket((region, self.views))
-        pending.enter_context(ticket)
-        with failures(self.specs):
-            batch.begin_gather(ticket, self.device, _current_stream(self.device))
-        return ticket
-
-    def begin_scatter(self, manifest: Manifest, region: Region, pending: ExitStack) -> None:
-        batch, ticket = self._batch(manifest, region), cuda.Ticket((region, self.views))
-        pending.enter_context(ticket)
-        with failures(self.specs):
-            batch.begin_scatter(ticket, self.device, _current_stream(self.device))
-
-    def _batch(self, manifest: Manifest, region: Region) -> cuda.DeviceBatch:
+    def begin(
+        self, verb: str, manifest: Manifest, region: Region, pending: ExitStack
+    ) -> cuda.Ticket:
         batch = cuda.DeviceBatch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._packed, strict=True):
             batch.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
-        return batch
+        ticket = pending.enter_context(cuda.Ticket((region, self._views)))
+        with failures(self.specs):
+            batch.begin(verb, ticket, self.device, _current_stream(self.device))
+        return ticket
 
 
 def _device_of(view: TensorView) -> int | None:
@@ -205,16 +179,11 @@ def _device_of(view: TensorView) -> int | None:
 
 
 def _current_stream(device: int) -> int:
-    handle: int = torch.cuda.current_stream(device).cuda_stream
-    return handle
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _part(manifest: Manifest, specs: Sequence[TensorSpec]) -> Manifest:
     return msgspec.structs.replace(manifest, tensors=tuple(specs))
-
-
-def _names(specs: Sequence[TensorSpec]) -> list[str]:
-    return [spec.name for spec in specs]
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[range]:

@@ -28,9 +28,10 @@ def fastest_copier() -> Copier:
     """
     global _has_warned
     reason = host.missing()
-    if reason is None and _has_cuda():
-        return PinnedCopier()
     if reason is None:
+        has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
+        if has_cuda and not (cuda.missing() or cuda.no_device()):
+            return PinnedCopier()
         return TorchCopier() if host.features() == "portable" else NativeCopier()
     if not _has_warned:
         _has_warned = True
@@ -43,14 +44,9 @@ def fastest_copier() -> Copier:
 
 
 def named_copier(copier: str | Copier) -> Copier:
-    """Return the copier that `copier` names; a `Copier` is returned as it is.
+    """Return the copier named "auto" (see `fastest_copier`), "pinned", "native" or "torch".
 
-    Args:
-        copier: "auto" (see `fastest_copier`), "pinned", "native", "torch", or an instance.
-
-    Raises:
-        NativeError: the copier was named explicitly and cannot be used here.
-        ValueError: there is no copier of this name.
+    A `Copier` is returned as it is. Raises NativeError if the named copier cannot be used here.
     """
     if isinstance(copier, Copier):
         return copier
@@ -60,9 +56,3 @@ def named_copier(copier: str | Copier) -> Copier:
         names = ", ".join(map(repr, ("auto", *_COPIERS)))
         raise ValueError(f"no copier {copier!r}; use one of {names}, or a Copier")
     return _COPIERS[copier]()
-
-
-def _has_cuda() -> bool:
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return cuda.missing() is None and cuda.no_device() is None

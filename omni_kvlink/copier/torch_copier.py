@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.native import check_fit
-from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest
+from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
 
@@ -62,9 +62,7 @@ class TorchCopier(Copier):
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Hash every tensor of the payload and compare with the committed digests."""
-        for spec in manifest.tensors:
-            if spec.digest:
-                compare(spec, tensor_digest(manifest, region, spec).values())
+        verify(manifest, region)
 
 
 def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:
@@ -85,10 +83,14 @@ def _in_bytes(done: Iterator[int], paged: PagedTensor) -> Iterator[int]:
 
 def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
     """Copy in steps that stay in cache, yielding the number of bytes copied so far."""
-    if _is_plain(source) and _is_plain(target):
-        yield from _copy_bytes(_bytes_of(source), _bytes_of(target))
-    else:
+    if not (_is_plain(source) and _is_plain(target)):
         yield from _copy_rows(source, target)
+        return
+    read, written = _bytes_of(source), _bytes_of(target)
+    for start in range(0, len(read), STEP):
+        stop = min(start + STEP, len(read))
+        np.copyto(written[start:stop], read[start:stop])
+        yield stop
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -98,16 +100,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     # Not view(-1): dimensions of size 1 may have any stride, and view(dtype) requires 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-
-
-def _copy_bytes(
-    source: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    target: np.ndarray[tuple[int], np.dtype[np.uint8]],
-) -> Iterator[int]:
-    for start in range(0, len(source), STEP):
-        stop = min(start + STEP, len(source))
-        np.copyto(target[start:stop], source[start:stop])
-        yield stop
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:

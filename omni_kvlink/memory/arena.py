@@ -45,27 +45,12 @@ class Arena:
         """Number of allocated blocks."""
         return len(self._state[1])
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block is allocated."""
-        return not self._state[1]
-
-    def can_allocate(self, nbytes: int) -> bool:
-        """Whether `allocate` would succeed."""
-        return nbytes <= self.largest_hole
-
     def allocate(self, nbytes: int) -> int:
-        """Allocate a block and return its offset.
-
-        Raises:
-            CapacityError: no free span is large enough.
-        """
-        if nbytes <= 0 or not self.can_allocate(nbytes):
-            raise CapacityError(
-                f"{nbytes} bytes requested, the largest hole has {self.largest_hole}",
-                requested=nbytes,
-                free=self.largest_hole,
-            )
+        """Allocate a block and return its offset; CapacityError if no hole is large enough."""
+        largest = self.largest_hole
+        if not 0 < nbytes <= largest:
+            message = f"{nbytes} bytes requested, the largest hole has {largest}"
+            raise CapacityError(message, requested=nbytes, free=largest)
         holes, used = self._state
         length, offset = min((length, offset) for offset, length in holes if length >= nbytes)
         at = holes.index((offset, length))
@@ -74,11 +59,7 @@ class Arena:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free a block, merging it with the holes on both sides.
-
-        Raises:
-            KeyError: no block is allocated at this offset.
-        """
+        """Free a block, merging it with the holes on both sides; KeyError if there is none."""
         holes, used = self._state
         start, stop = offset, offset + used[offset]
         first = last = bisect.bisect(holes, (offset, 0))
@@ -126,10 +107,10 @@ class ArenaPool:
     ):
         self.quota = quota
         self._make, self._retire, self._keep = make, retire, keep
-        self._min_arena = MIN_ARENA if min_arena is None else min_arena
+        least = MIN_ARENA if min_arena is None else min_arena
+        self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
-        self._made = 0
-        self._mapped = 0
+        self._made = self._mapped = 0
         self._closed = False
         # Entered by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
         self._lock = threading.Lock()
@@ -171,7 +152,7 @@ class ArenaPool:
             if block.arena in self._arenas:  # closing drops arenas that still have blocks
                 arena = self._arenas[block.arena][0]
                 arena.free(block.offset)
-                if not self._keep and arena.is_empty:
+                if not self._keep and not arena.blocks:
                     self._drop(block.arena)
                 self._changed.notify_all()
 
@@ -180,11 +161,7 @@ class ArenaPool:
         return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
 
     def mapping(self, arena: int) -> Mapping:
-        """Return the mapping of an arena.
-
-        Raises:
-            ClosedError: the pool was closed.
-        """
+        """Return the mapping of an arena; raise ClosedError if the pool was closed."""
         with self._lock:
             if arena not in self._arenas:
                 raise ClosedError(f"the arena pool is closed: there is no arena {arena}")
@@ -216,14 +193,11 @@ class ArenaPool:
             self._changed.notify_all()
 
     def _allocate(self, nbytes: int) -> Block | None:
-        fitting = [
-            (arena.largest_hole, number)
-            for number, (arena, _) in self._arenas.items()
-            if arena.can_allocate(nbytes)
-        ]
-        if not fitting:
+        holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())
+        best = min((hole for hole in holes if hole[0] >= nbytes), default=None)
+        if best is None:
             return None
-        number = min(fitting)[1]
+        number = best[1]
         return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
 
     def _claim_growth(self, nbytes: int) -> int | None:
@@ -231,7 +205,7 @@ class ArenaPool:
 
         Drops empty arenas if the quota requires it.
         """
-        empty = [number for number, (arena, _) in self._arenas.items() if arena.is_empty]
+        empty = [number for number, (arena, _) in self._arenas.items() if not arena.blocks]
         reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
         if self._mapped - reclaimable + nbytes > self.quota:
             return None
@@ -239,9 +213,7 @@ class ArenaPool:
             if self._mapped + nbytes <= self.quota:
                 break
             self._drop(number)
-        size = (
-            min(max(nbytes, self._min_arena), self.quota - self._mapped) if self._keep else nbytes
-        )
+        size = min(max(nbytes, self._min_arena), self.quota - self._mapped)
         self._mapped += size
         return size
 
@@ -269,7 +241,7 @@ class ArenaPool:
 
     def _full(self, nbytes: int, waited: float) -> CapacityError:
         arenas = [arena for arena, _ in self._arenas.values()]
-        reclaimable = sum(arena.nbytes for arena in arenas if arena.is_empty)
+        reclaimable = sum(arena.nbytes for arena in arenas if not arena.blocks)
         free = max(
             self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
         )

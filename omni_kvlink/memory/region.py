@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,13 +28,10 @@ SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
 
 
 class Region:
-    """A span of memory that `owner` keeps mapped.
+    """A span of memory: `nbytes` from `address` on; `device` is "cpu" or a torch device's name.
 
     Attributes:
-        address: of the first byte.
-        nbytes: length.
         owner: the object that every view of the region keeps alive.
-        device: "cpu", or the name of a torch device.
         readonly: whether views are readonly.
         span: a ctypes array that all views of this region share. A finalizer on it runs when the
             last view is freed.
@@ -72,28 +70,17 @@ class Region:
 class Lease:
     """The only owner of a region until it is released or moved; a context manager that releases.
 
-    Args:
-        region: the memory.
-        release: called once, by `release`.
-        tag: a value of the code that made the lease.
-
-    Attributes:
-        capacity: bytes of the region before `shrink`.
+    `release` is called once. `tag` is a value of the code that made the lease.
     """
 
     def __init__(self, region: Region, release: Callable[[], None], tag: object = None):
         self._region: Region | None = region
-        self.capacity = region.nbytes
-        self._release = release
-        self.tag = tag
+        self.capacity = region.nbytes  # before `shrink`
+        self._release, self.tag = release, tag
 
     @property
     def region(self) -> Region:
-        """The leased memory.
-
-        Raises:
-            ClosedError: the lease was released or moved.
-        """
+        """The leased memory; raises ClosedError if it was released or moved."""
         if self._region is None:
             raise ClosedError("this lease was released or published; reserve a new one")
         return self._region
@@ -135,12 +122,9 @@ class MappedPages:
 
 
 class Mapping:
-    """A mapping of memory. Closes its file descriptor when it is freed.
+    """A mapping of `nbytes` of memory, all of which is its `region`.
 
-    Attributes:
-        fd: the file behind it, or -1.
-        nbytes: length.
-        region: all of it.
+    It closes `fd`, the file behind it (-1: none), when it is freed.
     """
 
     def __init__(self, pages: mmap.mmap, nbytes: int, *, fd: int = -1, readonly: bool = False):
@@ -152,8 +136,7 @@ class Mapping:
     def anonymous(cls, nbytes: int) -> Mapping:
         """Map private memory, with its pages allocated, so that a copy into it has no page faults.
 
-        Raises:
-            CapacityError: the machine has not enough memory.
+        Raises CapacityError if the machine has not enough memory.
         """
         check_available(nbytes)
         try:
@@ -170,9 +153,7 @@ class Mapping:
 
         Its pages are allocated, so that no access raises SIGBUS. Its seals forbid every process to
         resize it or to write to it in another way: a receiver of the descriptor can only read.
-
-        Raises:
-            CapacityError: the machine has not enough memory.
+        Raises CapacityError if the machine has not enough memory.
         """
         check_available(nbytes)
         fd = -1
@@ -190,12 +171,7 @@ class Mapping:
 
     @classmethod
     def readonly(cls, fd: int, nbytes: int) -> Mapping:
-        """Map a peer's memfd for reading.
-
-        Args:
-            fd: its descriptor, closed by this call; the caller has checked `is_sealed`.
-            nbytes: its size.
-        """
+        """Map a peer's memfd for reading, and close `fd`; the caller has checked `is_sealed`."""
         try:
             pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
@@ -213,17 +189,15 @@ class Mapping:
 
 def available_bytes() -> int:
     """Return the bytes that the machine has available and the process's cgroup allows."""
-    available = [_meminfo_available()]
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as now,
-        ):
-            text = limit.read().strip()
-            if text != "max":
-                available.append(int(text) - int(now.read()))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: only the machine's figure counts
+    available = [1 << 62]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:  # else not Linux: unknown
+        found = (line for line in lines if line.startswith("MemAvailable:"))
+        available += [int(line.split()[1]) * 1024 for line in found]
+    # Without cgroup v2 only the machine's figure counts.
+    with contextlib.suppress(OSError, ValueError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            available.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return max(0, min(available))
 
 
@@ -236,17 +210,6 @@ def check_available(nbytes: int) -> None:
             requested=nbytes,
             free=free,
         )
-
-
-def _meminfo_available() -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: unknown
-    return 1 << 62
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:

@@ -41,11 +41,7 @@ def caches_of(data: KVPayload) -> dict[str, KVCacheTransferData]:
 
 
 def rank_of(data: KVPayload) -> tuple[int, int]:
-    """Return rank and world of all branches; an empty one need not have them.
-
-    Raises:
-        SchemaError: the branches are of several ranks.
-    """
+    """Return the rank and world that all branches have; an empty branch need not have them."""
     shards = [
         cache.metadata.shard
         for cache in caches_of(data).values()
@@ -73,11 +69,7 @@ def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
 
 
 def shard_in(part: KVPayload) -> Shard:
-    """Return the one shard of all branches of a part.
-
-    Raises:
-        SchemaError: it is no part.
-    """
+    """Return the one shard of all branches of a part."""
     found = {cache.metadata.shard for cache in caches_of(part).values()}
     shard = found.pop() if len(found) == 1 else None
     if shard is None:

@@ -7,33 +7,21 @@ import dataclasses
 import ipaddress
 import os
 from socket import SOCK_STREAM
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
 from omni_kvlink.errors import BusyError, ConnectorError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """Where a producer binds its control socket.
+    """Where a producer binds its control socket; a ValueError if it has another form."""
 
-    Attributes:
-        protocol: "tcp" or "ipc".
-        address: `host:port`, where port 0 lets the system choose one; or an absolute path.
-        scheme: The scheme of the link's URL; empty for `zmq+tcp` and `zmq+ipc`.
-
-    Raises:
-        ValueError: The address has another form.
-    """
-
-    protocol: str
-    address: str
-    scheme: str = ""
+    protocol: str  # "tcp" or "ipc"
+    address: str  # host:port, where port 0 lets the system choose one; or an absolute path
+    scheme: str = ""  # of the link's URL; empty for `zmq+tcp` and `zmq+ipc`
 
     def __post_init__(self) -> None:
         if self.protocol == "ipc":
@@ -61,15 +49,10 @@ class ControlAddress:
     @property
     def is_local(self) -> bool:
         """Whether only processes of this machine can connect."""
-        if self.protocol == "ipc":
-            return True
         host = self.address.rpartition(":")[0].strip("[]")
-        if host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
+        with contextlib.suppress(ValueError):
+            return self.protocol == "ipc" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost"
 
     @property
     def is_ipv6(self) -> bool:
@@ -77,15 +60,7 @@ class ControlAddress:
         return self.protocol == "tcp" and self.address.startswith("[")
 
     def bind(self, socket: zmq.Socket[bytes]) -> str:
-        """Bind a socket to the address.
-
-        Returns:
-            The bound address, in which a port 0 is replaced by the port that the system chose.
-
-        Raises:
-            BusyError: Another process has bound the address.
-            ConnectorError: The address cannot be bound.
-        """
+        """Bind a socket; return the bound address, with the port that the system chose for 0."""
         with self._locked():
             if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
@@ -114,14 +89,11 @@ class ControlAddress:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.address)
 
-    @contextlib.contextmanager
-    def _locked(self, *, make: bool = True) -> Iterator[None]:
+    def _locked(self, *, make: bool = True) -> contextlib.AbstractContextManager[None]:
         """Lock the directory of a path: ZMQ would silently replace another process's socket."""
         if self.protocol != "ipc":
-            yield
-            return
+            return contextlib.nullcontext()
         directory = os.path.dirname(self.address)
         if make:
             check_private(directory, forbidden=0o077)
-        with locked(directory):
-            yield
+        return locked(directory)

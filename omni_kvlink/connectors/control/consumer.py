@@ -1,38 +1,44 @@
-"""A consumer whose sessions connect to a producer by the control channel."""
+"""The consumer's end of the control channel: each session is a DEALER."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
-from omni_kvlink.connectors.control.security import check_access
-from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.runtime.consumer import Session, closed_here
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer
-from omni_kvlink.errors import TransferTimeout
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
+from omni_kvlink.connectors.control.security import check_access, secure_client
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    Chunk,
+    Message,
+    Offer,
+    Refused,
+    decode,
+    encode,
+    own_hello,
+    unexpected,
+)
+from omni_kvlink.connectors.runtime.consumer import Session, check_hello, closed_here
+from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer, RemoteSession
+from omni_kvlink.errors import ConnectorError, KVLinkError, PeerLostError, TransferTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
-S = TypeVar("S", bound=ControlSession)
+S = TypeVar("S", bound="ControlSession")
 
 
 class ControlConsumer(RemoteConsumer):
-    """Opens the sessions of one link; subclasses choose their type.
-
-    Args:
-        address: Where the producer listens.
-        options: Keys, quota, and whether a network may be used without keys.
-
-    Raises:
-        ConnectorError: The address needs keys.
-        ValueError: The address has port 0.
-    """
+    """Opens the sessions of one link; subclasses choose their type."""
 
     def __init__(self, address: ControlAddress, options: Options):
         self._address, self._options = address, options
@@ -49,6 +55,14 @@ class ControlConsumer(RemoteConsumer):
             self._context.term()
             raise
 
+    def connect(self, timeout: float) -> None:
+        """Open the first session; if that fails, close the consumer."""
+        try:
+            super().connect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
     @abstractmethod
     def _make_session(self) -> ControlSession:
         """Return a new session, not yet connected."""
@@ -58,10 +72,8 @@ class ControlConsumer(RemoteConsumer):
 
     def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
         """Connect a session, and wait until its handshake is done."""
-        self._sessions_opened = [
-            *(one for one in self._sessions_opened if not one.is_closed),
-            session,
-        ]
+        live = (one for one in self._sessions_opened if not one.is_closed)
+        self._sessions_opened = [*live, session]
         session.no_wait = no_wait
         if self._closed:
             raise closed_here(self._url)
@@ -88,3 +100,144 @@ class ControlConsumer(RemoteConsumer):
         for session in self._sessions_opened:
             session.disconnect(closed_here(self._url))
         self._context.term()
+
+
+class ControlSession(RemoteSession):
+    """One connection to a producer; subclasses say how bytes are fetched.
+
+    It connects again and again until a producer serves, and ends when that producer disconnects.
+    """
+
+    max_frame_nbytes = MAX_MESSAGE
+    """The longest frame that the producer may send."""
+
+    def __init__(self, consumer: ControlConsumer):
+        super().__init__(consumer._address.url, consumer._loop, consumer._receive_pool)
+        self._address, self._options = consumer._address, consumer._options
+        self._context = consumer._context
+        self.ready: Future[None] = Future()  # completes with the handshake, or with the error
+        self._socket: MonitoredSocket | None = None
+        self._hello = own_hello()
+        self.no_wait = False  # fail if no producer serves, instead of trying again
+        self.transports = tuple[str, ...]()  # by which the producer can send bytes
+        self._is_greeted = self._was_connected = self._is_handshaken = self._is_lost = False
+        self._handshake_error = ""
+
+    def set_ready(self, error: KVLinkError | None = None) -> None:
+        """Complete `ready`; later calls change nothing."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.ready.set_result(None)
+            else:
+                self.ready.set_exception(error)
+
+    def connect_timeout(self, waited: float) -> TransferTimeout:
+        """Return the error of a `connect` that waited so many seconds, with the likely reason."""
+        phase = "handshake" if self._was_connected else "connecting"
+        reason = "nobody serves it; start the producer, or give a longer timeout"
+        if self._handshake_error:
+            cure = "check keys= and peers= of both sides"
+            reason = f"handshakes fail ({self._handshake_error}): {cure}"
+        elif self._was_connected:
+            reason = "the producer does not answer"
+        message = f"{self._url} after {waited:g} s: {reason}"
+        return TransferTimeout(message, waited=waited, phase=phase)
+
+    # In the loop's thread
+
+    def connect(self) -> None:
+        """Start connecting; `ready` tells the outcome."""
+        if self.ready.done() or self._over:
+            return
+        try:
+            callbacks = self._on_frames, self._on_event, self._on_idle
+            self._socket = MonitoredSocket(
+                self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
+            )
+            secure_client(self._socket.socket, self._options)
+            self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
+            self._socket.socket.connect(self._address.zmq_endpoint)
+            self._socket.watch()
+        except KVLinkError as error:
+            self.set_ready(error)
+        except zmq.ZMQError as error:
+            self.set_ready(ConnectorError(f"{self._url}: {error}"))
+
+    def flush(self) -> None:
+        """Send queued messages, and read what the send may have hidden."""
+        super().flush()
+        if self._socket is not None:
+            self._socket.drain()
+
+    def _transmit(self, message: Message) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send([encode(message)])
+        except zmq.ZMQError:
+            self._outbox.clear()
+            self.disconnect(PeerLostError(f"{self._url}: the producer takes no more messages"))
+
+    def _close_connection(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._was_connected, self._is_handshaken = True, False
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._socket is not None:
+            self._handshake_error, self._is_handshaken = "", True
+            _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
+            self._transmit(self._hello)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.set_ready(
+                ConnectorError(
+                    f"{self._url} refused this side's key: its public key must be in the "
+                    "producer's peers= directory"
+                )
+            )
+        elif event == zmq.EVENT_CONNECT_RETRIED and self.no_wait:
+            self.set_ready(PeerLostError(f"{self._url}: nobody serves it"))
+        elif event & BROKEN or (event == zmq.EVENT_DISCONNECTED and not self._is_handshaken):
+            self._handshake_error = "another protocol, or the wrong key"
+        elif event == zmq.EVENT_DISCONNECTED and self._is_greeted:
+            self._is_lost = True
+
+    def _on_idle(self) -> None:
+        """Handle a disconnect after the producer's last messages were read."""
+        if self._is_lost:
+            self.disconnect(PeerLostError(f"{self._url}: the producer is gone"))
+
+    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            message = decode(frames[0].bytes)
+            if not self._is_greeted:
+                self._on_hello(message)
+            elif isinstance(message, Chunk) and len(frames) == 2:
+                self.on_chunk(message, frames[1].buffer)
+            elif isinstance(message, Refused):
+                raise PeerLostError(f"{self._url} ended the connection: {message.reason}")
+            elif isinstance(message, Offer) and len(frames) == 2:
+                self.on_message(message, frames[1].bytes)
+            elif isinstance(message, Chunk) or len(frames) != 1:
+                unexpected(message)
+            else:
+                self.on_message(message)
+        except KVLinkError as error:
+            self.set_ready(error)
+            self.disconnect(error)
+
+    def _on_hello(self, message: Message) -> None:
+        hello = check_hello(self._url, message)
+        if hello.incarnation == self._hello.incarnation:
+            # The kernel chose the port that we connect to as our own port, so that TCP connected
+            # the socket with itself.
+            self._close_connection()
+            self.connect()
+            return
+        self._is_greeted = True
+        self.incarnation, self.transports = hello.incarnation, hello.transports
+        self._on_greeted()
+
+    def _on_greeted(self) -> None:
+        """Continue after the exchange of `Hello`."""
+        self.set_ready()

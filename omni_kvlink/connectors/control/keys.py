@@ -1,4 +1,7 @@
-"""Key files of encrypted links: `NAME.secret` stays where it was made, `NAME.public` is shared."""
+"""Key files of encrypted links: `NAME.secret` stays where it was made, `NAME.public` is shared.
+
+What reads a key raises ConnectorError if there is no such file, or it holds no key.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,10 @@ _KEY_CHARS = 40
 
 
 def generate(directory: str, name: str) -> tuple[str, str]:
-    """Make a key pair and write it to `NAME.secret` (mode 0600) and `NAME.public` (mode 0644).
+    """Make a key pair; write it to `NAME.secret` (mode 0600) and `NAME.public` (mode 0644).
 
-    Args:
-        directory: Where to write the files; it is created if it does not exist.
-        name: The name of both files, without suffix.
-
-    Returns:
-        The paths of the secret and of the public file.
-
-    Raises:
-        ConnectorError: A file of that name exists; no key is ever overwritten.
-        ValueError: The name is not a plain file name.
-        OSError: The files cannot be written.
+    The directory is created if it does not exist; no key is ever overwritten. Returns the paths of
+    the secret and of the public file.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r}: 1 to 64 letters, digits, '.', '_' or '-', a letter first")
@@ -51,11 +45,7 @@ def generate(directory: str, name: str) -> tuple[str, str]:
 
 
 def read_secret(path: str) -> bytes:
-    """Read a secret key, as Z85 text.
-
-    Raises:
-        ConnectorError: There is no such file, other users can read it, or it holds no key.
-    """
+    """Read a secret key, as Z85 text, from a file that no other user can read."""
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
     except OSError as error:
@@ -66,11 +56,7 @@ def read_secret(path: str) -> bytes:
 
 
 def read_public(path: str) -> bytes:
-    """Read a public key, as Z85 text.
-
-    Raises:
-        ConnectorError: There is no such file, or it holds no key.
-    """
+    """Read a public key, as Z85 text."""
     try:
         with open(path, "rb") as file:
             text = file.read(_KEY_CHARS + 2).strip()
@@ -85,11 +71,7 @@ def read_public(path: str) -> bytes:
 
 
 def read_all(directory: str) -> set[bytes]:
-    """Read the keys, 32 bytes each, of all `.public` files in a directory.
-
-    Raises:
-        ConnectorError: The directory or a key cannot be read.
-    """
+    """Read the keys, 32 bytes each, of all `.public` files in a directory."""
     try:
         paths = [path for path in Path(directory).iterdir() if path.suffix == PUBLIC]
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.monitored_socket import Buffer, MonitoredSocket, is_broken
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, MonitoredSocket
 from omni_kvlink.connectors.control.security import ZapAuth, check_access, secure_server
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
 from omni_kvlink.connectors.protocol.messages import (
@@ -53,16 +53,13 @@ class RangeSender(ABC):
 
     `connect`, `send_range` and `on_peer_lost` are called in the producer's loop, or with the
     listener's lock held.
-
-    Attributes:
-        transport: "zmq" or "ucx".
-        max_in_flight: Bytes that may be on their way to one peer; as many more may be queued.
-        needs_address: Whether a peer must send `TransportAddress` before it can use this sender.
     """
 
-    transport: str
+    transport: str  # "zmq" or "ucx"
     max_in_flight: int
+    """Bytes that may be on their way to one peer; as many more may be queued."""
     needs_address = False
+    """Whether a peer must send `TransportAddress` before it can use this sender."""
 
     @abstractmethod
     def direct_refusal(self, device: str) -> str:
@@ -70,19 +67,10 @@ class RangeSender(ABC):
 
     @abstractmethod
     def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
-        """Start sending the bytes of one request; does not block.
-
-        Raises:
-            WireError: The payload has no such bytes.
-        """
+        """Start sending the bytes of one request; never blocks. WireError if there are none."""
 
     def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
-        """Connect to the address that a peer sent; return the address of this side.
-
-        Raises:
-            WireError: The address is malformed.
-            ClosedError: The sender is closed.
-        """
+        """Connect to the address that a peer sent; return the address of this side."""
         unexpected(address)
 
     def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
@@ -105,28 +93,19 @@ SenderOpener: TypeAlias = "Callable[[ControlListener], RangeSender]"
 
 
 class PeerConnection(PeerHandle):
-    """A consumer that has completed the handshake.
+    """A consumer that has completed the handshake, by its identity on the ROUTER socket.
 
-    Attributes:
-        identity: Its name on the ROUTER socket.
-        duplicate: A duplicate of its connection's descriptor, which stays open after ZMQ has closed
-            the connection, so that the reason can be determined.
-        sender: What sends its bytes; None until it has sent the address that the sender needs.
-        pending: Requests that are queued.
-        in_flight: Bytes handed to the sender that have not left yet.
+    `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
+    connection, so that the reason can be determined. `sender` sends the consumer's bytes; it is
+    None until the consumer has sent the address that the sender needs.
     """
 
-    def __init__(
-        self,
-        listener: ControlListener,
-        identity: bytes,
-        duplicate: socket.socket,
-        sender: RangeSender | None,
-    ):
+    def __init__(self, listener: ControlListener, identity: bytes, duplicate: socket.socket):
         super().__init__(listener)
-        self.identity, self.duplicate, self.sender = identity, duplicate, sender
+        self.identity, self.duplicate = identity, duplicate
+        self.sender = listener.find_sender(needs_address=False)
         self.pending: deque[FetchRange] = deque()
-        self.in_flight = 0
+        self.in_flight = 0  # bytes handed to the sender that have not left yet
 
     @property
     def pending_nbytes(self) -> int:
@@ -151,16 +130,8 @@ class PeerConnection(PeerHandle):
 class ControlListener(Listener):
     """Accepts peers on a ROUTER socket, and lets its senders send what they fetch.
 
-    Args:
-        address: Where to listen.
-        options: Keys, and whether a network may be used without.
-        producer: Whose payloads are sent.
-        senders: Open the senders, the preferred first. A peer gets the sender that needs no
-            address, until it sends one.
-
-    Raises:
-        ConnectorError: The address cannot be served, or needs keys.
-        BusyError: Another process serves the address.
+    `senders` open the senders, the preferred first. A peer gets the sender that needs no address,
+    until it sends one.
     """
 
     def __init__(
@@ -193,20 +164,14 @@ class ControlListener(Listener):
             self._context.destroy(0)
             raise
         self.transports = tuple(sender.transport for sender in self._senders)
-        self._default_sender = self._find_sender(needs_address=False)
 
     def _bind(self) -> None:
         if self.options.keys:
             on_refused = partial(self._count, "key")
             self._zap_auth = ZapAuth(self._context, self.options.peers, self.loop, on_refused)
+        callbacks = self._on_frames, self._on_event, self._on_idle
         self._socket = MonitoredSocket(
-            self._context,
-            zmq.ROUTER,
-            self.loop,
-            self._on_frames,
-            self._on_event,
-            self._on_idle,
-            max_frame_nbytes=MAX_MESSAGE,
+            self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
         )
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -215,7 +180,8 @@ class ControlListener(Listener):
         self.bound_url = self.address.address, self.address.bind(socket)
         self.lock = self._socket.lock
 
-    def _find_sender(self, *, needs_address: bool) -> RangeSender | None:
+    def find_sender(self, *, needs_address: bool) -> RangeSender | None:
+        """Return the first sender that needs a peer's address, or that needs none."""
         return next((one for one in self._senders if one.needs_address is needs_address), None)
 
     def open(self) -> None:
@@ -273,15 +239,12 @@ class ControlListener(Listener):
 
     def _inline_bytes(self, peer: PeerConnection, message: Message) -> list[Buffer]:
         """Return the bytes that travel with an offer: a small payload, or a stream's draft."""
-        if not isinstance(message, Offer):
-            return []
-        start, stop = message.first
-        if stop - start > EAGER:
+        if not isinstance(message, Offer) or message.first[1] - message.first[0] > EAGER:
             return []
         transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
         if transfer is None:
             return []
-        return [bytes(self.producer.piece(transfer, start, stop).view())]
+        return [bytes(self.producer.piece(transfer, *message.first).view())]
 
     def send_frames(
         self, peer: PeerConnection, frames: Sequence[Buffer], *, copy: bool = True
@@ -326,9 +289,8 @@ class ControlListener(Listener):
             self._on_fetch(peer, peer.sender, message)
         else:
             if isinstance(message, Release):
-                peer.pending = deque(
-                    fetch for fetch in peer.pending if fetch.get_id != message.get_id
-                )
+                left = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
+                peer.pending = deque(left)
             self.producer.handle(peer, message)
 
     def _on_hello(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
@@ -352,12 +314,12 @@ class ControlListener(Listener):
         duplicate = self._socket.duplicate(descriptor) if is_open else None
         if duplicate is None:
             return  # disconnected already
-        peer = PeerConnection(self, identity, duplicate, self._default_sender)
+        peer = PeerConnection(self, identity, duplicate)
         self._by_descriptor[descriptor] = self._peers[identity] = peer
         self.send_frames(peer, [encode(self.producer.hello)])
 
     def _on_address(self, peer: PeerConnection, address: TransportAddress) -> None:
-        sender = self._find_sender(needs_address=True)
+        sender = self.find_sender(needs_address=True)
         if sender is None:
             unexpected(address)
         if peer.sender is sender:
@@ -374,16 +336,16 @@ class ControlListener(Listener):
         if event == zmq.EVENT_ACCEPTED:
             self._by_descriptor[value] = None
         elif event == zmq.EVENT_DISCONNECTED:
-            is_unknown = value in self._by_descriptor and self._by_descriptor[value] is None
+            is_known = value in self._by_descriptor
             peer = self._by_descriptor.pop(value, None)
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
                 self._socket.close_duplicate(peer.duplicate)
                 self._disconnected.append(peer)
-            elif is_unknown:  # ZMQ does not report why each of these was refused
+            elif is_known:  # ZMQ does not report why each of these was refused
                 self._count("no greeting")
-        elif is_broken(event):
+        elif event & BROKEN:
             self._count("handshake")
 
     def _on_idle(self) -> None:
@@ -404,7 +366,7 @@ class ControlListener(Listener):
     def refuse(self, peer: PeerConnection, reason: str) -> None:
         """Remove a peer and tell it to disconnect, because a ROUTER cannot close a connection.
 
-        With the lock held. A peer that takes no message now is told later.
+        With the lock held. A peer that takes no message now gets it later.
         """
         self._remove(peer)
         self._refusals[peer.identity] = reason
@@ -457,11 +419,7 @@ class ControlListener(Listener):
     def borrow(
         self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer, start: int, stop: int
     ) -> Region:
-        """Return bytes of a payload to send from; their memory is kept until the region is freed.
-
-        Raises:
-            WireError: The payload has no such bytes.
-        """
+        """Return bytes of a payload to send; their memory is kept until the region is freed."""
         claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
         piece = self.producer.lend_piece(transfer, claim, start, stop, on_sent)
         peer.in_flight += piece.nbytes

@@ -35,15 +35,11 @@ _CURVE_OVERHEAD = 256
 # report changes errno. A frame that cannot be decrypted is then taken for a full queue, reading
 # stops, and after the peer disconnects the next heartbeat fails an assertion: one changed byte on
 # the network would end the process.
-_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+BROKEN = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+"""Monitor events which say that a handshake failed."""
 _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
-_EVENTS = (
-    _OPENED
-    | _BROKEN
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-)
+_UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
@@ -55,20 +51,10 @@ class MonitoredSocket:
     is there, and any call on the socket, also a send, may consume that edge. Therefore the socket
     is drained after every wake-up and after every round of sends.
 
-    Args:
-        context: The ZMQ context.
-        kind: The socket type, as `zmq.ROUTER`.
-        loop: The event loop that reads the socket.
-        on_message: Called with the frames of each message, with `lock` held.
-        on_event: Called with each event of the monitor and its value, which is a descriptor for
-            most events; with `lock` held.
-        on_idle: Called whenever all messages and events were read; with `lock` held.
-        max_frame_nbytes: Longer frames end the connection.
-
-    Attributes:
-        socket: The ZMQ socket.
-        descriptors: The descriptors of the connections and of the listening socket.
-        lock: To be held by every thread that uses the socket.
+    `on_message` is given the frames of each message, `on_event` each event of the monitor and its
+    value (mostly a descriptor); `on_idle` is called whenever all were read. They run with `lock`
+    held, which every thread that uses the socket must hold. A frame of more than `max_frame` bytes
+    ends the connection.
     """
 
     def __init__(
@@ -78,17 +64,17 @@ class MonitoredSocket:
         loop: EventLoop,
         on_message: Callable[[Sequence[zmq.Frame]], None],
         on_event: Callable[[int, int], None],
-        on_idle: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None],
         *,
-        max_frame_nbytes: int,
+        max_frame: int,
     ):
         self.socket = socket = context.socket(kind)
-        _set_options(socket, max_frame_nbytes)
+        _set_options(socket, max_frame)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self._loop = loop
         self._on_message, self._on_event, self._on_idle = on_message, on_event, on_idle
         self._draining = self._closed = False
-        self.descriptors: set[int] = set()
+        self.descriptors: set[int] = set()  # of the connections and of the listening socket
         self.lock = threading.RLock()
         _sockets.add(self)
 
@@ -101,8 +87,7 @@ class MonitoredSocket:
     def send(self, frames: Sequence[Buffer], *, copy: bool = True) -> None:
         """Send one message without blocking; call `drain` before the loop sleeps.
 
-        Raises:
-            zmq.ZMQError: EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
+        The ZMQError is EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
         """
         if not self._closed:
             self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
@@ -144,11 +129,7 @@ class MonitoredSocket:
         return found
 
     def duplicate(self, descriptor: int) -> socket.socket | None:
-        """Duplicate a connection's descriptor; pass the result to `close_duplicate` later.
-
-        Returns:
-            None if the connection is closed already.
-        """
+        """Duplicate a connection's descriptor for `close_duplicate`; None if it is closed."""
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -176,11 +157,6 @@ class MonitoredSocket:
             self._on_message, self._on_event, self._on_idle = _ignore, _ignore, _ignore
 
 
-def is_broken(event: int) -> bool:
-    """Return whether a monitor event says that a handshake failed."""
-    return bool(event & _BROKEN)
-
-
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Ten times cheaper than the exception of a receive that finds nothing."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
@@ -200,11 +176,11 @@ def _ignore(*arguments: object) -> None:
     pass
 
 
-def _set_options(socket: zmq.Socket[bytes], max_frame_nbytes: int) -> None:
+def _set_options(socket: zmq.Socket[bytes], max_frame: int) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_nbytes + _CURVE_OVERHEAD)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame + _CURVE_OVERHEAD)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -22,13 +22,9 @@ _ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context
 
 
 def check_access(address: ControlAddress, options: Options) -> None:
-    """Require keys for an address that other machines can reach.
+    """Require keys for an address that other machines can reach, and both keys or none.
 
-    With `insecure=True` it warns (RuntimeWarning) instead of raising.
-
-    Raises:
-        ConnectorError: Other machines can reach the address and no keys are given, or only one of
-            `keys` and `peers` is.
+    Raises ConnectorError, or with `insecure=True` warns (RuntimeWarning) of missing keys.
     """
     if bool(options.keys) != bool(options.peers):
         raise ConnectorError(
@@ -68,16 +64,10 @@ def secure_client(socket: zmq.Socket[bytes], options: Options) -> None:
 
 
 class ZapAuth:
-    """Answers the authentication requests (ZAP) of a producer's socket, in the event loop.
+    """Answers the authentication requests (ZAP) of all sockets of a context, in the event loop.
 
     A client is admitted if its public key is in the directory when it connects: a key can be added
-    or removed without a restart.
-
-    Args:
-        context: The context of the socket that it answers for.
-        directory: The directory with the public keys.
-        loop: The producer's event loop.
-        on_refused: Called for each client that was not admitted; in the loop.
+    or removed without a restart. `on_refused` is called for each client that was not admitted.
     """
 
     def __init__(

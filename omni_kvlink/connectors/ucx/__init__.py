@@ -39,11 +39,7 @@ def _serve(location: str, options: Options) -> PooledProducer:
 
 def _connect(location: str, options: Options, timeout: float) -> UcxConsumer:
     consumer = UcxConsumer(ControlAddress("tcp", location, "ucx"), options)
-    try:
-        consumer.connect(timeout)
-    except BaseException:
-        consumer.close()
-        raise
+    consumer.connect(timeout)
     return consumer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 import zlib
 
@@ -21,45 +20,20 @@ def seal(worker: bytes) -> bytes:
 
 
 def unseal(address: bytes) -> bytes:
-    """Return the worker address that was given to `seal`.
-
-    Raises:
-        WireError: The address is damaged, or not one of `seal`.
-    """
+    """Return the worker address that was given to `seal`; raise WireError if it is damaged."""
     worker = address[8:]
     if not worker or len(worker) > _MAX_ADDRESS or seal(worker) != address:
         raise WireError(f"{len(address)} bytes that are not the address of a UCX transport")
     return worker
 
 
-class Tags:
-    """The 64-bit tags of one connection's messages.
+def tag_of(secret: bytes, get_id: int, epoch: int, start: int, stop: int) -> int:
+    """Return the 64-bit tag of the message with bytes `start` to `stop` of a get's payload.
 
-    A tag is a keyed hash of all numbers that identify a range: get id, epoch, start and stop. No
-    number is truncated, so none wraps around; two ranges have the same tag with probability 2**-64,
-    and nobody without the secret can compute a tag.
-
-    Args:
-        secret: 16 bytes that the consumer draws for the connection and sends over the control
-            channel.
-
-    Raises:
-        ValueError: The secret has another length.
+    The tag is a hash of these numbers, keyed by the secret that the consumer draws for the
+    connection and sends over the control channel. No number is truncated, so none wraps around; two
+    ranges have the same tag with probability 2**-64, and only who has the secret can compute it.
     """
-
-    def __init__(self, secret: bytes):
-        if len(secret) != SECRET_NBYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes; expected {SECRET_NBYTES}")
-        self.secret = secret
-
-    @classmethod
-    def new(cls) -> Tags:
-        """Draw a secret."""
-        return cls(os.urandom(SECRET_NBYTES))
-
-    def of(self, get_id: int, epoch: int, start: int, stop: int) -> int:
-        """Return the tag of bytes `start` to `stop` of the payload offered to a get."""
-        fields = _TAG_FIELDS.pack(get_id, epoch, start, stop)
-        return int.from_bytes(
-            hashlib.blake2b(fields, key=self.secret, digest_size=8).digest(), "little"
-        )
+    fields = _TAG_FIELDS.pack(get_id, epoch, start, stop)
+    digest = hashlib.blake2b(fields, key=secret, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

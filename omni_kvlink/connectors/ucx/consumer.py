@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.control.consumer import ControlConsumer
-from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.protocol.messages import (
-    Chunk,
-    Message,
-    Release,
-    TransportAddress,
-    unexpected,
-)
-from omni_kvlink.connectors.ucx.addressing import Tags
+from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
+from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
+from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.base import Options
-    from omni_kvlink.connectors.control.address import ControlAddress
-    from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+    from omni_kvlink.connectors.protocol.messages import Chunk, Message
     from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
 class UcxConsumer(ControlConsumer):
     """The consumer of `ucx://host:port`; all of its sessions share one `UcxTransport`."""
 
-    def __init__(self, address: ControlAddress, options: Options):
-        self._ucx_transport: UcxTransport | None = None
-        super().__init__(address, options)
-        try:
-            self._ucx_transport = UcxTransport(UcxSettings.of_link(address, options))
-        except BaseException:
-            self.close()
-            raise
+    _ucx_transport: UcxTransport | None = None
 
     def health(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
-        return {**super().health(), "ucx": self._transport().stats()}
+        ucx_transport = self._ucx_transport
+        return super().health() | ({"ucx": ucx_transport.stats()} if ucx_transport else {})
 
     def close(self) -> None:
         """Close the link; blocks up to 1.5 s more if UCX waits for a peer that does not answer."""
@@ -53,38 +39,26 @@ class UcxConsumer(ControlConsumer):
             super().close()
 
     def _make_session(self) -> UcxSession:
-        return UcxSession(
-            self._transport(),
-            self._address,
-            self._options,
-            self._context,
-            self._loop,
-            self._receive_pool,
-        )
+        if self._ucx_transport is None:
+            self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
+        return UcxSession(self, self._ucx_transport)
 
     def _close_resources(self) -> None:
         super()._close_resources()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
 
-    def _transport(self) -> UcxTransport:
-        assert self._ucx_transport is not None
-        return self._ucx_transport
-
 
 class UcxSession(ControlSession):
     """A control connection, and a UCX connection to the same producer."""
 
-    def __init__(self, ucx_transport: UcxTransport, *base: Any):
-        super().__init__(*base)
-        self._ucx_transport, self._tags = ucx_transport, Tags.new()
+    fetch_limits = FETCH_LIMITS
+
+    def __init__(self, consumer: ControlConsumer, ucx_transport: UcxTransport):
+        super().__init__(consumer)
+        self._ucx_transport, self._secret = ucx_transport, os.urandom(SECRET_NBYTES)
         self._endpoint: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}
-
-    @property
-    def fetch_limits(self) -> FetchLimits:
-        """Bytes to request at a time, and bytes that may be requested and not yet received."""
-        return FETCH_LIMITS
 
     # In the loop's thread
 
@@ -102,7 +76,7 @@ class UcxSession(ControlSession):
         unexpected(chunk)
 
     def _on_greeted(self) -> None:
-        self._transmit(TransportAddress(self._ucx_transport.address, self._tags.secret))
+        self._transmit(TransportAddress(self._ucx_transport.address, self._secret))
 
     def _on_address(self, address: TransportAddress) -> None:
         if self._endpoint is not None:
@@ -114,15 +88,14 @@ class UcxSession(ControlSession):
         """Post the receive, then send the request: UCX discards what no receive waits for."""
         assert self._endpoint is not None
         get_id, region = inbound.offer.get_id, inbound.borrow(start, stop)
-        tag = self._tags.of(get_id, inbound.offer.epoch, start, stop)
+        tag = tag_of(self._secret, get_id, inbound.offer.epoch, start, stop)
         on_received = partial(self._on_received, get_id, start, stop - start)
+
+        def done(error: BaseException | None) -> None:
+            self._loop.call(partial(on_received, error))
+
         try:
-            request = self._ucx_transport.receive(
-                self._endpoint,
-                region,
-                tag,
-                lambda error: self._loop.call(partial(on_received, error)),
-            )
+            request = self._ucx_transport.receive(self._endpoint, region, tag, done)
         except ClosedError as error:
             problem = PeerLostError(f"{self._url}: {error}")
             self._loop.call(partial(self.disconnect, problem))

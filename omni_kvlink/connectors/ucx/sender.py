@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress
-from omni_kvlink.connectors.ucx.addressing import Tags
+from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
@@ -17,18 +17,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer_table import Transfer
 
 
-class _Connected(NamedTuple):
-    endpoint: UcxEndpoint
-    tags: Tags
-
-
 class UcxSender(RangeSender):
-    """Sends to peers that have said where UCX reaches them.
-
-    Raises:
-        ConnectorError: The link's options do not say which devices UCX may use.
-        UnavailableError: UCX has none of the transports or devices.
-    """
+    """Sends to peers that have said where UCX reaches them."""
 
     transport = "ucx"
     max_in_flight = 2 * FETCH_LIMITS.window
@@ -36,7 +26,7 @@ class UcxSender(RangeSender):
 
     def __init__(self, listener: ControlListener):
         self._listener = listener
-        self._connected: dict[PeerConnection, _Connected] = {}
+        self._connected: dict[PeerConnection, tuple[UcxEndpoint, bytes]] = {}
         self._ucx = UcxTransport(UcxSettings.of_link(listener.address, listener.options))
 
     def direct_refusal(self, device: str) -> str:
@@ -57,17 +47,15 @@ class UcxSender(RangeSender):
 
     def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
         """Connect UCX to a peer; see `RangeSender`."""
-        try:
-            tags = Tags(address.secret)
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        self._connected[peer] = _Connected(self._ucx.connect(address.address), tags)
+        if len(address.secret) != SECRET_NBYTES:
+            raise WireError(f"a secret of {len(address.secret)} bytes; expected {SECRET_NBYTES}")
+        self._connected[peer] = self._ucx.connect(address.address), address.secret
         return TransportAddress(self._ucx.address)
 
     def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
         """Send the bytes of one request; see `RangeSender`."""
-        endpoint, tags = self._connected[peer]
-        tag = tags.of(fetch.get_id, fetch.epoch, fetch.start, fetch.stop)
+        endpoint, secret = self._connected[peer]
+        tag = tag_of(secret, fetch.get_id, fetch.epoch, fetch.start, fetch.stop)
         piece = self._listener.borrow(peer, fetch, transfer, fetch.start, fetch.stop)
         try:
             self._ucx.send(endpoint, piece, tag, partial(self._on_sent, peer))
@@ -76,10 +64,10 @@ class UcxSender(RangeSender):
 
     def on_peer_lost(self, peer: PeerConnection) -> None:
         """Disconnect UCX from a peer."""
-        connected = self._connected.pop(peer, None)
-        if connected is not None:
+        if peer in self._connected:
+            endpoint, _ = self._connected.pop(peer)
             with contextlib.suppress(ClosedError):
-                self._ucx.disconnect(connected.endpoint)
+                self._ucx.disconnect(endpoint)
 
     def close(self) -> None:
         """Close UCX; blocks up to 1.5 s if a peer does not answer."""

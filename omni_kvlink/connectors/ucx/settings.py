@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.errors import ConnectorError
@@ -17,20 +15,9 @@ LOOPBACK = "lo"
 FETCH_LIMITS = FetchLimits(256 << 20, 512 << 20)
 """Large messages are fastest and need no memory in between. With two of them on their way the
 connection is never idle, and UCX lets a small one overtake."""
-KEEPALIVE = {
-    "KEEPALIVE_INTERVAL": "1s",
-    "TCP_KEEPIDLE": "1s",
-    "TCP_KEEPINTVL": "1s",
-    "TCP_KEEPCNT": "3",
-    "TCP_CONN_NB": "y",  # connecting to an address that does not answer must not block the thread
-    "TCP_SYN_CNT": "2",
-}
-SEGMENT = "512K"
-"""Twice as fast over TCP as UCX's default; larger segments are no faster."""
 
 
-@dataclasses.dataclass(frozen=True)
-class UcxSettings:
+class UcxSettings(NamedTuple):
     """What UCX may use.
 
     Args:
@@ -38,20 +25,17 @@ class UcxSettings:
         devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these, authenticates
             nobody, and over TCP writes wherever in memory a peer tells it to. The default is
             loopback; name another device only if its network is trusted as this process is.
-        more: Other UCX options, without UCX_; they override the ones set here.
     """
 
     transports: str = "tcp"
     devices: str = LOOPBACK
-    more: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_link(cls, address: ControlAddress, options: Options) -> UcxSettings:
         """Return the settings of a link, whose keys were already checked by `check_access`.
 
-        Raises:
-            ConnectorError: UCX would be open to more machines than the link, or could not reach
-                the other side.
+        Raises ConnectorError if UCX would be open to more machines than the link, or could not
+        reach the other side.
         """
         devices = options.ucx_devices
         if address.is_local and devices not in ("", LOOPBACK):
@@ -70,13 +54,18 @@ class UcxSettings:
     def options(self) -> dict[str, str]:
         """Return the options in the form that UCX takes."""
         return {
-            **KEEPALIVE,
+            "KEEPALIVE_INTERVAL": "1s",
+            "TCP_KEEPIDLE": "1s",
+            "TCP_KEEPINTVL": "1s",
+            "TCP_KEEPCNT": "3",
+            "TCP_CONN_NB": "y",  # an address that does not answer must not block the thread
+            "TCP_SYN_CNT": "2",
             # No faster, and its messages carry an address to write to instead of a request.
             "TCP_PUT_ENABLE": "n",
             "RNDV_THRESH": "8K",  # longer messages wait at the sender until they are matched
-            "TCP_TX_SEG_SIZE": SEGMENT,
-            "TCP_RX_SEG_SIZE": SEGMENT,
+            # Twice as fast over TCP as UCX's default; larger segments are no faster.
+            "TCP_TX_SEG_SIZE": "512K",
+            "TCP_RX_SEG_SIZE": "512K",
             "TLS": self.transports,
             "NET_DEVICES": self.devices,
-            **self.more,
         }

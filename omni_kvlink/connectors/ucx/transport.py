@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
-from omni_kvlink.connectors.ucx.worker import UcxMessage, UcxWorker
+from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 DoneCallback = Callable[[BaseException | None], None]
@@ -24,46 +25,28 @@ _CANCEL_TIMEOUT = 1.0
 """Seconds that it then waits for UCX to cancel them."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class UcxEndpoint:
-    """A peer that a transport was connected to.
+    """A peer that a transport was connected to; `error` says why the connection ended."""
 
-    Attributes:
-        handle: ucxx's endpoint.
-        error: Why the connection ended, or None.
-    """
-
-    __slots__ = ("error", "handle")
-
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self.error: Exception | None = None
-
-    @property
-    def alive(self) -> bool:
-        """False from the moment that the transport knows that the peer is gone."""
-        return self.error is None
+    handle: Any = None  # ucxx's endpoint
+    error: Exception | None = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class UcxRequest:
     """One message on its way; `memory` is referenced until UCX no longer uses it."""
 
-    __slots__ = ("_done", "array", "endpoint", "handle", "memory", "tag")
-
-    def __init__(
-        self, endpoint: UcxEndpoint, memory: object, array: Any, tag: int, done: DoneCallback
-    ):
-        self.endpoint, self.memory, self.array, self.tag = endpoint, memory, array, tag
-        self.handle: Any = None
-        self._done: DoneCallback | None = done
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `done` was called."""
-        return self._done is None
+    endpoint: UcxEndpoint
+    memory: object
+    array: Any
+    tag: int
+    done: DoneCallback | None  # None once it was called
+    handle: Any = None  # ucxx's request
 
     def complete(self, error: BaseException | None) -> None:
         """Call `done`, unless it was called before."""
-        done, self._done = self._done, None
+        done, self.done = self.done, None
         if done is not None:
             done(error)
 
@@ -87,12 +70,6 @@ class UcxTransport:
     Memory that UCX may still access after its request was cancelled or failed is *quarantined*:
     referenced and counted until UCX has completed the request. To learn when it is free, put a
     finalizer on the memory, as on any region's span.
-
-    Args:
-        settings: What UCX may use; TCP over loopback by default.
-
-    Raises:
-        UnavailableError: UCX has none of these transports or devices.
     """
 
     def __init__(self, settings: UcxSettings | None = None):
@@ -117,15 +94,7 @@ class UcxTransport:
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
-        """Return an endpoint at once; an unreachable peer shows in the requests.
-
-        Args:
-            address: The `address` of the peer's transport.
-
-        Raises:
-            WireError: This is not a transport's address.
-            ClosedError: The transport is closed.
-        """
+        """Return an endpoint at once; an unreachable peer shows in the requests."""
         worker, endpoint = unseal(address), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
@@ -179,7 +148,7 @@ class UcxTransport:
     def stats(self) -> dict[str, Any]:
         """Return what UCX uses, and counts of requests, messages and quarantined bytes (JSON)."""
         active = list(self._active)
-        quarantined = [request.array for request in active if request.is_done]
+        quarantined = [request.array for request in active if request.done is None]
         return {
             **self._facts,
             "transports": self.settings.transports,
@@ -243,10 +212,7 @@ class UcxTransport:
         if request.endpoint.error is not None:
             self._fail(request, request.endpoint.error)
         else:
-            worker = self._open_worker()
-            self._post(
-                request, lambda: worker.send(request.endpoint.handle, request.array, request.tag)
-            )
+            self._post(request, self._open_worker().send, request.tag)
 
     def _receive(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
@@ -256,16 +222,16 @@ class UcxTransport:
         else:
             self._waiting[request.tag] = request
 
-    def _post(self, request: UcxRequest, post: Callable[[], Any]) -> None:
+    def _post(self, request: UcxRequest, post: Callable[..., Any], what: object) -> None:
         try:
-            request.handle = post()
+            request.handle = post(request.endpoint.handle, request.array, what)
         except PeerLostError as error:
             self._fail(request, error)
         else:
             self._active.add(request)
 
     def _cancel(self, request: UcxRequest) -> None:
-        if not request.is_done:
+        if request.done is not None:
             self._fail(request, TimeoutError("the request was cancelled"))
 
     def _fail(self, request: UcxRequest, error: BaseException) -> None:
@@ -274,7 +240,7 @@ class UcxTransport:
             del self._waiting[request.tag]
         if request not in self._active:
             request.release()
-        self._counts["failed"] += not request.is_done
+        self._counts["failed"] += request.done is not None
         request.complete(error)
 
     def _tick(self, now: float) -> float:
@@ -302,18 +268,11 @@ class UcxTransport:
             elif message.nbytes != request.array.nbytes:
                 wrong = f"a message of {message.nbytes} bytes for {request.array.nbytes}"
                 self._fail(request, WireError(wrong))
-                request = None
-            self._receive_message(worker, request, message)
-        return posted
-
-    def _receive_message(
-        self, worker: UcxWorker, request: UcxRequest | None, message: UcxMessage
-    ) -> None:
-        if request is None:
+            else:
+                self._post(request, worker.receive, message)
+                continue
             self._discards.add(worker.discard(message))
-        else:
-            endpoint, array = request.endpoint.handle, request.array
-            self._post(request, lambda: worker.receive(endpoint, array, message))
+        return posted
 
     def _complete_requests(self, worker: UcxWorker) -> None:
         """Complete the requests that UCX has completed."""
@@ -325,7 +284,7 @@ class UcxTransport:
             request.release()
             if error is not None:
                 self._fail(request, PeerLostError(f"UCX: {error}"))
-            elif not request.is_done:
+            elif request.done is not None:
                 self._counts["finished"] += 1
                 request.complete(None)
 

@@ -9,22 +9,19 @@ from omni_kvlink.errors import PeerLostError, UnavailableError
 from omni_kvlink.memory.region import Region
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_kvlink.connectors.ucx.settings import UcxSettings
 
 _LOG_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
 
 def load() -> tuple[Any, Any]:
-    """Import ucxx, and restore the environment variables that the import sets.
+    """Import ucxx; return the module `ucxx._lib.libucxx` and the class `ucxx._lib.arr.Array`.
 
-    A child process must not inherit them. UCX logs to the standard output, also what this package
-    reports as errors (a peer is gone); only fatal messages are logged, to the standard error.
-
-    Returns:
-        The module `ucxx._lib.libucxx` and the class `ucxx._lib.arr.Array`.
-
-    Raises:
-        ImportError: ucxx is not installed.
+    The environment variables that the import sets are restored: a child process must not inherit
+    them. UCX logs to the standard output, also what this package reports as errors (a peer is
+    gone); only fatal messages are logged, to the standard error.
     """
     before = set(os.environ)
     for name, value in _LOG_SETTINGS.items():
@@ -50,36 +47,15 @@ class _CudaMemory:
     """GPU memory in the form that UCX takes."""
 
     def __init__(self, region: Region):
-        self._region = region
-        self.__cuda_array_interface__ = {
-            "shape": (region.nbytes,),
-            "typestr": "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }
-
-
-def _exported(region: Region) -> object:
-    if region.device != "cpu":
-        return _CudaMemory(region)
-    # A view of no bytes cannot be cast.
-    return region.view() if region.nbytes else bytearray()
+        self._region, shape, data = region, (region.nbytes,), (region.address, False)
+        form = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
+        self.__cuda_array_interface__ = form
 
 
 class UcxWorker:
     """A UCX worker with a descriptor to sleep on, and endpoints that detect a peer's death.
 
     UCX uses no shared memory between processes, because endpoints with error handling exclude it.
-
-    Args:
-        settings: What UCX may use.
-
-    Attributes:
-        fd: The descriptor that becomes readable after `arm`.
-        address: The worker's address, for `connect` of a peer.
-
-    Raises:
-        UnavailableError: UCX has none of these transports or devices.
     """
 
     def __init__(self, settings: UcxSettings):
@@ -97,14 +73,14 @@ class UcxWorker:
         self._worker.init_blocking_progress_mode()
         self.fd: int = self._worker.epoll_file_descriptor
         self.address: bytes = bytes(self._worker.address.tobytes())
+        # Does all work that can be done now.
+        self.progress: Callable[[], None] = self._worker.progress
+        # Makes `fd` readable at the next event; returns False if `progress` must be called first.
+        self.arm: Callable[[], bool] = self._worker.arm
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
 
     def connect(self, address: bytes) -> Any:
-        """Return an endpoint at once; the connection is made later.
-
-        Raises:
-            PeerLostError: UCX detects at once that the peer cannot be reached.
-        """
+        """Return an endpoint at once; PeerLostError only if UCX knows already that it fails."""
         try:
             return self._worker.create_endpoint_from_worker_address(
                 self._ucxx.UCXAddress.create_from_buffer(address), True
@@ -117,36 +93,20 @@ class UcxWorker:
         # Not `close`: that one waits for the peer, and a frozen peer never answers.
         endpoint.close_blocking()
 
-    def progress(self) -> None:
-        """Do all work that can be done now."""
-        self._worker.progress()
-
-    def arm(self) -> bool:
-        """Make `fd` readable at the next event; return False if `progress` must be called first."""
-        return bool(self._worker.arm())
-
     def probe(self) -> UcxMessage | None:
         """Take the next message that has arrived from UCX's queue, or return None."""
         probe = self._worker.tag_probe(*self._any_tag, True)
         return UcxMessage(probe.sender_tag.value, probe.length, probe) if probe.matched else None
 
     def send(self, endpoint: Any, array: Any, tag: int) -> Any:
-        """Start a send; return its ucxx request.
-
-        Raises:
-            PeerLostError: The endpoint has failed.
-        """
+        """Start a send; return its ucxx request. Raises PeerLostError if the endpoint failed."""
         try:
             return endpoint.tag_send(array, self._ucxx.UCXXTag(tag))
         except self._ucxx.UCXError as error:
             raise PeerLostError(f"UCX cannot send: {error}") from error
 
     def receive(self, endpoint: Any, array: Any, message: UcxMessage) -> Any:
-        """Start receiving a message; return its ucxx request.
-
-        Raises:
-            PeerLostError: The endpoint has failed.
-        """
+        """Start receiving a message; otherwise as `send`."""
         try:
             return endpoint.tag_recv_with_handle(array, message.handle)
         except self._ucxx.UCXError as error:
@@ -165,17 +125,12 @@ class UcxWorker:
         return None
 
     def array(self, memory: object) -> Any:
-        """Return memory in the form that UCX takes, without a copy.
-
-        Args:
-            memory: A region, a buffer, or an object with `__cuda_array_interface__`, if UCX has
-                CUDA (not tested on a GPU yet).
-
-        Raises:
-            ValueError: It is not contiguous.
-        """
-        if isinstance(memory, Region):
-            memory = _exported(memory)
+        """Return a region, or a contiguous buffer, in the form that UCX takes; copies nothing."""
+        if isinstance(memory, Region) and memory.device != "cpu":
+            memory = _CudaMemory(memory)  # not tested on a GPU yet
+        elif isinstance(memory, Region):
+            # A view of no bytes cannot be cast.
+            memory = memory.view() if memory.nbytes else bytearray()
         array = self._array(memory)
         if not array.c_contiguous:
             raise ValueError("memory with gaps cannot be one message")

@@ -6,8 +6,7 @@ from omni_kvlink.connectors.base import Backend, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.zmq.consumer import ZmqConsumer
-from omni_kvlink.connectors.zmq.sender import ZmqSender
+from omni_kvlink.connectors.zmq.transport import ZmqConsumer, ZmqSender
 from omni_kvlink.memory.region import Mapping
 
 
@@ -19,11 +18,7 @@ def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
 
 def _connect(protocol: str, location: str, options: Options, timeout: float) -> ZmqConsumer:
     consumer = ZmqConsumer(ControlAddress(protocol, location), options)
-    try:
-        consumer.connect(timeout)
-    except BaseException:
-        consumer.close()
-        raise
+    consumer.connect(timeout)
     return consumer
 
 

@@ -54,7 +54,7 @@ def test_a_message_that_arrives_while_the_owner_sends(context: zmq.Context[Any])
         lambda frames: received.append(frames[0].bytes),
         lambda event, value: None,
         on_idle,
-        max_frame_nbytes=1000,
+        max_frame=1000,
     )
     monitored.socket.bind("inproc://test")
     other.connect("inproc://test")

@@ -53,7 +53,7 @@ def rig(process: ProcessPeer) -> Rig:
 def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Also small payloads go by UCX, and in many pieces."""
     monkeypatch.setattr(control_listener, "EAGER", 0)
-    monkeypatch.setattr(ucx_consumer, "FETCH_LIMITS", FetchLimits(1000, 8000))
+    monkeypatch.setattr(ucx_consumer.UcxSession, "fetch_limits", FetchLimits(1000, 8000))
     return Rig(fresh_url, {}, ThreadPeer(LinkCommands()))
 
 

@@ -35,6 +35,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
+from omni_kvlink.connectors.ucx.addressing import seal
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.lowlevel import begin_get
@@ -185,6 +186,7 @@ BAD: list[list[Message]] = [
     [TransportAddress(b"kvu1" + bytes(60), SECRET)],
     [TransportAddress(bytes(9000), SECRET)],
     [TransportAddress(b"", bytes(65))],
+    [TransportAddress(seal(bytes(60)), b"too short")],
 ]
 
 

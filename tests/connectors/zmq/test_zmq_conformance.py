@@ -8,7 +8,7 @@ import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink.connectors.control import listener as control_listener
-from omni_kvlink.connectors.zmq import sender as zmq_sender
+from omni_kvlink.connectors.zmq import transport as zmq_transport
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import ProcessPeer
@@ -37,7 +37,7 @@ def rig(
     transport, _, small_chunks = request.param.partition("-")
     if small_chunks:  # also split the small payloads of the checks
         monkeypatch.setattr(control_listener, "EAGER", 0)
-        monkeypatch.setattr(zmq_sender, "CHUNK", 1000)
+        monkeypatch.setattr(zmq_transport, "CHUNK", 1000)
     return Rig(lambda: fresh_url(transport, sockets), {}, process)
 
 

@@ -13,9 +13,9 @@ from zmq_fixtures import fresh_url
 
 from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchLimits
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
-from omni_kvlink.connectors.zmq import consumer as zmq_consumer
+from omni_kvlink.connectors.zmq.transport import ZmqSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -146,7 +146,7 @@ def test_the_window_is_shared_by_all_payloads(
 ) -> None:
     """No more bytes than the window are requested, however many payloads arrive."""
     window = 2 * CHUNK
-    monkeypatch.setattr(zmq_consumer, "WINDOW", window)
+    monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, window))
     most = []
     fetch_more = RemoteSession._fetch_more
 
@@ -174,7 +174,7 @@ def test_a_small_payload_overtakes_a_large_one(
 ) -> None:
     """A small payload that was requested later does not wait for the end of a large one."""
     ended = []
-    monkeypatch.setattr(zmq_consumer, "WINDOW", CHUNK)
+    monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, CHUNK))
     with KVLink.connect(producer.url, timeout=5, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
