@@ -24,15 +24,7 @@ _changed = threading.Condition()
 
 
 class InprocListener(Listener):
-    """The producer's side: consumers get views of the producer's own memory.
-
-    Args:
-        name: of the link.
-        producer: whose memory it is.
-
-    Raises:
-        BusyError: the name is served already.
-    """
+    """The producer's side: consumers get views of the producer's own memory."""
 
     def __init__(self, name: str, producer: PooledProducer):
         self._name, self._producer = name, producer

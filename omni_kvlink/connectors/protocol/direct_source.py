@@ -33,11 +33,8 @@ class _Part:
 class DirectSource:
     """The parts of one payload that is sent from its caller's tensors.
 
-    Args:
-        head: The memory of the header and, behind it, of its draft.
-        header: Bytes of the header.
-        tensors: Where each begins in the payload, and its memory; in the payload's order.
-        nbytes: The length of the payload.
+    `head` is the memory of the header (`header` bytes) and, behind it, of its draft; `tensors` say
+    where each begins in the payload of `nbytes`, and its memory, in the payload's order.
     """
 
     def __init__(
@@ -57,8 +54,7 @@ class DirectSource:
     def find(self, start: int, stop: int) -> Region:
         """Return the memory of these bytes.
 
-        Raises:
-            WireError: They lie in two parts or in none, or the caller has the tensor back.
+        Raises WireError if they lie in two parts or in none, or the caller has the tensor back.
         """
         part = self._at(start)
         region = part.region  # read once: another thread may clear it

@@ -23,12 +23,7 @@ Label = TypeVar("Label")
 
 
 class FetchLimits(NamedTuple):
-    """How a consumer fetches.
-
-    Attributes:
-        chunk: Bytes to request at a time.
-        window: Bytes that may be requested and not yet received.
-    """
+    """Bytes that a consumer requests at a time, and may have requested and not yet received."""
 
     chunk: int
     window: int
@@ -77,16 +72,7 @@ class RangeSet:
 
 
 class FetchPlan(Generic[Label]):
-    """The bytes of one payload that a consumer fetches into its own memory.
-
-    Args:
-        nbytes: The length of the payload, and of a draft behind it.
-        chunk: Bytes to request at a time.
-
-    Attributes:
-        pending_nbytes: Bytes that were requested and have not arrived.
-        received_nbytes: Bytes that have arrived.
-    """
+    """The bytes of a payload and its draft header that a consumer fetches into its memory."""
 
     def __init__(self, nbytes: int, chunk: int = CHUNK):
         self.nbytes, self._chunk = nbytes, chunk
@@ -102,16 +88,7 @@ class FetchPlan(Generic[Label]):
         return bool(self._queue) or self.pending_nbytes > 0
 
     def request(self, start: int, stop: int, label: Label) -> None:
-        """Plan to fetch these bytes, after those planned before.
-
-        Args:
-            start: The first byte.
-            stop: The byte behind the last.
-            label: What `pop_complete` yields when all of these bytes have arrived.
-
-        Raises:
-            ValueError: The payload has no such bytes.
-        """
+        """Plan to fetch these bytes after earlier ones; then `pop_complete` yields `label`."""
         if not 0 <= start <= stop <= self.nbytes:
             raise ValueError(f"bytes {start}…{stop} of {self.nbytes}")
         self._queue.extend(self._planned.gaps(start, stop))
@@ -137,11 +114,7 @@ class FetchPlan(Generic[Label]):
         return start, cut
 
     def on_received(self, start: int, nbytes: int) -> None:
-        """Record that bytes have been written to the payload's memory.
-
-        Raises:
-            WireError: They were not requested, or arrived before.
-        """
+        """Record that bytes have been written to the payload's memory; WireError as of `check`."""
         self.check(start, nbytes)
         stop = start + nbytes
         self._received.add(start, stop)
@@ -150,11 +123,7 @@ class FetchPlan(Generic[Label]):
         self._update(stop)
 
     def check(self, start: int, nbytes: int) -> None:
-        """Check bytes that arrived, before anything is written.
-
-        Raises:
-            WireError: They were not requested, or arrived before.
-        """
+        """Raise WireError if bytes, not written yet, were not requested or arrived before."""
         stop = start + nbytes
         if nbytes <= 0 or not self._requested.covers(start, stop):
             raise WireError(f"bytes {start}…{stop} arrived, which were not requested")

@@ -44,10 +44,8 @@ NEVER_ANNOUNCED = "never announced by the producer"
 class Progress:
     """How much of a streamed payload is there; tensors are numbered as in the manifest.
 
-    Thread-safe: the connection's thread reports, any other thread waits.
-
-    Attributes:
-        whole: ends with the commit, or with the error that ended the stream.
+    Thread-safe: the connection's thread reports, any other thread waits. `whole` ends with the
+    commit, or with the error that ended the stream.
     """
 
     def __init__(self) -> None:
@@ -61,11 +59,7 @@ class Progress:
         self.whole.set_running_or_notify_cancel()
 
     def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are there.
-
-        Raises:
-            WireError: these are more than any payload has, or one of them is there already.
-        """
+        """The tensors from number `first` on are there; WireError if a payload cannot have them."""
         numbers = range(first, first + len(digests))
         with self._lock:
             self._nbytes += sum(map(len, digests))
@@ -130,10 +124,9 @@ class Progress:
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
-    Args:
+    Attributes:
         key: of the payload.
-        region: its bytes.
-        release: tells the producer; called once, from any thread; must not block or lock.
+        region: its bytes; None once it was released.
         draft: of a payload that is still being written: its header without digests.
         progress: of a payload that is still being written; None if it is complete.
         copies: times its bytes were copied in this process.
@@ -183,14 +176,8 @@ class Delivery:
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
 
-    Attributes:
-        get_id: its number within the connection.
-        key: of the payload.
-        streamed: whether it takes the payload while that is written.
-        inbound: of a connector that brings the bytes here first: their transfer.
-        phase: how far the payload was when it was last heard of, for errors.
-        started: when it was requested (`time.monotonic`).
-        progress: of the payload, if it was offered while being written.
+    `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
+    payload was when it was last heard of, is for errors.
     """
 
     def __init__(self, get_id: int, key: str, streamed: bool = False):
@@ -216,9 +203,8 @@ class GetState:
 class GetTable:
     """The gets of one connection; thread-safe.
 
-    Args:
-        send: takes a message for the producer; must not block.
-        post: takes one from a finalizer: it must not even take a lock.
+    `send` takes a message for the producer and must not block; `post` takes one from a finalizer
+    and must not even take a lock.
     """
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
@@ -236,15 +222,9 @@ class GetTable:
         return len(self._waiting)
 
     def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
-        """Request a payload from the producer.
+        """Request a payload; raises PeerLostError if the connection has ended.
 
-        Args:
-            key: of the payload.
-            streamed: take it while it is being written.
-            early: its bytes may be sent while it is being written, although it is taken whole.
-
-        Raises:
-            PeerLostError: the connection has ended.
+        `early`: its bytes may be sent while it is being written, although it is taken whole.
         """
         with self._lock:
             if self._error is not None:
@@ -263,13 +243,7 @@ class GetTable:
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
-        """Block until the answer comes, `timeout` seconds at most.
-
-        Raises:
-            TransferTimeout: no answer in time; the get is cancelled.
-            TransferFailed: the producer failed or aborted it, or it expired.
-            PeerLostError: the connection ended.
-        """
+        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
         try:
             return get_state.future.result(max(0.0, timeout))
         except FutureTimeout as error:
@@ -297,10 +271,8 @@ class GetTable:
     def on_message(self, message: Message) -> None:
         """Handle a message of the producer: wake the get that it is for.
 
-        An offer for a get that was cancelled is released unread.
-
-        Raises:
-            WireError: a producer must not send it.
+        An offer for a get that was cancelled is released unread. Raises WireError if a producer
+        must not send the message.
         """
         if isinstance(message, Status):
             with self._lock:
@@ -348,11 +320,7 @@ class GetTable:
         self._fail_streams(error, key)
 
     def close(self, error: KVLinkError) -> list[GetState]:
-        """Fail every waiting get, every stream and every later get: the connection has ended.
-
-        Returns:
-            The gets that were waiting.
-        """
+        """Fail all gets, also later ones, and all streams; return the gets that were waiting."""
         with self._lock:
             if self._error is None:
                 self._error = error

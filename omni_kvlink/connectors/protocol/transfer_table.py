@@ -6,12 +6,10 @@
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
-A STREAMING transfer is offered to consumers that take layers while it is written; each layer is
-announced to them.
+A STREAMING transfer is offered to consumers that take layers while it is written.
 
-The table is driven by calls. It answers through `send` and `free`, both called under the owner's
-lock, so neither may block or call back. Time is an argument (`time.monotonic` seconds), so that
-tests can drive the table with a clock of their own.
+`send` and `free` are called under the owner's lock: neither may block or call back. Time is an
+argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
 """
 
 from __future__ import annotations
@@ -81,23 +79,7 @@ _PHASES = {
 class Transfer:
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
 
-    Attributes:
-        state: changed by the `TransferTable` only.
-        reason: why it failed or expired.
-        location: of the payload, once it may be offered.
-        draft: bytes of the header without digests behind the payload; 0 unless it is streamed.
-        layers: announced so far: the number of the first tensor, and the tensors' digests.
-        expires: when it expires unless every reader has it (`time.monotonic`).
-        unclaimed: readers that were declared and have no lease.
-        is_committed: whether the payload is complete.
-        leases: the gets that hold it.
-        pins: disconnected peers whose process may still read the memory.
-        has_writer: whether the producer may still write to the memory.
-        is_lent: whether the caller keeps tensors of the memory.
-        done: set when `state` is final.
-        direct: the caller's tensors that it is sent from, if it is a direct transfer.
-        all_sent: of a direct transfer: set when `is_sent` may have become true.
-        block: of the owner's memory; None once that was freed.
+    Only the `TransferTable` changes its state.
     """
 
     def __init__(self, key: str, epoch: int):
@@ -127,11 +109,7 @@ class Transfer:
         return not self.unclaimed and all(map(self.direct.has_sent_all, self.leases))
 
     def wait_sent(self, deadline: float) -> None:
-        """Block until `is_sent` may be true, or the transfer has ended.
-
-        Raises:
-            TransferTimeout: neither happened before `deadline` (`time.monotonic`).
-        """
+        """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
         left = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
         if not self.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
@@ -196,8 +174,7 @@ class Ledger:
 class Receipt:
     """The producer's view of a payload that was put: its state, and a way to wait for its release.
 
-    Attributes:
-        ledger: what the put cost.
+    `ledger` tells what the put cost.
     """
 
     def __init__(self, transfer: Transfer, ledger: Ledger):
@@ -220,10 +197,7 @@ class Receipt:
         return self._transfer.done.is_set()
 
     def wait(self, *, timeout: float) -> None:
-        """Block until every declared reader has released the payload.
-
-        Args:
-            timeout: seconds to wait at most.
+        """Block until every declared reader has released the payload, `timeout` seconds at most.
 
         Raises:
             TransferFailed: it failed, was aborted or rejected, or expired.
@@ -252,14 +226,9 @@ class Receipt:
 class TransferTable:
     """All transfers of a producer, and the gets that wait for them.
 
-    Not thread-safe: every call is made with the owner's lock held.
-
-    Args:
-        send: takes a message for a peer; may drop it if the peer is gone.
-        free: called when a transfer's memory may be reused.
-
-    Attributes:
-        counters: of events since the start.
+    Not thread-safe: every call is made with the owner's lock held. `send` takes a message for a
+    peer, and may drop it if the peer is gone; `free` is called when a transfer's memory may be
+    reused. `counters` count events since the start.
     """
 
     def __init__(self, send: Callable[[Peer, Message], None], free: Callable[[Transfer], None]):
@@ -277,11 +246,7 @@ class TransferTable:
     # Calls of the producer itself
 
     def reserve(self, key: str) -> Transfer:
-        """Start a transfer whose payload is not written yet.
-
-        Raises:
-            DuplicateKeyError: a live payload has this key.
-        """
+        """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
         other = self._live.get(key)
         if other is not None:
             raise DuplicateKeyError(
@@ -296,16 +261,12 @@ class TransferTable:
         return transfer
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
-        """End a transfer that was not committed; after `commit` this changes nothing.
+        """End a transfer that its producer will not write to any more; nothing after `commit`.
 
         Readers of a stream are told. No other transfer of the same key is touched: this one may
-        have ended long before, and the key may have been put again.
-
-        Args:
-            transfer: it will not be written to any more.
-            reason: fails the gets that wait for the key, and those of the next
-                `TOMBSTONE_SECONDS`. Without one they go on waiting for another payload.
-            now: the time, if there is a reason.
+        have ended long before, and the key may have been put again. A `reason` fails the gets that
+        wait for the key, and those of the next `TOMBSTONE_SECONDS` from `now` on; without one they
+        go on waiting for another payload.
         """
         if not transfer.has_writer:
             return
@@ -331,16 +292,9 @@ class TransferTable:
     ) -> None:
         """Offer a payload that is still being written, to gets that take streams.
 
-        Args:
-            transfer: reserved.
-            location: of the payload.
-            draft: bytes of its header without digests, which lies behind it.
-            readers: that will have it.
-            direct: the caller's tensors that it is sent from. It may be committed as soon as
-                `Transfer.is_sent`, and cannot be delivered again after that.
-
-        Raises:
-            TransferFailed: the transfer was aborted meanwhile.
+        With `direct` it is sent from the caller's tensors: it may be committed as soon as
+        `Transfer.is_sent`, and cannot be delivered again after that. Raises TransferFailed if the
+        transfer was aborted meanwhile.
         """
         self._check_writing(transfer)
         transfer.direct = direct
@@ -351,8 +305,7 @@ class TransferTable:
     def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
         """Tell the readers of a stream that the tensors from number `first` on are written.
 
-        Raises:
-            TransferFailed: the transfer was aborted, or a reader rejected it.
+        Raises TransferFailed if the transfer was aborted, or a reader rejected it.
         """
         self._check_writing(transfer)
         transfer.layers.append((first, digests))
@@ -362,10 +315,8 @@ class TransferTable:
     def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
         """Offer a complete payload to `readers` readers until `expires`.
 
-        Of a stream, `begin_stream` set the location and the readers.
-
-        Raises:
-            TransferFailed: it was aborted while it was being written.
+        Of a stream, `begin_stream` set the location and the readers. Raises TransferFailed if it
+        was aborted while it was being written.
         """
         self._check_writing(transfer)
         if transfer.state is TransferState.RESERVED:
@@ -500,10 +451,7 @@ class TransferTable:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
 
         The payloads can be delivered again and end as they would; only their memory is not reused
-        until `on_peer_lost`.
-
-        Returns:
-            Whether there is such memory.
+        until `on_peer_lost`. Returns whether there is such memory.
         """
         self.cancel_gets(peer)
         for transfer, claim in self._leases_of(peer):
@@ -591,9 +539,10 @@ class TransferTable:
             transfer.all_sent.set()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
-        """Reach a final state; free the memory, now or when nothing uses it any more.
+        """Reach a final state; readers of an unfinished stream are told.
 
-        Readers of an unfinished stream are told. A committed payload stays with its readers.
+        A committed payload stays with its readers; the memory is freed when nothing uses it any
+        more.
         """
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:

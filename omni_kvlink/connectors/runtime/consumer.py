@@ -45,12 +45,7 @@ _RECONNECT_SECONDS = 0.5
 
 
 class Session(ABC):
-    """One connection to one run of a producer.
-
-    Attributes:
-        inbox: the gets of this connection.
-        nonce: identifies the run of the producer.
-    """
+    """One connection to one run of a producer, which `incarnation` identifies."""
 
     get_table: GetTable
     incarnation: str
@@ -62,11 +57,7 @@ class Session(ABC):
 
     @abstractmethod
     def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload; does not block.
-
-        Raises:
-            PeerLostError: the connection has ended.
-        """
+        """Request a payload; does not block. Raises PeerLostError if the connection has ended."""
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -85,11 +76,7 @@ class Session(ABC):
 
 
 class SessionGet(PendingGet):
-    """A get of one session.
-
-    Attributes:
-        session: where it was requested.
-    """
+    """A get, and the session where it was requested."""
 
     session: Session
 
@@ -101,12 +88,11 @@ class MappedSession(Session):
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
 
-        Raises:
-            WireError: there is no such memory.
+        Raises WireError if there is no such memory.
         """
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload; does not block."""
+        """Request a payload, which is mapped when it is offered."""
         return MappedGet(self, self.get_table.request(key, streamed=streamed))
 
 
@@ -164,15 +150,10 @@ class SessionConsumer(Consumer):
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
-        """Wait for a producer and complete the handshake.
+        """Wait for a producer and complete the handshake, both within `timeout` seconds.
 
-        Args:
-            timeout: seconds to wait for both.
-            no_wait: do not wait for a producer, only for the answer of one that is there.
-
-        Raises:
-            TransferTimeout: no producer in time.
-            ClosedError: the link was closed meanwhile.
+        With `no_wait` only for the answer of a producer that is there. Raises TransferTimeout, or
+        ClosedError if the link was closed meanwhile.
         """
 
     def _interrupt(self) -> None:
@@ -275,13 +256,7 @@ class SessionConsumer(Consumer):
 
 
 def check_hello(url: str, message: Message) -> Hello:
-    """Return the producer's answer to Hello, if it is one that this side can work with.
-
-    Raises:
-        ConnectorError: the producer refused this process.
-        VersionError: there is no common protocol version.
-        WireError: it is no answer to Hello.
-    """
+    """Return the producer's answer to Hello, if it is one that this side can work with."""
     if isinstance(message, Refused) and common_version(message.versions) is not None:
         raise ConnectorError(f"{url} refused this process: {message.reason}")
     if not isinstance(message, (Hello, Refused)):

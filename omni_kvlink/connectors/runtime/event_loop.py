@@ -41,16 +41,12 @@ def _ignore(error: BaseException) -> None:
 
 
 class EventLoop:
-    """A daemon thread around a selector.
+    """A daemon thread around a selector; handlers and `tick` run in it.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and
-    writes an eventfd. Handlers and `tick` run in the loop's thread.
-
-    Args:
-        name: of the thread.
-        tick: does what is due at the time it is given, and returns when to call it again
-            (`time.monotonic`).
-        crashed: called with an error that ends the thread, so that waiting calls can be failed.
+    writes an eventfd. `tick` does what is due at the time it is given, and returns when to call it
+    again (`time.monotonic`). `crashed` is called with an error that ends the thread, so that
+    waiting calls can be failed.
     """
 
     def __init__(

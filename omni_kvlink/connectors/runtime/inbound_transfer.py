@@ -34,23 +34,12 @@ Label: TypeAlias = "str | Layer"
 class InboundTransfer:
     """A payload that was offered and is being fetched.
 
-    Methods are called in the loop's thread, except those under "For any thread".
-
-    Args:
-        key: The payload's key.
-        offer: The producer's offer.
-        receive_pool: Provides the memory.
-        release: Tells the producer the outcome, and leads to `close`; any thread, never blocks.
-        fetch_more: Called with this object whenever `plan` may have ranges to request.
-        streamed: Whether the layers are delivered one by one, as they arrive.
-        inline_bytes: The first bytes that are needed, if they travelled with the offer.
-        chunk: Bytes to request at a time.
-
-    Attributes:
-        ready: Completes when the payload may be delivered (a stream: its header), or with the
-            error.
-        plan: Which bytes were requested and received.
-        progress: The layers that have arrived, if it is streamed.
+    Methods are called in the loop's thread, except those under "For any thread". `release` tells
+    the producer the outcome and leads to `close`; it is called in any thread and never blocks.
+    `fetch_more` is called with this object whenever `plan` may have ranges to request. `streamed`:
+    deliver layers one by one, as they arrive (`progress`). `inline_bytes`: the first bytes that are
+    needed, if they travelled with the offer. `ready` completes when the payload may be delivered
+    (a stream: its header), or with the error.
     """
 
     def __init__(
@@ -139,11 +128,7 @@ class InboundTransfer:
             self.release_unread()
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
-        """Copy bytes that arrived into the payload's memory.
-
-        Raises:
-            WireError: They were not requested.
-        """
+        """Copy bytes that arrived into the payload's memory; WireError if not requested."""
         if chunk.epoch != self.offer.epoch or self._region is None:
             raise WireError(f"unrequested bytes of epoch {chunk.epoch} of {self.key!r} arrived")
         nbytes = payload.nbytes
@@ -159,9 +144,7 @@ class InboundTransfer:
     def on_received(self, start: int, nbytes: int) -> None:
         """Record that bytes are in the payload's memory.
 
-        Raises:
-            WireError: They were not requested, or the producer has announced layers that the
-                payload does not have.
+        Raises WireError if they were not requested, or complete a bad announcement of layers.
         """
         if fault_points.enabled:
             fault_points.point("fetch.chunk")
@@ -171,8 +154,7 @@ class InboundTransfer:
     def on_message(self, message: Layer | Committed) -> None:
         """Request the layers that the producer of a stream has written.
 
-        Raises:
-            WireError: More layers were announced than a payload can have.
+        Raises WireError if more layers were announced than a payload can have.
         """
         if self._manifest is None:
             self._early.append(message)

@@ -46,11 +46,9 @@ from omni_kvlink.memory.region import Lease, Mapping, Region
 class Listener(ABC):
     """Accepts the consumers of one transport, and carries messages between them and the producer.
 
-    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop.
-
-    Attributes:
-        transports: by which a consumer that connects here can have its bytes: "shm", "ucx", "zmq".
-        bound_url: the address as the URL gave it, and as it was bound, with the port assigned.
+    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop. By
+    `transports` ("shm", "ucx", "zmq") a consumer that connects here can have its bytes. `bound_url`
+    is the address as the URL gave it, and as it was bound, with the port assigned.
     """
 
     transports: tuple[str, ...] = ()
@@ -104,20 +102,10 @@ Opener = Callable[["PooledProducer"], Listener]
 
 
 class PooledProducer(Producer):
-    """A producer whose payloads lie in an `ArenaPool`.
+    """A producer whose payloads lie in an `ArenaPool`, which maps arenas by `make`.
 
-    Args:
-        name: for the thread and for error texts.
-        options: quota, mode, prefault.
-        make: maps an arena of so many bytes.
-        openers: one for each listener; if one fails, all are closed again.
-
-    Attributes:
-        loop: in whose thread the listeners run.
-        pool: of the payloads.
-        transfers: the protocol's state; guarded by `lock`.
-        listeners: all that were opened.
-        nonce: identifies this run of the producer.
+    The listeners run in the thread of `loop`; if one fails to open, all are closed again. `lock`
+    guards `transfers`. `incarnation` identifies this run of the producer.
     """
 
     def __init__(
@@ -155,11 +143,7 @@ class PooledProducer(Producer):
         return own_hello(self.incarnation, tuple(transports))
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Handle a message of a peer that completed the handshake.
-
-        Raises:
-            WireError: a consumer must not send it.
-        """
+        """Handle a message of a peer after its handshake; WireError if it must not send it."""
         now = time.monotonic()
         with self.lock:
             if isinstance(message, Get):
@@ -200,8 +184,7 @@ class PooledProducer(Producer):
     def piece(self, transfer: Transfer, start: int, stop: int) -> Region:
         """Return bytes of a leased payload; those of a stream's draft header follow the payload's.
 
-        Raises:
-            WireError: there are no such bytes, or not in one piece.
+        Raises WireError if there are no such bytes, or not in one piece.
         """
         if transfer.direct is not None:
             return transfer.direct.find(start, stop)
@@ -214,17 +197,9 @@ class PooledProducer(Producer):
     def lend_piece(
         self, transfer: Transfer, claim: Claim, start: int, stop: int, sent: Callable[[int], None]
     ) -> Region:
-        """Return bytes to send; their memory is not reused before the last view of them is freed.
+        """Return bytes to send for `claim`; their memory is kept until their last view is freed.
 
-        Args:
-            transfer: leased by `claim`.
-            claim: the get that is sent the bytes.
-            start: first byte, as of `piece`.
-            stop: last byte + 1.
-            sent: called with the number of bytes when the last view was freed; in the loop.
-
-        Raises:
-            WireError: as of `piece`.
+        Then `sent` is called with their number, in the loop. Raises WireError as `piece` does.
         """
         if fault_points.enabled:
             fault_points.point("send.chunk")

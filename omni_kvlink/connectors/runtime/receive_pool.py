@@ -38,16 +38,8 @@ class ReceivePool:
     """Reused memory of a consumer; all methods but `region` and `stats` are for the loop's thread.
 
     The loop is never blocked: a block in mapped memory is given at once, a thread maps more memory,
-    and a request for which there is none waits until a block is freed.
-
-    Args:
-        quota: Bytes that all blocks may take together.
-        loop: The consumer's event loop.
-        on_empty: Called when the last block is freed.
-        prefault: Bytes to map and touch now.
-
-    Attributes:
-        blocks: The number of blocks in use.
+    and a request for which there is none waits until a block is freed. All blocks in use (`blocks`)
+    take `quota` bytes at most; `on_empty` is called when the last is freed.
     """
 
     def __init__(

@@ -185,15 +185,9 @@ class RemoteSession(Session):
         self._fetching.clear()
 
     def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
-        """Handle a message of the producer.
+        """Handle a message of the producer; WireError if a producer may not send it.
 
-        Args:
-            message: The message.
-            inline_bytes: The payload or stream's draft that travelled with an offer, if it is
-                small.
-
-        Raises:
-            WireError: A producer may not send this.
+        `inline_bytes` are those of a small payload or stream's draft that travelled with its offer.
         """
         if isinstance(message, Offer):
             self._on_offer(message, inline_bytes)
@@ -207,11 +201,7 @@ class RemoteSession(Session):
         self.get_table.on_message(message)
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
-        """Store bytes that arrived; ignore them if their payload was released meanwhile.
-
-        Raises:
-            WireError: They were not requested.
-        """
+        """Store bytes that arrived, unless their payload was released; may raise WireError."""
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
@@ -244,10 +234,7 @@ class RemoteSession(Session):
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
     def _fetch_more(self, inbound: InboundTransfer) -> None:
-        """Request as much as the window allows, of all payloads in turn.
-
-        A small payload thus overtakes a large one.
-        """
+        """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if inbound not in self._fetching and inbound.plan.is_active:
             self._fetching.append(inbound)
         window = self.fetch_limits.window - sum(one.plan.pending_nbytes for one in self._fetching)

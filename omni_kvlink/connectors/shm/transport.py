@@ -71,11 +71,8 @@ _open_channels: weakref.WeakSet[ShmChannel] = weakref.WeakSet()
 class ShmChannel:
     """A SEQPACKET socket that carries whole messages and descriptors, and never blocks.
 
-    `send` and `flush` are thread-safe; `receive` is for one thread.
-
-    Args:
-        sock: connected; the channel owns it from now on.
-        backlogged: called in the sender's thread when messages wait for `flush`.
+    `send` and `flush` are thread-safe; `receive` is for one thread. The channel owns `sock`.
+    `backlogged` is called in the sender's thread when messages wait for `flush`.
     """
 
     def __init__(self, sock: socket.socket, backlogged: Callable[[], None]):
@@ -96,11 +93,9 @@ class ShmChannel:
         return len(self._backlog) > MAX_BACKLOG
 
     def send(self, message: Message, fd: int = -1) -> None:
-        """Send now, or queue in order; the end of the connection is reported by `receive`.
+        """Send now, or queue in order; the caller keeps `fd`, which is passed with the message.
 
-        Args:
-            message: for the peer.
-            fd: a descriptor to pass with it; stays the caller's.
+        The end of the connection is reported by `receive`.
         """
         data = encode(message)
         with self._lock:
@@ -126,9 +121,7 @@ class ShmChannel:
     def receive(self) -> Iterator[tuple[Message, int]]:
         """Yield every message that has arrived, with its descriptor (the caller's) or -1.
 
-        Raises:
-            ConnectionError: the connection has ended.
-            WireError: the peer sent something that is not a message.
+        Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
         was_reset = False
         while self._sock is not None:
@@ -214,7 +207,6 @@ class ShmPeerConnection(PeerHandle):
     """A connected consumer.
 
     Attributes:
-        channel: to it.
         refusal: why it will be refused; "" if it may stay.
         pidfd: readable when its process ends; -1 if there is none.
         arenas: whose descriptors it was passed.
@@ -237,13 +229,7 @@ class ShmPeerConnection(PeerHandle):
 
 
 class ShmListener(Listener):
-    """The producer's side: passes the memory files, which have no names and so cannot be left over.
-
-    Args:
-        name: of the link.
-        directory: of the sockets; "" for the user's default.
-        producer: whose pool the consumers map.
-    """
+    """The producer's side; passes memory files, which have no names and so are never left over."""
 
     transports = ("shm",)
 
@@ -425,15 +411,10 @@ class ShmConsumer(SessionConsumer):
 
 
 class ShmSession(MappedSession):
-    """One connection, its mapped arenas, and the thread that receives.
+    """One connection, its mapped arenas, and the thread that receives; it owns `sock`.
 
-    The constructor blocks until the handshake is complete.
-
-    Args:
-        url: for error texts.
-        sock: connected; the session owns it from now on.
-        deadline: of the handshake (`time.monotonic`).
-        cancelled: a descriptor that becomes readable when the link is closed.
+    The constructor blocks until the handshake is complete, until `deadline` (`time.monotonic`) at
+    most, or until the descriptor `cancelled` becomes readable: the link was closed.
 
     Raises:
         TransferTimeout: the producer did not answer in time.
