@@ -7,11 +7,12 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.errors import KVLinkError
+from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,10 @@ def refuse_keys(url: str, options: Options) -> None:
 
 
 class Connector(ABC):
-    """One end of a link."""
+    """One end of a link, called `label` in errors; it belongs to the process that opened it."""
+
+    def __init__(self, label: str):
+        self._label, self._pid, self._closed = label, os.getpid(), False
 
     @abstractmethod
     def health(self) -> dict[str, Any]:
@@ -83,6 +87,24 @@ class Connector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Refuse new calls, wake waiting ones, free what can be freed; idempotent."""
+
+    def _begin_close(self) -> bool:
+        """Refuse new calls; return whether `close` has more to do: once, and in no forked child."""
+        is_first = not self._closed and os.getpid() == self._pid
+        self._closed = True
+        return is_first
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"link {self._label} belongs to process {self._pid}; "
+                "after fork the child must open its own"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"link {self._label} is closed")
 
 
 class Producer(Connector):
@@ -101,8 +123,7 @@ class Producer(Connector):
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Return memory for one payload, which is then sent from there; `timeout` is in seconds.
 
-        `draft` is the length of the header that `begin_stream` will be given; 0 if it is not
-        called.
+        `draft`: the length of the header that `begin_stream` will be given; 0 if not called.
 
         Raises:
             DuplicateKeyError: a live payload has this key.
@@ -157,13 +178,7 @@ class Producer(Connector):
 
     @abstractmethod
     def publish(
-        self,
-        lease: Lease,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        deadline: float = 0.0,
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
     ) -> Receipt:
         """Commit a payload and spend its lease; readers that wait are woken before this returns.
 

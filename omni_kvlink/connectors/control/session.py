@@ -92,7 +92,7 @@ class ControlSession(RemoteSession):
 
     def connect(self) -> None:
         """Start connecting; `ready` tells the outcome."""
-        if self.ready.done() or self._over:
+        if self.ready.done() or self.is_closed:
             return
         try:
             self._socket = MonitoredSocket(

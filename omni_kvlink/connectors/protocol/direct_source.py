@@ -42,7 +42,9 @@ class DirectSource:
     ):
         self._parts = [_Part(0, header, head.slice(0, header))]
         for start, tensor in tensors:
-            self._pad(start)
+            gap = start - self._parts[-1].stop
+            if gap > 0:  # the format has no gaps: these bytes are padding
+                self._parts.append(_Part(start - gap, start, _PADDING.slice(0, gap)))
             if tensor.nbytes:
                 self._parts.append(_Part(start, start + tensor.nbytes, tensor, True))
         draft = head.nbytes - header
@@ -79,12 +81,6 @@ class DirectSource:
         for part in self._parts:
             if part.is_tensor:
                 part.region = None
-
-    def _pad(self, stop: int) -> None:
-        """Add the padding up to `stop`: the format has no gaps."""
-        start = self._parts[-1].stop
-        if start < stop:
-            self._parts.append(_Part(start, stop, _PADDING.slice(0, stop - start)))
 
     def _at(self, start: int) -> _Part:
         at = bisect.bisect_right(self._parts, start, key=lambda part: part.start)

@@ -38,7 +38,7 @@ class RangeSet:
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges between `start` and `stop` that are not in the set."""
         found, at = [], start
-        for first, last in self._near(start, stop):
+        for first, last in self._ranges[self._near(start, stop)]:
             if first > at:
                 found.append((at, first))
             at = max(at, last)
@@ -50,25 +50,20 @@ class RangeSet:
 
     def add(self, start: int, stop: int) -> None:
         """Add the integers from `start` to `stop`, without `stop`."""
-        if start >= stop:
-            return
-        near = self._near(start, stop)
-        at = bisect.bisect_left(self._ranges, near[0]) if near else self._after(start)
-        first, last = min([start, *(a for a, _ in near)]), max([stop, *(b for _, b in near)])
-        self._ranges[at : at + len(near)] = [(first, last)]
+        if start < stop:
+            near = self._near(start, stop)
+            joined = [(start, stop), *self._ranges[near]]
+            self._ranges[near] = [(min(a for a, _ in joined), max(b for _, b in joined))]
 
-    def _after(self, start: int) -> int:
-        return bisect.bisect_left(self._ranges, (start, start))
-
-    def _near(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges that overlap or touch `start` to `stop`."""
-        at = self._after(start)
+    def _near(self, start: int, stop: int) -> slice:
+        """Return where the ranges are that overlap or touch `start` to `stop`."""
+        at = bisect.bisect_left(self._ranges, (start, start))
         if at and self._ranges[at - 1][1] >= start:
             at -= 1
         end = at
         while end < len(self._ranges) and self._ranges[end][0] <= stop:
             end += 1
-        return self._ranges[at:end]
+        return slice(at, end)
 
 
 class FetchPlan(Generic[Label]):

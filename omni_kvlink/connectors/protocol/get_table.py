@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
 
-NEVER_ANNOUNCED = "never announced by the producer"
-
 
 class Progress:
     """How much of a streamed payload is there; tensors are numbered as in the manifest.
@@ -183,7 +181,7 @@ class GetState:
     def __init__(self, get_id: int, key: str, streamed: bool = False):
         self.get_id, self.key, self.streamed = get_id, key, streamed
         self.inbound: object = None
-        self.phase = NEVER_ANNOUNCED
+        self.phase = "never announced by the producer"
         self.started = time.monotonic()
         self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
@@ -211,7 +209,7 @@ class GetTable:
         self._send, self._post = send, post
         self._lock = threading.Lock()
         self._waiting: dict[int, GetState] = {}
-        self._streams: dict[int, GetState] = {}
+        self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
         self._error: KVLinkError | None = None
@@ -288,24 +286,22 @@ class GetTable:
                 self._leased.add(message.get_id)
                 if message.draft:
                     get_state.progress = Progress()
-                    self._streams[message.get_id] = get_state
+                    self._streams[message.get_id] = get_state.key, get_state.progress
                 get_state.future.set_result(message)
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
                 get_state.future.set_exception(get_error(get_state.key, message))
-                return
-            get_state = self._streams.pop(message.get_id, None)
-            if get_state is not None and get_state.progress is not None:
-                get_state.progress.fail(get_error(get_state.key, message))
+            elif (stream := self._streams.pop(message.get_id, None)) is not None:
+                stream[1].fail(get_error(stream[0], message))
         elif isinstance(message, (Layer, Committed)):
-            get_state = self._streams.get(message.get_id)
-            if get_state is None or get_state.progress is None:
-                return  # a stream that was released
+            stream = self._streams.get(message.get_id)
+            if stream is None:
+                return  # it was released
             if isinstance(message, Layer):
-                get_state.progress.announce(message.first, message.digests)
+                stream[1].announce(message.first, message.digests)
             else:
-                get_state.progress.commit()
+                stream[1].commit()
         else:
             unexpected(message)
 
@@ -332,14 +328,10 @@ class GetTable:
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
-            get_state = self._streams.get(get_id)
-            if (
-                get_state is not None
-                and get_state.progress is not None
-                and key in (None, get_state.key)
-            ):
+            stream = self._streams.get(get_id)
+            if stream is not None and key in (None, stream[0]):
                 self._streams.pop(get_id, None)
-                get_state.progress.fail(error)
+                stream[1].fail(error)
 
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:

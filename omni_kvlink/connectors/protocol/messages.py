@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import msgspec
 
-from omni_kvlink._version import __version__
 from omni_kvlink.errors import WireError
 
 if TYPE_CHECKING:
@@ -38,18 +37,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides, first message: protocol versions; of a producer, how its bytes can be had.
+    """Both sides, first message: protocol versions, run of the process, how bytes can be had.
 
-    A producer's `incarnation` is the same at each of its listeners; `transports` are of "shm",
-    "ucx", "zmq".
+    A producer's `incarnation` is the same at each of its listeners; a consumer that receives its
+    own is connected with itself. `transports` are a producer's: "shm", "ucx", "zmq".
     """
 
     versions: tuple[Number, Number]
-    boot_id: Text
-    pid: Number
-    started: Number
     incarnation: Text
-    library: Text
     transports: tuple[Text, ...] = ()
 
 
@@ -199,27 +194,14 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
     reason: Text
 
 
-Message: TypeAlias = (
-    Hello
-    | Refused
-    | Get
-    | Cancel
-    | Memory
-    | Retire
-    | Offer
-    | Layer
-    | Committed
-    | Status
-    | Failed
-    | Release
-    | FetchRange
-    | Chunk
-    | TransportAddress
-    | Abort
+FromConsumer: TypeAlias = Get | Cancel | Release | FetchRange | Abort
+FromProducer: TypeAlias = (
+    Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk
 )
+Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type, unused-ignore]
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type, unused-ignore]
 
 
 def encode(message: Message) -> bytes:
@@ -230,10 +212,9 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> Message:
     """Return the message that `data` holds; WireError if it is not exactly one, of a known kind."""
     try:
-        message: Message = _DECODER.decode(data)
+        return _DECODER.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error}") from None
-    return message
 
 
 def shorten(reason: str) -> str:
@@ -242,11 +223,8 @@ def shorten(reason: str) -> str:
 
 
 def own_hello(incarnation: str = "", transports: tuple[str, ...] = ()) -> Hello:
-    """Return the Hello of this process: boot id, pid and start time together are unique."""
-    incarnation = incarnation or os.urandom(8).hex()
-    return Hello(
-        PROTOCOL, _boot_id(), os.getpid(), _start_time(), incarnation, __version__, transports
-    )
+    """Return the Hello of this side; a random incarnation tells a consumer's from every other."""
+    return Hello(PROTOCOL, incarnation or os.urandom(8).hex(), transports)
 
 
 def common_version(theirs: tuple[int, int]) -> int | None:
@@ -276,20 +254,3 @@ def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:
     head = bytes(slot.view()[: _HEAD.size])
     whole = _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
     return head == whole or (not committed and head == _HEAD.pack(_MAGIC, epoch, nbytes, 0))
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
-
-
-def _start_time() -> int:
-    """Return the clock ticks from boot to this process's start."""
-    try:
-        with open("/proc/self/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0

@@ -14,15 +14,15 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -36,9 +36,6 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.direct_source import DirectSource
 
 MAX_TOMBSTONES = 4096
 """Failed or expired keys that are remembered, so that a later get learns the reason."""
@@ -76,30 +73,33 @@ _PHASES = {
 }
 
 
+@dataclass(eq=False)
 class Transfer:
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
 
     Only the `TransferTable` changes its state.
     """
 
-    def __init__(self, key: str, epoch: int):
-        self.key, self.epoch = key, epoch
-        self.state = TransferState.RESERVED
-        self.reason = ""
-        self.location: Location | None = None
-        self.draft = 0
-        self.layers: list[tuple[int, tuple[bytes, ...]]] = []
-        self.expires = float("inf")
-        self.unclaimed = 0
-        self.is_committed = False
-        self.leases: set[Claim] = set()
-        self.pins: set[Peer] = set()
-        self.has_writer = True
-        self.is_lent = False
-        self.done = threading.Event()
-        self.direct: DirectSource | None = None
-        self.all_sent = threading.Event()
-        self.block: object = None
+    key: str
+    epoch: int
+    state: TransferState = TransferState.RESERVED
+    reason: str = ""  # why it failed or expired
+    location: Location | None = None  # once it may be offered
+    draft: int = 0  # bytes of the header without digests behind the payload, if it is streamed
+    # Announced so far: the number of the first tensor, and the tensors' digests.
+    layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
+    unclaimed: int = 0  # readers that were declared and have no lease
+    is_committed: bool = False  # whether the payload is complete
+    leases: set[Claim] = field(default_factory=set)
+    pins: set[Peer] = field(default_factory=set)  # disconnected, but may still read the memory
+    has_writer: bool = True  # whether the producer may still write to the memory
+    is_lent: bool = False  # whether the caller keeps tensors of the memory
+    done: threading.Event = field(default_factory=threading.Event)  # set in a final state
+    direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
+    # Of a direct transfer: set when `is_sent` may have become true.
+    all_sent: threading.Event = field(default_factory=threading.Event)
+    block: object = None  # of the owner's memory, until that is freed
 
     @property
     def is_sent(self) -> bool:
@@ -132,7 +132,7 @@ class Transfer:
         )
 
 
-@dataclasses.dataclass
+@dataclass
 class Ledger:
     """What one side of one transfer cost: bytes, copies and seconds.
 
@@ -152,7 +152,7 @@ class Ledger:
     copier: str = ""
     instructions: str = ""
     digests: str = "off"
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -261,7 +261,7 @@ class TransferTable:
         return transfer
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
-        """End a transfer that its producer will not write to any more; nothing after `commit`.
+        """End a transfer that is not written to any more; after `commit` this changes nothing.
 
         Readers of a stream are told. No other transfer of the same key is touched: this one may
         have ended long before, and the key may have been put again. A `reason` fails the gets that
@@ -402,9 +402,8 @@ class TransferTable:
             return
         claims = self._waiting.get(key, OrderedDict())
         if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
-            self._send(
-                peer, Failed(get_id, f"more than {MAX_WAITING} readers wait already", "failed")
-            )
+            reason = f"more than {MAX_WAITING} readers wait already"
+            self._send(peer, Failed(get_id, reason, "failed"))
             return
         self._waiting.setdefault(key, claims)[claim] = streamed
         if transfer is not None:
@@ -431,8 +430,7 @@ class TransferTable:
             self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
-            self._end(transfer, TransferState.FAILED, f"a reader rejected it: {reason}", "failed")
-            self._add_tombstone(transfer.key, transfer.reason, "failed", now)
+            self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
         self._end_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
 
     def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
@@ -516,21 +514,17 @@ class TransferTable:
             return
         if redeliver and transfer.is_committed and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
-            self._end(transfer, TransferState.FAILED, reason, "failed")
-            self._add_tombstone(transfer.key, reason, "failed", self._now)
+            self.fail(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
-        if transfer.state is TransferState.LEASED and transfer.unclaimed and not transfer.leases:
+        is_idle = transfer.state is TransferState.LEASED and not transfer.leases
+        if is_idle and transfer.unclaimed:
             transfer.state = TransferState.COMMITTED
         if redeliver:
             self._offer(transfer)
-        elif (
-            transfer.state is TransferState.LEASED
-            and not transfer.unclaimed
-            and not transfer.leases
-        ):
+        elif is_idle and not transfer.unclaimed:
             self._end(transfer, TransferState.RELEASED, "", "closed")
         self._check_sent(transfer)
 
@@ -541,8 +535,7 @@ class TransferTable:
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
         """Reach a final state; readers of an unfinished stream are told.
 
-        A committed payload stays with its readers; the memory is freed when nothing uses it any
-        more.
+        A committed payload stays with its readers; its memory is freed when nothing uses it.
         """
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:

@@ -6,16 +6,9 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
-from omni_kvlink.connectors.protocol.messages import (
-    Chunk,
-    Committed,
-    Layer,
-    Offer,
-    Outcome,
-    shorten,
-)
+from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
+from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, Progress
+from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
@@ -24,6 +17,7 @@ from omni_kvlink.payload.manifest import ALIGN, MAX_HEADER, MAX_TENSORS, Manifes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.connectors.protocol.messages import Offer, Outcome
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
 
@@ -36,27 +30,25 @@ class InboundTransfer:
 
     Methods are called in the loop's thread, except those under "For any thread". `release` tells
     the producer the outcome and leads to `close`; it is called in any thread and never blocks.
-    `fetch_more` is called with this object whenever `plan` may have ranges to request. `streamed`:
-    deliver layers one by one, as they arrive (`progress`). `inline_bytes`: the first bytes that are
-    needed, if they travelled with the offer. `ready` completes when the payload may be delivered
-    (a stream: its header), or with the error.
+    `fetch_more` is called with this object whenever `plan` may have ranges to request. A stream's
+    layers are delivered one by one, as they arrive (`progress`). `inline_bytes`: the first bytes
+    that are needed, if they travelled with the offer. `ready` completes when the payload may be
+    delivered (a stream: its header), or with the error.
     """
 
     def __init__(
         self,
-        key: str,
+        get_state: GetState,
         offer: Offer,
         receive_pool: ReceivePool,
         release: Callable[[Outcome, str], None],
         fetch_more: Callable[[InboundTransfer], None],
-        *,
-        streamed: bool,
-        inline_bytes: bytes = b"",
-        chunk: int = CHUNK,
+        inline_bytes: bytes,
+        chunk: int,
     ):
-        self.key, self.offer, self.streamed = key, offer, streamed
+        self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
-        self.progress = Progress() if streamed else None
+        self.progress = Progress() if self.streamed else None
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()
         self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
@@ -144,7 +136,7 @@ class InboundTransfer:
     def on_received(self, start: int, nbytes: int) -> None:
         """Record that bytes are in the payload's memory.
 
-        Raises WireError if they were not requested, or complete a bad announcement of layers.
+        Raises WireError if they were not requested, or too many layers were announced before.
         """
         if fault_points.enabled:
             fault_points.point("fetch.chunk")
@@ -233,9 +225,7 @@ class InboundTransfer:
         messages, self._early = self._early, []
         if not draft:
             layers = manifest.layers()
-            messages = [
-                Layer(0, numbers.start, _digests(manifest, numbers)) for *_, numbers in layers
-            ]
+            messages = [Layer(0, part.start, _digests(manifest, part)) for *_, part in layers]
             messages.append(Committed(0))
         if self.streamed and self._decide():
             self.ready.set_result(None)

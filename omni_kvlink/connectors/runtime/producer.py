@@ -38,7 +38,7 @@ from omni_kvlink.connectors.protocol.transfer_table import (
 )
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.errors import CapacityError, ClosedError, SchemaError, WireError
+from omni_kvlink.errors import CapacityError, SchemaError, WireError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Lease, Mapping, Region
 
@@ -111,9 +111,8 @@ class PooledProducer(Producer):
     def __init__(
         self, name: str, options: Options, make: Callable[[int], Mapping], *openers: Opener
     ):
+        super().__init__(repr(name))
         self._name, self._options = name, options
-        self._pid = os.getpid()
-        self._closed = False
         self.lock = threading.Lock()
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
@@ -211,19 +210,12 @@ class PooledProducer(Producer):
         weakref.finalize(piece.span, self.loop.call, done).atexit = False
         return piece
 
-    @property
-    def in_flight(self) -> int:
-        """Bytes of pieces that are still being sent."""
-        return self._in_flight.total()
-
     # The contract of `Producer`
 
     @property
     def bound_url(self) -> tuple[str, str]:
         """The bound address of the first listener that has one."""
-        return next(
-            (listener.bound_url for listener in self.listeners if listener.bound_url[0]), ("", "")
-        )
+        return next((one.bound_url for one in self.listeners if one.bound_url[0]), ("", ""))
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
@@ -232,9 +224,7 @@ class PooledProducer(Producer):
 
     def direct_refusal(self, device: str) -> str:
         """Return the reason of the first listener that cannot; "" if all can."""
-        return next(
-            filter(None, (listener.direct_refusal(device) for listener in self.listeners)), ""
-        )
+        return next(filter(None, (one.direct_refusal(device) for one in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Reserve a slot of the pool; blocks while the pool is full."""
@@ -246,13 +236,11 @@ class PooledProducer(Producer):
             slot = self.pool.region(block)
             write_head(slot, transfer.epoch, nbytes, committed=False)
             return Lease(slot.slice(SLOT, nbytes), partial(self._abort, transfer), transfer)
-        except CapacityError as error:
+        except BaseException as error:
             self._abort(transfer)
-            raise CapacityError(
-                f"key {key!r}: {error}", requested=error.requested, free=error.free
-            ) from None
-        except BaseException:
-            self._abort(transfer)
+            if isinstance(error, CapacityError):
+                text = f"key {key!r}: {error}"
+                raise CapacityError(text, requested=error.requested, free=error.free) from None
             raise
 
     def lend(self, lease: Lease) -> Region:
@@ -295,13 +283,7 @@ class PooledProducer(Producer):
             self.transfers.announce(_transfer(lease), first, digests)
 
     def publish(
-        self,
-        lease: Lease,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        deadline: float = 0.0,
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
     ) -> Receipt:
         """Commit the payload; blocks only if it is direct, until all readers were sent it."""
         self._check_open()
@@ -361,10 +343,8 @@ class PooledProducer(Producer):
 
     def close(self) -> None:
         """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
-        if self._closed or os.getpid() != self._pid:
-            self._closed = True
+        if not self._begin_close():
             return
-        self._closed = True
         self.loop.call(partial(self._close, f"the producer {self._name!r} closed the link"))
         if any(listener.is_own_thread for listener in self.listeners):
             # The link was garbage-collected in a listener's thread, which closing waits for.
@@ -373,18 +353,6 @@ class PooledProducer(Producer):
             self.loop.close()
 
     # Inside
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"link {self._name!r} belongs to process {self._pid}; "
-                "after fork the child must open its own"
-            )
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise ClosedError(f"link {self._name!r} is closed")
 
     def _begin(
         self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: DirectSource | None

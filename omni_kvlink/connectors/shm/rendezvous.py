@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
 _IN_MOVED_TO = 0x80  # linux/inotify.h
-_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def socket_path(name: str, directory: str = "") -> str:
@@ -67,7 +67,7 @@ def listen(path: str) -> socket.socket:
             os.unlink(draft)
         raise
     listener.setblocking(False)
-    _listeners.add(listener)
+    close_in_child(listener)
     return listener
 
 
@@ -153,10 +153,14 @@ def watching(directory: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _close_in_child() -> None:
-    """Close inherited sockets: they would make the name look served after the parent's death."""
-    for listener in list(_listeners):
-        listener.close()
+def close_in_child(sock: socket.socket) -> None:
+    """Have forked children close a socket: in them it would outlive this process."""
+    _inherited.add(sock)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def _close_inherited() -> None:
+    for sock in list(_inherited):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
