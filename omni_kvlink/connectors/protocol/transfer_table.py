@@ -125,12 +125,6 @@ class Transfer:
         """Whether it is complete and readers are missing."""
         return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
 
-    def is_for(self, streamed: bool) -> bool:
-        """Return whether it can be offered now to a get that takes streams, or does not."""
-        return self.is_offerable or (
-            streamed and self.unclaimed > 0 and self.state is TransferState.STREAMING
-        )
-
 
 @dataclass
 class Ledger:
@@ -486,7 +480,7 @@ class TransferTable:
         for claim, streamed in list(self._waiting.get(transfer.key, {}).items()):
             if not transfer.unclaimed:
                 return
-            if transfer.is_for(streamed):
+            if streamed or transfer.state is not TransferState.STREAMING:
                 self._remove_waiting(transfer.key, claim)
                 self._lease(transfer, transfer.location, claim)
 

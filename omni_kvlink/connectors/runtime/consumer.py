@@ -17,7 +17,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Location,
     Message,
-    Offer,
     Refused,
     common_version,
     holds,
@@ -101,17 +100,9 @@ class MappedGet(SessionGet):
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
-        left = self._get_state.started + timeout - time.monotonic()
-        return self._deliver(self.session.get_table.wait(self._get_state, left))
-
-    def cancel(self) -> None:
-        """Withdraw the request, or release the offer unread."""
         get_state, get_table = self._get_state, self.session.get_table
-        if not get_table.cancel(get_state) and get_state.future.exception() is None:
-            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
-
-    def _deliver(self, offer: Offer) -> Delivery:
-        release = partial(self.session.get_table.release, self._get_state.get_id, offer.epoch)
+        offer = get_table.wait(get_state, get_state.started + timeout - time.monotonic())
+        release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
@@ -120,7 +111,7 @@ class MappedGet(SessionGet):
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
             slot = self.session.slot(offer.location, draft)
             if not holds(slot, offer.epoch, nbytes, committed=not draft):
-                raise IntegrityError(f"the slot offered for {self._get_state.key!r} holds another")
+                raise IntegrityError(f"the slot offered for {get_state.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
             if fault_points.enabled:
@@ -128,8 +119,14 @@ class MappedGet(SessionGet):
         except BaseException as error:
             release("rejected", shorten(repr(error)))
             raise
-        progress = self._get_state.progress
-        return Delivery(self._get_state.key, region, release, draft=header, progress=progress)
+        progress = get_state.progress
+        return Delivery(get_state.key, region, release, draft=header, progress=progress)
+
+    def cancel(self) -> None:
+        """Withdraw the request, or release the offer unread."""
+        get_state, get_table = self._get_state, self.session.get_table
+        if not get_table.cancel(get_state) and get_state.future.exception() is None:
+            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
 
 
 class SessionConsumer(Consumer):

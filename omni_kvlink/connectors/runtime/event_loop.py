@@ -99,13 +99,6 @@ class EventLoop:
         """Whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
 
-    def drain(self, timeout: float) -> None:
-        """Block until all pending calls have run, `timeout` seconds at most."""
-        done = threading.Event()
-        self.call(done.set)
-        if self._thread.is_alive() and not self.is_own_thread:
-            done.wait(timeout)
-
     def close(self) -> None:
         """Run the pending calls, then end the thread; blocks unless called in that thread."""
         if os.getpid() != self._pid:
@@ -155,8 +148,10 @@ class EventLoop:
 def _drain_all() -> None:
     """Run pending calls before the process exits: a view freed a moment before counts as read."""
     for loop in list(_loops):
-        if loop._pid == os.getpid():
-            loop.drain(_AT_EXIT)
+        if loop._pid == os.getpid() and loop._thread.is_alive() and not loop.is_own_thread:
+            done = threading.Event()
+            loop.call(done.set)
+            done.wait(_AT_EXIT)
 
 
 atexit.register(_drain_all)
