@@ -122,6 +122,8 @@ class Progress:
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
+    Then `release` is called once, in any thread: it must neither block nor take a lock.
+
     Attributes:
         key: of the payload.
         region: its bytes; None once it was released.
@@ -293,15 +295,17 @@ class GetTable:
             if get_state is not None:
                 get_state.future.set_exception(get_error(get_state.key, message))
             elif (stream := self._streams.pop(message.get_id, None)) is not None:
-                stream[1].fail(get_error(stream[0], message))
+                key, progress = stream
+                progress.fail(get_error(key, message))
         elif isinstance(message, (Layer, Committed)):
             stream = self._streams.get(message.get_id)
             if stream is None:
                 return  # it was released
+            _, progress = stream
             if isinstance(message, Layer):
-                stream[1].announce(message.first, message.digests)
+                progress.announce(message.first, message.digests)
             else:
-                stream[1].commit()
+                progress.commit()
         else:
             unexpected(message)
 
