@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("omni_kvlink")
 
 
-class Choice(NamedTuple):
-    """The transport that a consumer uses ("shm", "ucx", "zmq"), and why."""
-
-    transport: str
-    reason: str
-
-
 class AutoConsumer(ControlConsumer):
     """Connects to the producer over TCP, then chooses the fastest transport that reaches it.
 
@@ -48,15 +41,15 @@ class AutoConsumer(ControlConsumer):
     def __init__(self, name: str, options: Options):
         self._name = name
         self._ucx_transport: UcxTransport | None = None
-        self._choice: Choice | None = None
+        self._choice = "", "not connected yet"  # the transport in use, and why
         self._interrupt_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         super().__init__(ControlAddress("tcp", options.tcp, "auto"), options)
-        self._url = f"auto://{name}?tcp={options.tcp}"
+        self._label = self._url = f"auto://{name}?tcp={options.tcp}"
         keep_freed_memory()
 
     def health(self) -> dict[str, Any]:
         """Return state and counters, as JSON values; `transport` and `why` tell the choice."""
-        transport, reason = self._choice or Choice("", "not connected yet")
+        transport, reason = self._choice
         ucx_stats = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
         return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
 
@@ -78,8 +71,8 @@ class AutoConsumer(ControlConsumer):
             _log.info("%s goes by %s: %s", self._url, *choice)
         return session
 
-    def _choose(self, control: ZmqSession, deadline: float) -> tuple[Session, Choice]:
-        """Return the session to use; the one over TCP if there is no faster one."""
+    def _choose(self, control: ZmqSession, deadline: float) -> tuple[Session, tuple[str, str]]:
+        """Return the session to use, the one over TCP if none is faster; its transport, and why."""
         reasons = []
         for transport, open_session in (("shm", self._open_shm), ("ucx", self._open_ucx)):
             try:
@@ -90,8 +83,8 @@ class AutoConsumer(ControlConsumer):
                 self._check_open()
                 reasons.append(f"no {transport}: {error}")
             else:
-                return session, Choice(transport, "; ".join([reason, *reasons]))
-        return control, Choice("zmq", "; ".join(reasons))
+                return session, (transport, "; ".join([reason, *reasons]))
+        return control, ("zmq", "; ".join(reasons))
 
     def _open_shm(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
         path = socket_path(self._name, self._options.directory)
@@ -162,12 +155,7 @@ def _senders(address: ControlAddress, options: Options) -> list[SenderOpener]:
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:
     consumer = AutoConsumer(name, options) if options.tcp else ShmConsumer(name, options)
-    try:
-        consumer.connect(timeout)
-    except BaseException:
-        consumer.close()
-        raise
-    return consumer
+    return consumer.connect(timeout)
 
 
 BACKEND = Backend(serve=_serve, connect=_connect)

@@ -7,11 +7,12 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.errors import KVLinkError
+from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,11 +67,7 @@ class Options:
 
 
 def refuse_keys(url: str, options: Options) -> None:
-    """Check that no keys were given to a connector that does not encrypt.
-
-    Raises:
-        ValueError: keys were given.
-    """
+    """Raise ValueError if keys were given to a connector that does not encrypt."""
     if options.keys or options.peers:
         raise ValueError(
             f"{url} never leaves this machine, and is not encrypted: leave keys= and peers= out"
@@ -78,7 +75,10 @@ def refuse_keys(url: str, options: Options) -> None:
 
 
 class Connector(ABC):
-    """One end of a link."""
+    """One end of a link, called `label` in errors; it belongs to the process that opened it."""
+
+    def __init__(self, label: str):
+        self._label, self._pid, self._closed = label, os.getpid(), False
 
     @abstractmethod
     def health(self) -> dict[str, Any]:
@@ -87,6 +87,24 @@ class Connector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Refuse new calls, wake waiting ones, free what can be freed; idempotent."""
+
+    def _begin_close(self) -> bool:
+        """Refuse new calls; return whether `close` has more to do: once, and in no forked child."""
+        is_first = not self._closed and os.getpid() == self._pid
+        self._closed = True
+        return is_first
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"link {self._label} belongs to process {self._pid}; "
+                "after fork the child must open its own"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"link {self._label} is closed")
 
 
 class Producer(Connector):
@@ -98,21 +116,14 @@ class Producer(Connector):
         return "", ""
 
     def has_waiting_reader(self, key: str) -> bool:
-        """Return whether a reader that bytes must be sent to waits for `key` now.
-
-        A stream then sends them while the rest is being written.
-        """
+        """Return whether a reader waits for `key` that takes bytes while they are being written."""
         return False
 
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Return memory for one payload, which is then sent from there.
+        """Return memory for one payload, which is then sent from there; `timeout` is in seconds.
 
-        Args:
-            key: of the payload.
-            nbytes: of the payload.
-            timeout: seconds to wait for free memory.
-            draft: bytes of the header that `begin_stream` will be given; 0 if it is not called.
+        `draft`: the length of the header that `begin_stream` will be given; 0 if not called.
 
         Raises:
             DuplicateKeyError: a live payload has this key.
@@ -121,19 +132,13 @@ class Producer(Connector):
 
     @abstractmethod
     def lend(self, lease: Lease) -> Region:
-        """Return the leased memory to a caller that keeps tensors of it beyond `publish`.
-
-        It is not reused before the last view of this region is freed.
-        """
+        """Return the leased memory, which is not reused before the last view of it is freed."""
 
     @abstractmethod
     def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
         """Offer a payload before it is written, to readers that take its layers.
 
-        Args:
-            lease: of the payload.
-            draft: its header without digests; as long as `reserve` was told.
-            readers: that will have it.
+        `draft` is its header without digests, as long as `reserve` was told.
         """
 
     def direct_refusal(self, device: str) -> str:
@@ -149,17 +154,11 @@ class Producer(Connector):
         nbytes: int,
         readers: int,
     ) -> None:
-        """Offer a payload whose tensors are sent from the caller's memory.
+        """Offer a payload whose tensors are sent from the caller's memory, its header from `lease`.
 
-        The tensors are then announced like those of a stream. `publish` returns when every reader
-        was sent all of them: they may be modified again, and the payload cannot be delivered again.
-
-        Args:
-            lease: of the header.
-            draft: the header without digests.
-            tensors: the byte at which each begins in the payload, and its memory.
-            nbytes: of the payload.
-            readers: that will have it.
+        `tensors` are the byte at which each begins in the payload of `nbytes`, and its memory. They
+        are then announced like those of a stream. `publish` returns when every reader was sent all
+        of them: they may be modified again, and the payload cannot be delivered again.
         """
         raise KVLinkError(
             f"this end of the link cannot send directly: {self.direct_refusal('cpu')}"
@@ -167,12 +166,7 @@ class Producer(Connector):
 
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
-        """Announce that the tensors from number `first` on are written.
-
-        Args:
-            lease: of the payload.
-            first: the tensor's number in the manifest.
-            digests: one entry for each tensor that is announced.
+        """Announce that the tensors with these digests are written, from number `first` on.
 
         Raises:
             TransferFailed: the transfer was ended meanwhile.
@@ -184,23 +178,12 @@ class Producer(Connector):
 
     @abstractmethod
     def publish(
-        self,
-        lease: Lease,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        deadline: float = 0.0,
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
     ) -> Receipt:
         """Commit a payload and spend its lease; readers that wait are woken before this returns.
 
-        Args:
-            lease: of the payload, completely written.
-            readers: that will have it.
-            ttl: seconds until it expires.
-            ledger: for the receipt.
-            deadline: of a direct transfer: when to give up waiting for the readers
-                (`time.monotonic`).
+        It expires after `ttl` seconds. A direct transfer waits for its readers until `deadline`
+        (`time.monotonic`).
 
         Raises:
             TransferTimeout: readers still needed the caller's tensors at `deadline`.
@@ -209,33 +192,18 @@ class Producer(Connector):
 
     @abstractmethod
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
-        """Fail the transfer of this lease instead of publishing it.
+        """Fail the transfer of this lease instead of publishing it; later ones of its key go on.
 
-        As `fail`, but later transfers of the same key are not affected.
-
-        Args:
-            lease: of the payload.
-            reason: for the readers.
-            deferred: return before it is done and take no lock: for finalizers.
+        With `deferred` it returns before that is done and takes no lock: for finalizers.
         """
 
     @abstractmethod
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
-        """Fail a key: gets that wait for it, and later ones, raise TransferFailed.
-
-        Args:
-            key: of the payload, which need not exist.
-            reason: for the readers.
-            aborted: say that it was aborted, not that it failed.
-        """
+        """Fail or abort a key, which need not exist: gets of it, also later ones, will raise."""
 
 
 class PendingGet(ABC):
-    """A payload that was requested and has not arrived yet.
-
-    Attributes:
-        future: done when `wait` would return or raise without blocking.
-    """
+    """A payload that was requested; `future` is done when `wait` would not block."""
 
     future: Future[Any]
 
@@ -259,15 +227,10 @@ class Consumer(Connector):
 
     @abstractmethod
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
-        """Request a payload without waiting for it.
-
-        Args:
-            key: of the payload.
-            timeout: seconds to wait for a reconnection, if the producer was lost.
-            streamed: take it while it is being written, layer by layer.
+        """Request a payload without waiting for it; `streamed` takes it while it is being written.
 
         Raises:
-            PeerLostError: the producer was lost and did not return in time.
+            PeerLostError: the producer was lost and did not return within `timeout` seconds.
         """
 
     @abstractmethod

@@ -25,13 +25,7 @@ _ROWS: dict[str, tuple[str, str]] = {
 
 
 def register(scheme: str, target: str, install: str = "") -> None:
-    """Add a connector, or replace one.
-
-    Args:
-        scheme: of its URLs.
-        target: its `Backend`, as "module:attribute".
-        install: the command that installs what it needs.
-    """
+    """Add or replace a connector: its `Backend` as "module:attribute", and how to install it."""
     _ROWS[scheme] = (target, install)
 
 
@@ -41,11 +35,7 @@ def schemes() -> list[str]:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the scheme and the address of a URL: `"shm://bagel"` as `("shm", "bagel")`.
-
-    Raises:
-        ValueError: it is not a link URL.
-    """
+    """Return `("shm", "bagel")` of `"shm://bagel"`; ValueError if it is not a link URL."""
     scheme, separator, address = url.partition("://")
     if not separator or not scheme or not address:
         raise ValueError(f"{url!r} is not a link URL; one looks like shm://name")
@@ -56,8 +46,7 @@ def backend(scheme: str) -> Backend:
     """Return the connector of a scheme.
 
     Raises:
-        UnavailableError: the scheme is unknown, or its connector is not installed or cannot run
-            here; the text names the cure.
+        UnavailableError: it is unknown, not installed or cannot run here; the text names the cure.
     """
     target, install = _ROWS.get(scheme) or _from_entry_points(scheme)
     module, _, attribute = target.partition(":")

@@ -55,14 +55,6 @@ class ControlConsumer(RemoteConsumer):
             self._context.term()
             raise
 
-    def connect(self, timeout: float) -> None:
-        """Open the first session; if that fails, close the consumer."""
-        try:
-            super().connect(timeout)
-        except BaseException:
-            self.close()
-            raise
-
     @abstractmethod
     def _make_session(self) -> ControlSession:
         """Return a new session, not yet connected."""
@@ -147,7 +139,7 @@ class ControlSession(RemoteSession):
 
     def connect(self) -> None:
         """Start connecting; `ready` tells the outcome."""
-        if self.ready.done() or self._over:
+        if self.ready.done() or self.is_closed:
             return
         try:
             callbacks = self._on_frames, self._on_event, self._on_idle

@@ -33,11 +33,8 @@ class _Part:
 class DirectSource:
     """The parts of one payload that is sent from its caller's tensors.
 
-    Args:
-        head: The memory of the header and, behind it, of its draft.
-        header: Bytes of the header.
-        tensors: Where each begins in the payload, and its memory; in the payload's order.
-        nbytes: The length of the payload.
+    `head` is the memory of the header (`header` bytes) and, behind it, of its draft; `tensors` say
+    where each begins in the payload of `nbytes`, and its memory, in the payload's order.
     """
 
     def __init__(
@@ -45,7 +42,9 @@ class DirectSource:
     ):
         self._parts = [_Part(0, header, head.slice(0, header))]
         for start, tensor in tensors:
-            self._pad(start)
+            gap = start - self._parts[-1].stop
+            if gap > 0:  # the format has no gaps: these bytes are padding
+                self._parts.append(_Part(start - gap, start, _PADDING.slice(0, gap)))
             if tensor.nbytes:
                 self._parts.append(_Part(start, start + tensor.nbytes, tensor, True))
         draft = head.nbytes - header
@@ -57,8 +56,7 @@ class DirectSource:
     def find(self, start: int, stop: int) -> Region:
         """Return the memory of these bytes.
 
-        Raises:
-            WireError: They lie in two parts or in none, or the caller has the tensor back.
+        Raises WireError if they lie in two parts or in none, or the caller has the tensor back.
         """
         part = self._at(start)
         region = part.region  # read once: another thread may clear it
@@ -83,12 +81,6 @@ class DirectSource:
         for part in self._parts:
             if part.is_tensor:
                 part.region = None
-
-    def _pad(self, stop: int) -> None:
-        """Add the padding up to `stop`: the format has no gaps."""
-        start = self._parts[-1].stop
-        if start < stop:
-            self._parts.append(_Part(start, stop, _PADDING.slice(0, stop - start)))
 
     def _at(self, start: int) -> _Part:
         at = bisect.bisect_right(self._parts, start, key=lambda part: part.start)

@@ -23,12 +23,7 @@ Label = TypeVar("Label")
 
 
 class FetchLimits(NamedTuple):
-    """How a consumer fetches.
-
-    Attributes:
-        chunk: Bytes to request at a time.
-        window: Bytes that may be requested and not yet received.
-    """
+    """Bytes that a consumer requests at a time, and may have requested and not yet received."""
 
     chunk: int
     window: int
@@ -43,7 +38,7 @@ class RangeSet:
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges between `start` and `stop` that are not in the set."""
         found, at = [], start
-        for first, last in self._near(start, stop):
+        for first, last in self._ranges[self._near(start, stop)]:
             if first > at:
                 found.append((at, first))
             at = max(at, last)
@@ -55,38 +50,24 @@ class RangeSet:
 
     def add(self, start: int, stop: int) -> None:
         """Add the integers from `start` to `stop`, without `stop`."""
-        if start >= stop:
-            return
-        near = self._near(start, stop)
-        at = bisect.bisect_left(self._ranges, near[0]) if near else self._after(start)
-        first, last = min([start, *(a for a, _ in near)]), max([stop, *(b for _, b in near)])
-        self._ranges[at : at + len(near)] = [(first, last)]
+        if start < stop:
+            near = self._near(start, stop)
+            joined = [(start, stop), *self._ranges[near]]
+            self._ranges[near] = [(min(a for a, _ in joined), max(b for _, b in joined))]
 
-    def _after(self, start: int) -> int:
-        return bisect.bisect_left(self._ranges, (start, start))
-
-    def _near(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges that overlap or touch `start` to `stop`."""
-        at = self._after(start)
+    def _near(self, start: int, stop: int) -> slice:
+        """Return where the ranges are that overlap or touch `start` to `stop`."""
+        at = bisect.bisect_left(self._ranges, (start, start))
         if at and self._ranges[at - 1][1] >= start:
             at -= 1
         end = at
         while end < len(self._ranges) and self._ranges[end][0] <= stop:
             end += 1
-        return self._ranges[at:end]
+        return slice(at, end)
 
 
 class FetchPlan(Generic[Label]):
-    """The bytes of one payload that a consumer fetches into its own memory.
-
-    Args:
-        nbytes: The length of the payload, and of a draft behind it.
-        chunk: Bytes to request at a time.
-
-    Attributes:
-        pending_nbytes: Bytes that were requested and have not arrived.
-        received_nbytes: Bytes that have arrived.
-    """
+    """The bytes of a payload and its draft header that a consumer fetches into its memory."""
 
     def __init__(self, nbytes: int, chunk: int = CHUNK):
         self.nbytes, self._chunk = nbytes, chunk
@@ -102,16 +83,7 @@ class FetchPlan(Generic[Label]):
         return bool(self._queue) or self.pending_nbytes > 0
 
     def request(self, start: int, stop: int, label: Label) -> None:
-        """Plan to fetch these bytes, after those planned before.
-
-        Args:
-            start: The first byte.
-            stop: The byte behind the last.
-            label: What `pop_complete` yields when all of these bytes have arrived.
-
-        Raises:
-            ValueError: The payload has no such bytes.
-        """
+        """Plan to fetch these bytes after earlier ones; then `pop_complete` yields `label`."""
         if not 0 <= start <= stop <= self.nbytes:
             raise ValueError(f"bytes {start}…{stop} of {self.nbytes}")
         self._queue.extend(self._planned.gaps(start, stop))
@@ -137,11 +109,7 @@ class FetchPlan(Generic[Label]):
         return start, cut
 
     def on_received(self, start: int, nbytes: int) -> None:
-        """Record that bytes have been written to the payload's memory.
-
-        Raises:
-            WireError: They were not requested, or arrived before.
-        """
+        """Record that bytes have been written to the payload's memory; WireError as of `check`."""
         self.check(start, nbytes)
         stop = start + nbytes
         self._received.add(start, stop)
@@ -150,11 +118,7 @@ class FetchPlan(Generic[Label]):
         self._update(stop)
 
     def check(self, start: int, nbytes: int) -> None:
-        """Check bytes that arrived, before anything is written.
-
-        Raises:
-            WireError: They were not requested, or arrived before.
-        """
+        """Raise WireError if bytes, not written yet, were not requested or arrived before."""
         stop = start + nbytes
         if nbytes <= 0 or not self._requested.covers(start, stop):
             raise WireError(f"bytes {start}…{stop} arrived, which were not requested")

@@ -38,16 +38,12 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
 
-NEVER_ANNOUNCED = "never announced by the producer"
-
 
 class Progress:
     """How much of a streamed payload is there; tensors are numbered as in the manifest.
 
-    Thread-safe: the connection's thread reports, any other thread waits.
-
-    Attributes:
-        whole: ends with the commit, or with the error that ended the stream.
+    Thread-safe: the connection's thread reports, any other thread waits. `whole` ends with the
+    commit, or with the error that ended the stream.
     """
 
     def __init__(self) -> None:
@@ -61,11 +57,7 @@ class Progress:
         self.whole.set_running_or_notify_cancel()
 
     def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are there.
-
-        Raises:
-            WireError: these are more than any payload has, or one of them is there already.
-        """
+        """The tensors from number `first` on are there; WireError if a payload cannot have them."""
         numbers = range(first, first + len(digests))
         with self._lock:
             self._nbytes += sum(map(len, digests))
@@ -130,10 +122,11 @@ class Progress:
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
-    Args:
+    Then `release` is called once, in any thread: it must neither block nor take a lock.
+
+    Attributes:
         key: of the payload.
-        region: its bytes.
-        release: tells the producer; called once, from any thread; must not block or lock.
+        region: its bytes; None once it was released.
         draft: of a payload that is still being written: its header without digests.
         progress: of a payload that is still being written; None if it is complete.
         copies: times its bytes were copied in this process.
@@ -183,20 +176,14 @@ class Delivery:
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
 
-    Attributes:
-        get_id: its number within the connection.
-        key: of the payload.
-        streamed: whether it takes the payload while that is written.
-        inbound: of a connector that brings the bytes here first: their transfer.
-        phase: how far the payload was when it was last heard of, for errors.
-        started: when it was requested (`time.monotonic`).
-        progress: of the payload, if it was offered while being written.
+    `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
+    payload was when it was last heard of, is for errors.
     """
 
     def __init__(self, get_id: int, key: str, streamed: bool = False):
         self.get_id, self.key, self.streamed = get_id, key, streamed
         self.inbound: object = None
-        self.phase = NEVER_ANNOUNCED
+        self.phase = "never announced by the producer"
         self.started = time.monotonic()
         self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
@@ -216,16 +203,15 @@ class GetState:
 class GetTable:
     """The gets of one connection; thread-safe.
 
-    Args:
-        send: takes a message for the producer; must not block.
-        post: takes one from a finalizer: it must not even take a lock.
+    `send` takes a message for the producer and must not block; `post` takes one from a finalizer
+    and must not even take a lock.
     """
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
         self._lock = threading.Lock()
         self._waiting: dict[int, GetState] = {}
-        self._streams: dict[int, GetState] = {}
+        self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
         self._error: KVLinkError | None = None
@@ -236,15 +222,9 @@ class GetTable:
         return len(self._waiting)
 
     def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
-        """Request a payload from the producer.
+        """Request a payload; raises PeerLostError if the connection has ended.
 
-        Args:
-            key: of the payload.
-            streamed: take it while it is being written.
-            early: its bytes may be sent while it is being written, although it is taken whole.
-
-        Raises:
-            PeerLostError: the connection has ended.
+        `early`: its bytes may be sent while it is being written, although it is taken whole.
         """
         with self._lock:
             if self._error is not None:
@@ -263,13 +243,7 @@ class GetTable:
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
-        """Block until the answer comes, `timeout` seconds at most.
-
-        Raises:
-            TransferTimeout: no answer in time; the get is cancelled.
-            TransferFailed: the producer failed or aborted it, or it expired.
-            PeerLostError: the connection ended.
-        """
+        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
         try:
             return get_state.future.result(max(0.0, timeout))
         except FutureTimeout as error:
@@ -297,10 +271,8 @@ class GetTable:
     def on_message(self, message: Message) -> None:
         """Handle a message of the producer: wake the get that it is for.
 
-        An offer for a get that was cancelled is released unread.
-
-        Raises:
-            WireError: a producer must not send it.
+        An offer for a get that was cancelled is released unread. Raises WireError if a producer
+        must not send the message.
         """
         if isinstance(message, Status):
             with self._lock:
@@ -316,24 +288,24 @@ class GetTable:
                 self._leased.add(message.get_id)
                 if message.draft:
                     get_state.progress = Progress()
-                    self._streams[message.get_id] = get_state
+                    self._streams[message.get_id] = get_state.key, get_state.progress
                 get_state.future.set_result(message)
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
                 get_state.future.set_exception(get_error(get_state.key, message))
-                return
-            get_state = self._streams.pop(message.get_id, None)
-            if get_state is not None and get_state.progress is not None:
-                get_state.progress.fail(get_error(get_state.key, message))
+            elif (stream := self._streams.pop(message.get_id, None)) is not None:
+                key, progress = stream
+                progress.fail(get_error(key, message))
         elif isinstance(message, (Layer, Committed)):
-            get_state = self._streams.get(message.get_id)
-            if get_state is None or get_state.progress is None:
-                return  # a stream that was released
+            stream = self._streams.get(message.get_id)
+            if stream is None:
+                return  # it was released
+            _, progress = stream
             if isinstance(message, Layer):
-                get_state.progress.announce(message.first, message.digests)
+                progress.announce(message.first, message.digests)
             else:
-                get_state.progress.commit()
+                progress.commit()
         else:
             unexpected(message)
 
@@ -348,11 +320,7 @@ class GetTable:
         self._fail_streams(error, key)
 
     def close(self, error: KVLinkError) -> list[GetState]:
-        """Fail every waiting get, every stream and every later get: the connection has ended.
-
-        Returns:
-            The gets that were waiting.
-        """
+        """Fail all gets, also later ones, and all streams; return the gets that were waiting."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -364,14 +332,10 @@ class GetTable:
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
-            get_state = self._streams.get(get_id)
-            if (
-                get_state is not None
-                and get_state.progress is not None
-                and key in (None, get_state.key)
-            ):
+            stream = self._streams.get(get_id)
+            if stream is not None and key in (None, stream[0]):
                 self._streams.pop(get_id, None)
-                get_state.progress.fail(error)
+                stream[1].fail(error)
 
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:

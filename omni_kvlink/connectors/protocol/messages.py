@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import msgspec
 
-from omni_kvlink._version import __version__
 from omni_kvlink.errors import WireError
 
 if TYPE_CHECKING:
@@ -38,24 +37,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides, first message: protocol versions, process identity, run of the producer.
+    """Both sides, first message: protocol versions, run of the process, how bytes can be had.
 
-    Attributes:
-        versions: the lowest and the highest protocol version spoken.
-        boot_id: of the kernel.
-        pid: of the process; pids are reused, the start time tells two apart.
-        started: of the process, in clock ticks since boot.
-        nonce: of one run of a producer; the same at each of its listeners.
-        library: version of this package.
-        transports: of a producer, those by which its bytes can be had: "shm", "ucx", "zmq".
+    A producer's `incarnation` is the same at each of its listeners; a consumer that receives its
+    own is connected with itself. `transports` are a producer's: "shm", "ucx", "zmq".
     """
 
     versions: tuple[Number, Number]
-    boot_id: Text
-    pid: Number
-    started: Number
     incarnation: Text
-    library: Text
     transports: tuple[Text, ...] = ()
 
 
@@ -69,10 +58,8 @@ class Refused(_Message, frozen=True, array_like=True, tag=True):
 class Get(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: requests the payload `key`, now or when it is published.
 
-    Attributes:
-        get_id: the consumer's number of this get; unique within the connection.
-        key: of the payload.
-        streamed: offer it while it is still being written, too.
+    `get_id` is the consumer's number of this get, unique within the connection. `streamed`: offer
+    it while it is still being written, too.
     """
 
     get_id: Number
@@ -110,13 +97,10 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 class Offer(_Message, frozen=True, array_like=True, tag=True):
     """Producer: the payload of a get lies here and is leased to the consumer until its `Release`.
 
-    Attributes:
-        get_id: of the get that it answers.
-        epoch: of the transfer; a key that is put again has another one.
-        location: of the payload.
-        draft: bytes of a header without digests that lies behind the payload. 0 if the payload is
-            committed; else its layers are announced one by one, and at last its commit.
-        direct: its bytes are sent from the caller's tensors, and are valid after the commit only.
+    A key that is put again has another epoch. `draft` counts the bytes of a header without digests
+    that lies behind the payload: 0 if the payload is committed; else its layers are announced one
+    by one, and at last its commit. The bytes of a `direct` one are sent from the caller's tensors,
+    and are valid after the commit only.
     """
 
     get_id: Number
@@ -135,10 +119,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
 class Layer(_Message, frozen=True, array_like=True, tag=True):
     """Producer: of a streamed payload the tensors from number `first` on are written.
 
-    Attributes:
-        get_id: of the get that was offered the payload.
-        first: number of the first tensor, in the manifest's order.
-        digests: one entry a tensor: four bytes a MiB, as in the manifest; b"" if digests are off.
+    One digest a tensor: four bytes a MiB, as in the manifest; b"" if digests are off.
     """
 
     get_id: Number
@@ -168,14 +149,7 @@ class Failed(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Release(_Message, frozen=True, array_like=True, tag=True):
-    """Consumer: ends its lease.
-
-    Attributes:
-        get_id: of the get.
-        epoch: of the transfer, as offered.
-        outcome: "read"; "unread", so that another consumer may have it; or "rejected".
-        reason: of a rejection.
-    """
+    """Consumer: ends its lease; "unread": another consumer may have it; "rejected" for `reason`."""
 
     get_id: Number
     epoch: Number
@@ -204,11 +178,9 @@ class Chunk(_Message, frozen=True, array_like=True, tag=True):
 
 
 class TransportAddress(_Message, frozen=True, array_like=True, tag=True):
-    """Both sides: the address of this side in the transport that carries the bytes.
+    """Both sides: the address of this side, as the transport that carries the bytes writes it.
 
-    Attributes:
-        address: as the transport writes it.
-        secret: of a consumer: it is part of the tag of each message of this connection.
+    A consumer's secret is part of the tag of each message of this connection.
     """
 
     address: Address
@@ -222,27 +194,14 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
     reason: Text
 
 
-Message: TypeAlias = (
-    Hello
-    | Refused
-    | Get
-    | Cancel
-    | Memory
-    | Retire
-    | Offer
-    | Layer
-    | Committed
-    | Status
-    | Failed
-    | Release
-    | FetchRange
-    | Chunk
-    | TransportAddress
-    | Abort
+FromConsumer: TypeAlias = Get | Cancel | Release | FetchRange | Abort
+FromProducer: TypeAlias = (
+    Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk
 )
+Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type, unused-ignore]
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type, unused-ignore]
 
 
 def encode(message: Message) -> bytes:
@@ -251,16 +210,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the one message that `data` holds.
-
-    Raises:
-        WireError: it is not exactly one message of a known kind.
-    """
+    """Return the message that `data` holds; WireError if it is not exactly one, of a known kind."""
     try:
-        message: Message = _DECODER.decode(data)
+        return _DECODER.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error}") from None
-    return message
 
 
 def shorten(reason: str) -> str:
@@ -269,11 +223,8 @@ def shorten(reason: str) -> str:
 
 
 def own_hello(incarnation: str = "", transports: tuple[str, ...] = ()) -> Hello:
-    """Return the Hello of this process: boot id, pid and start time together are unique."""
-    incarnation = incarnation or os.urandom(8).hex()
-    return Hello(
-        PROTOCOL, _boot_id(), os.getpid(), _start_time(), incarnation, __version__, transports
-    )
+    """Return the Hello of this side; a random incarnation tells a consumer's from every other."""
+    return Hello(PROTOCOL, incarnation or os.urandom(8).hex(), transports)
 
 
 def common_version(theirs: tuple[int, int]) -> int | None:
@@ -299,31 +250,7 @@ def write_head(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> Non
 
 
 def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:
-    """Return whether a slot holds the payload that was offered.
-
-    Args:
-        slot: its memory.
-        epoch: of the transfer, as offered.
-        nbytes: of the payload, as offered.
-        committed: whether it must be complete; else it may also be in the making.
-    """
+    """Return whether a slot holds the payload that was offered, and completely if `committed`."""
     head = bytes(slot.view()[: _HEAD.size])
     whole = _HEAD.pack(_MAGIC, epoch, nbytes, epoch)
     return head == whole or (not committed and head == _HEAD.pack(_MAGIC, epoch, nbytes, 0))
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
-
-
-def _start_time() -> int:
-    """Return the clock ticks from boot to this process's start."""
-    try:
-        with open("/proc/self/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0

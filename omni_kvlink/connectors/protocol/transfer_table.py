@@ -6,25 +6,23 @@
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
-A STREAMING transfer is offered to consumers that take layers while it is written; each layer is
-announced to them.
+A STREAMING transfer is offered to consumers that take layers while it is written.
 
-The table is driven by calls. It answers through `send` and `free`, both called under the owner's
-lock, so neither may block or call back. Time is an argument (`time.monotonic` seconds), so that
-tests can drive the table with a clock of their own.
+`send` and `free` are called under the owner's lock: neither may block or call back. Time is an
+argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -38,9 +36,6 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.direct_source import DirectSource
 
 MAX_TOMBSTONES = 4096
 """Failed or expired keys that are remembered, so that a later get learns the reason."""
@@ -78,46 +73,33 @@ _PHASES = {
 }
 
 
+@dataclass(eq=False)
 class Transfer:
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
 
-    Attributes:
-        state: changed by the `TransferTable` only.
-        reason: why it failed or expired.
-        location: of the payload, once it may be offered.
-        draft: bytes of the header without digests behind the payload; 0 unless it is streamed.
-        layers: announced so far: the number of the first tensor, and the tensors' digests.
-        expires: when it expires unless every reader has it (`time.monotonic`).
-        unclaimed: readers that were declared and have no lease.
-        is_committed: whether the payload is complete.
-        leases: the gets that hold it.
-        pins: disconnected peers whose process may still read the memory.
-        has_writer: whether the producer may still write to the memory.
-        is_lent: whether the caller keeps tensors of the memory.
-        done: set when `state` is final.
-        direct: the caller's tensors that it is sent from, if it is a direct transfer.
-        all_sent: of a direct transfer: set when `is_sent` may have become true.
-        block: of the owner's memory; None once that was freed.
+    Only the `TransferTable` changes its state.
     """
 
-    def __init__(self, key: str, epoch: int):
-        self.key, self.epoch = key, epoch
-        self.state = TransferState.RESERVED
-        self.reason = ""
-        self.location: Location | None = None
-        self.draft = 0
-        self.layers: list[tuple[int, tuple[bytes, ...]]] = []
-        self.expires = float("inf")
-        self.unclaimed = 0
-        self.is_committed = False
-        self.leases: set[Claim] = set()
-        self.pins: set[Peer] = set()
-        self.has_writer = True
-        self.is_lent = False
-        self.done = threading.Event()
-        self.direct: DirectSource | None = None
-        self.all_sent = threading.Event()
-        self.block: object = None
+    key: str
+    epoch: int
+    state: TransferState = TransferState.RESERVED
+    reason: str = ""  # why it failed or expired
+    location: Location | None = None  # once it may be offered
+    draft: int = 0  # bytes of the header without digests behind the payload, if it is streamed
+    # Announced so far: the number of the first tensor, and the tensors' digests.
+    layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
+    unclaimed: int = 0  # readers that were declared and have no lease
+    is_committed: bool = False  # whether the payload is complete
+    leases: set[Claim] = field(default_factory=set)
+    pins: set[Peer] = field(default_factory=set)  # disconnected, but may still read the memory
+    has_writer: bool = True  # whether the producer may still write to the memory
+    is_lent: bool = False  # whether the caller keeps tensors of the memory
+    done: threading.Event = field(default_factory=threading.Event)  # set in a final state
+    direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
+    # Of a direct transfer: set when `is_sent` may have become true.
+    all_sent: threading.Event = field(default_factory=threading.Event)
+    block: object = None  # of the owner's memory, until that is freed
 
     @property
     def is_sent(self) -> bool:
@@ -127,11 +109,7 @@ class Transfer:
         return not self.unclaimed and all(map(self.direct.has_sent_all, self.leases))
 
     def wait_sent(self, deadline: float) -> None:
-        """Block until `is_sent` may be true, or the transfer has ended.
-
-        Raises:
-            TransferTimeout: neither happened before `deadline` (`time.monotonic`).
-        """
+        """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
         left = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
         if not self.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
@@ -147,14 +125,8 @@ class Transfer:
         """Whether it is complete and readers are missing."""
         return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
 
-    def is_for(self, streamed: bool) -> bool:
-        """Return whether it can be offered now to a get that takes streams, or does not."""
-        return self.is_offerable or (
-            streamed and self.unclaimed > 0 and self.state is TransferState.STREAMING
-        )
 
-
-@dataclasses.dataclass
+@dataclass
 class Ledger:
     """What one side of one transfer cost: bytes, copies and seconds.
 
@@ -174,7 +146,7 @@ class Ledger:
     copier: str = ""
     instructions: str = ""
     digests: str = "off"
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -196,8 +168,7 @@ class Ledger:
 class Receipt:
     """The producer's view of a payload that was put: its state, and a way to wait for its release.
 
-    Attributes:
-        ledger: what the put cost.
+    `ledger` tells what the put cost.
     """
 
     def __init__(self, transfer: Transfer, ledger: Ledger):
@@ -220,10 +191,7 @@ class Receipt:
         return self._transfer.done.is_set()
 
     def wait(self, *, timeout: float) -> None:
-        """Block until every declared reader has released the payload.
-
-        Args:
-            timeout: seconds to wait at most.
+        """Block until every declared reader has released the payload, `timeout` seconds at most.
 
         Raises:
             TransferFailed: it failed, was aborted or rejected, or expired.
@@ -252,14 +220,9 @@ class Receipt:
 class TransferTable:
     """All transfers of a producer, and the gets that wait for them.
 
-    Not thread-safe: every call is made with the owner's lock held.
-
-    Args:
-        send: takes a message for a peer; may drop it if the peer is gone.
-        free: called when a transfer's memory may be reused.
-
-    Attributes:
-        counters: of events since the start.
+    Not thread-safe: every call is made with the owner's lock held. `send` takes a message for a
+    peer, and may drop it if the peer is gone; `free` is called when a transfer's memory may be
+    reused. `counters` count events since the start.
     """
 
     def __init__(self, send: Callable[[Peer, Message], None], free: Callable[[Transfer], None]):
@@ -277,11 +240,7 @@ class TransferTable:
     # Calls of the producer itself
 
     def reserve(self, key: str) -> Transfer:
-        """Start a transfer whose payload is not written yet.
-
-        Raises:
-            DuplicateKeyError: a live payload has this key.
-        """
+        """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
         other = self._live.get(key)
         if other is not None:
             raise DuplicateKeyError(
@@ -296,16 +255,12 @@ class TransferTable:
         return transfer
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
-        """End a transfer that was not committed; after `commit` this changes nothing.
+        """End a transfer that is not written to any more; after `commit` this changes nothing.
 
         Readers of a stream are told. No other transfer of the same key is touched: this one may
-        have ended long before, and the key may have been put again.
-
-        Args:
-            transfer: it will not be written to any more.
-            reason: fails the gets that wait for the key, and those of the next
-                `TOMBSTONE_SECONDS`. Without one they go on waiting for another payload.
-            now: the time, if there is a reason.
+        have ended long before, and the key may have been put again. A `reason` fails the gets that
+        wait for the key, and those of the next `TOMBSTONE_SECONDS` from `now` on; without one they
+        go on waiting for another payload.
         """
         if not transfer.has_writer:
             return
@@ -331,16 +286,9 @@ class TransferTable:
     ) -> None:
         """Offer a payload that is still being written, to gets that take streams.
 
-        Args:
-            transfer: reserved.
-            location: of the payload.
-            draft: bytes of its header without digests, which lies behind it.
-            readers: that will have it.
-            direct: the caller's tensors that it is sent from. It may be committed as soon as
-                `Transfer.is_sent`, and cannot be delivered again after that.
-
-        Raises:
-            TransferFailed: the transfer was aborted meanwhile.
+        With `direct` it is sent from the caller's tensors: it may be committed as soon as
+        `Transfer.is_sent`, and cannot be delivered again after that. Raises TransferFailed if the
+        transfer was aborted meanwhile.
         """
         self._check_writing(transfer)
         transfer.direct = direct
@@ -351,8 +299,7 @@ class TransferTable:
     def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
         """Tell the readers of a stream that the tensors from number `first` on are written.
 
-        Raises:
-            TransferFailed: the transfer was aborted, or a reader rejected it.
+        Raises TransferFailed if the transfer was aborted, or a reader rejected it.
         """
         self._check_writing(transfer)
         transfer.layers.append((first, digests))
@@ -362,10 +309,8 @@ class TransferTable:
     def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
         """Offer a complete payload to `readers` readers until `expires`.
 
-        Of a stream, `begin_stream` set the location and the readers.
-
-        Raises:
-            TransferFailed: it was aborted while it was being written.
+        Of a stream, `begin_stream` set the location and the readers. Raises TransferFailed if it
+        was aborted while it was being written.
         """
         self._check_writing(transfer)
         if transfer.state is TransferState.RESERVED:
@@ -451,9 +396,8 @@ class TransferTable:
             return
         claims = self._waiting.get(key, OrderedDict())
         if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
-            self._send(
-                peer, Failed(get_id, f"more than {MAX_WAITING} readers wait already", "failed")
-            )
+            reason = f"more than {MAX_WAITING} readers wait already"
+            self._send(peer, Failed(get_id, reason, "failed"))
             return
         self._waiting.setdefault(key, claims)[claim] = streamed
         if transfer is not None:
@@ -480,8 +424,7 @@ class TransferTable:
             self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
-            self._end(transfer, TransferState.FAILED, f"a reader rejected it: {reason}", "failed")
-            self._add_tombstone(transfer.key, transfer.reason, "failed", now)
+            self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
         self._end_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
 
     def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
@@ -500,10 +443,7 @@ class TransferTable:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
 
         The payloads can be delivered again and end as they would; only their memory is not reused
-        until `on_peer_lost`.
-
-        Returns:
-            Whether there is such memory.
+        until `on_peer_lost`. Returns whether there is such memory.
         """
         self.cancel_gets(peer)
         for transfer, claim in self._leases_of(peer):
@@ -540,7 +480,7 @@ class TransferTable:
         for claim, streamed in list(self._waiting.get(transfer.key, {}).items()):
             if not transfer.unclaimed:
                 return
-            if transfer.is_for(streamed):
+            if streamed or transfer.state is not TransferState.STREAMING:
                 self._remove_waiting(transfer.key, claim)
                 self._lease(transfer, transfer.location, claim)
 
@@ -568,21 +508,17 @@ class TransferTable:
             return
         if redeliver and transfer.is_committed and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
-            self._end(transfer, TransferState.FAILED, reason, "failed")
-            self._add_tombstone(transfer.key, reason, "failed", self._now)
+            self.fail(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
-        if transfer.state is TransferState.LEASED and transfer.unclaimed and not transfer.leases:
+        is_idle = transfer.state is TransferState.LEASED and not transfer.leases
+        if is_idle and transfer.unclaimed:
             transfer.state = TransferState.COMMITTED
         if redeliver:
             self._offer(transfer)
-        elif (
-            transfer.state is TransferState.LEASED
-            and not transfer.unclaimed
-            and not transfer.leases
-        ):
+        elif is_idle and not transfer.unclaimed:
             self._end(transfer, TransferState.RELEASED, "", "closed")
         self._check_sent(transfer)
 
@@ -591,9 +527,9 @@ class TransferTable:
             transfer.all_sent.set()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
-        """Reach a final state; free the memory, now or when nothing uses it any more.
+        """Reach a final state; readers of an unfinished stream are told.
 
-        Readers of an unfinished stream are told. A committed payload stays with its readers.
+        A committed payload stays with its readers; its memory is freed when nothing uses it.
         """
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +17,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Location,
     Message,
-    Offer,
     Refused,
     common_version,
     holds,
@@ -45,28 +43,15 @@ _RECONNECT_SECONDS = 0.5
 
 
 class Session(ABC):
-    """One connection to one run of a producer.
-
-    Attributes:
-        inbox: the gets of this connection.
-        nonce: identifies the run of the producer.
-    """
+    """One connection to one run of a producer, which `incarnation` identifies."""
 
     get_table: GetTable
     incarnation: str
-
-    @property
-    @abstractmethod
-    def is_closed(self) -> bool:
-        """Whether the connection has ended."""
+    is_closed = False
 
     @abstractmethod
     def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload; does not block.
-
-        Raises:
-            PeerLostError: the connection has ended.
-        """
+        """Request a payload; does not block. Raises PeerLostError if the connection has ended."""
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -85,11 +70,7 @@ class Session(ABC):
 
 
 class SessionGet(PendingGet):
-    """A get of one session.
-
-    Attributes:
-        session: where it was requested.
-    """
+    """A get, and the session where it was requested."""
 
     session: Session
 
@@ -101,45 +82,36 @@ class MappedSession(Session):
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
 
-        Raises:
-            WireError: there is no such memory.
+        Raises WireError if there is no such memory.
         """
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload; does not block."""
+        """Request a payload, which is mapped when it is offered."""
         return MappedGet(self, self.get_table.request(key, streamed=streamed))
 
 
 class MappedGet(SessionGet):
     """A get of a payload that lies in memory which both sides map."""
 
+    session: MappedSession
+
     def __init__(self, session: MappedSession, get_state: GetState):
-        self.session = self._session = session
-        self._get_state = get_state
-        self.future = get_state.future
+        self.session, self._get_state, self.future = session, get_state, get_state.future
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
-        left = self._get_state.started + timeout - time.monotonic()
-        return self._deliver(self._session.get_table.wait(self._get_state, left))
-
-    def cancel(self) -> None:
-        """Withdraw the request, or release the offer unread."""
-        get_state, get_table = self._get_state, self._session.get_table
-        if not get_table.cancel(get_state) and get_state.future.exception() is None:
-            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
-
-    def _deliver(self, offer: Offer) -> Delivery:
-        release = partial(self._session.get_table.release, self._get_state.get_id, offer.epoch)
+        get_state, get_table = self._get_state, self.session.get_table
+        offer = get_table.wait(get_state, get_state.started + timeout - time.monotonic())
+        release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
             nbytes, draft = offer.location.nbytes, offer.draft
             if draft > 8 + MAX_HEADER:  # it will be copied
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
-            slot = self._session.slot(offer.location, draft)
+            slot = self.session.slot(offer.location, draft)
             if not holds(slot, offer.epoch, nbytes, committed=not draft):
-                raise IntegrityError(f"the slot offered for {self._get_state.key!r} holds another")
+                raise IntegrityError(f"the slot offered for {get_state.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
             if fault_points.enabled:
@@ -147,41 +119,46 @@ class MappedGet(SessionGet):
         except BaseException as error:
             release("rejected", shorten(repr(error)))
             raise
-        progress = self._get_state.progress
-        return Delivery(self._get_state.key, region, release, draft=header, progress=progress)
+        progress = get_state.progress
+        return Delivery(get_state.key, region, release, draft=header, progress=progress)
+
+    def cancel(self) -> None:
+        """Withdraw the request, or release the offer unread."""
+        get_state, get_table = self._get_state, self.session.get_table
+        if not get_table.cancel(get_state) and get_state.future.exception() is None:
+            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
 
 
 class SessionConsumer(Consumer):
     """A consumer that reconnects to its producer after a restart; subclasses open the sessions."""
 
     def __init__(self, url: str):
+        super().__init__(url)
         self._url = url
-        self._pid = os.getpid()
-        self._closed = False
         self._opening = threading.Lock()
         self._session: Session | None = None
         self._sessions = 0
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
-        """Wait for a producer and complete the handshake.
+        """Wait for a producer and complete the handshake, both within `timeout` seconds.
 
-        Args:
-            timeout: seconds to wait for both.
-            no_wait: do not wait for a producer, only for the answer of one that is there.
-
-        Raises:
-            TransferTimeout: no producer in time.
-            ClosedError: the link was closed meanwhile.
+        With `no_wait` only for the answer of a producer that is there. Raises TransferTimeout, or
+        ClosedError if the link was closed meanwhile.
         """
 
     def _interrupt(self) -> None:
         """Wake a thread that waits in `_open`: the link was closed."""
 
-    def connect(self, timeout: float) -> None:
-        """Open the first session; later ones are opened by the calls that need them."""
-        self._session = self._open(timeout)
+    def connect(self, timeout: float) -> Consumer:
+        """Open the first session and return this consumer; close it if that fails."""
+        try:
+            self._session = self._open(timeout)
+        except BaseException:
+            self.close()
+            raise
         self._sessions = 1
+        return self
 
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         """Request a payload; blocks only while it reconnects."""
@@ -197,12 +174,8 @@ class SessionConsumer(Consumer):
             if self._session is old and old.is_closed:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
-            session = self._session
-            return (
-                session is not None
-                and session is not old
-                and session.incarnation == old.incarnation
-            )
+            new = self._session
+            return new is not None and new is not old and new.incarnation == old.incarnation
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:
@@ -232,26 +205,12 @@ class SessionConsumer(Consumer):
 
     def close(self) -> None:
         """Close the session; waiting calls raise ClosedError."""
-        if self._closed or os.getpid() != self._pid:
-            self._closed = True
+        if not self._begin_close():
             return
-        self._closed = True
         self._interrupt()
         with self._opening:
             if self._session is not None:
                 self._session.close()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"link {self._url} belongs to process {self._pid}; "
-                "after fork the child must open its own"
-            )
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise ClosedError(f"link {self._url} is closed")
 
     def _live_session(self, timeout: float) -> Session:
         """Return the session, a new one if the last has ended."""
@@ -275,13 +234,7 @@ class SessionConsumer(Consumer):
 
 
 def check_hello(url: str, message: Message) -> Hello:
-    """Return the producer's answer to Hello, if it is one that this side can work with.
-
-    Raises:
-        ConnectorError: the producer refused this process.
-        VersionError: there is no common protocol version.
-        WireError: it is no answer to Hello.
-    """
+    """Return the producer's answer to Hello, if it is one that this side can work with."""
     if isinstance(message, Refused) and common_version(message.versions) is not None:
         raise ConnectorError(f"{url} refused this process: {message.reason}")
     if not isinstance(message, (Hello, Refused)):

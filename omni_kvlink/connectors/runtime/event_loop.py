@@ -41,16 +41,12 @@ def _ignore(error: BaseException) -> None:
 
 
 class EventLoop:
-    """A daemon thread around a selector.
+    """A daemon thread around a selector; handlers and `tick` run in it.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and
-    writes an eventfd. Handlers and `tick` run in the loop's thread.
-
-    Args:
-        name: of the thread.
-        tick: does what is due at the time it is given, and returns when to call it again
-            (`time.monotonic`).
-        crashed: called with an error that ends the thread, so that waiting calls can be failed.
+    writes an eventfd. `tick` does what is due at the time it is given, and returns when to call it
+    again (`time.monotonic`). `crashed` is called with an error that ends the thread, so that
+    waiting calls can be failed.
     """
 
     def __init__(
@@ -103,13 +99,6 @@ class EventLoop:
         """Whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
 
-    def drain(self, timeout: float) -> None:
-        """Block until all pending calls have run, `timeout` seconds at most."""
-        done = threading.Event()
-        self.call(done.set)
-        if self._thread.is_alive() and not self.is_own_thread:
-            done.wait(timeout)
-
     def close(self) -> None:
         """Run the pending calls, then end the thread; blocks unless called in that thread."""
         if os.getpid() != self._pid:
@@ -159,8 +148,10 @@ class EventLoop:
 def _drain_all() -> None:
     """Run pending calls before the process exits: a view freed a moment before counts as read."""
     for loop in list(_loops):
-        if loop._pid == os.getpid():
-            loop.drain(_AT_EXIT)
+        if loop._pid == os.getpid() and loop._thread.is_alive() and not loop.is_own_thread:
+            done = threading.Event()
+            loop.call(done.set)
+            done.wait(_AT_EXIT)
 
 
 atexit.register(_drain_all)

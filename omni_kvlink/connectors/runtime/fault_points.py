@@ -31,11 +31,7 @@ POINTS = (
 
 
 def parse(text: str) -> dict[str, str]:
-    """Return `"a=kill,b=sleep:0.2"` as a dict.
-
-    Raises:
-        ValueError: there is no such point.
-    """
+    """Return `"a=kill,b=sleep:0.2"` as a dict; ValueError if there is no such point."""
     armed = dict(item.split("=", 1) for item in text.split(",") if item)
     unknown = set(armed) - set(POINTS)
     if unknown:

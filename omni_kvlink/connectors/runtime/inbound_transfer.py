@@ -6,16 +6,9 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
-from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
-from omni_kvlink.connectors.protocol.messages import (
-    Chunk,
-    Committed,
-    Layer,
-    Offer,
-    Outcome,
-    shorten,
-)
+from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
+from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, Progress
+from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, copy_into
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
@@ -24,6 +17,7 @@ from omni_kvlink.payload.manifest import ALIGN, MAX_HEADER, MAX_TENSORS, Manifes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.connectors.protocol.messages import Offer, Outcome
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
 
@@ -34,40 +28,27 @@ Label: TypeAlias = "str | Layer"
 class InboundTransfer:
     """A payload that was offered and is being fetched.
 
-    Methods are called in the loop's thread, except those under "For any thread".
-
-    Args:
-        key: The payload's key.
-        offer: The producer's offer.
-        receive_pool: Provides the memory.
-        release: Tells the producer the outcome, and leads to `close`; any thread, never blocks.
-        fetch_more: Called with this object whenever `plan` may have ranges to request.
-        streamed: Whether the layers are delivered one by one, as they arrive.
-        inline_bytes: The first bytes that are needed, if they travelled with the offer.
-        chunk: Bytes to request at a time.
-
-    Attributes:
-        ready: Completes when the payload may be delivered (a stream: its header), or with the
-            error.
-        plan: Which bytes were requested and received.
-        progress: The layers that have arrived, if it is streamed.
+    Methods are called in the loop's thread, except those under "For any thread". `release` tells
+    the producer the outcome and leads to `close`; it is called in any thread and never blocks.
+    `fetch_more` is called with this object whenever `plan` may have ranges to request. A stream's
+    layers are delivered one by one, as they arrive (`progress`). `inline_bytes`: the first bytes
+    that are needed, if they travelled with the offer. `ready` completes when the payload may be
+    delivered (a stream: its header), or with the error.
     """
 
     def __init__(
         self,
-        key: str,
+        get_state: GetState,
         offer: Offer,
         receive_pool: ReceivePool,
         release: Callable[[Outcome, str], None],
         fetch_more: Callable[[InboundTransfer], None],
-        *,
-        streamed: bool,
-        inline_bytes: bytes = b"",
-        chunk: int = CHUNK,
+        inline_bytes: bytes,
+        chunk: int,
     ):
-        self.key, self.offer, self.streamed = key, offer, streamed
+        self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
-        self.progress = Progress() if streamed else None
+        self.progress = Progress() if self.streamed else None
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()
         self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
@@ -139,11 +120,7 @@ class InboundTransfer:
             self.release_unread()
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
-        """Copy bytes that arrived into the payload's memory.
-
-        Raises:
-            WireError: They were not requested.
-        """
+        """Copy bytes that arrived into the payload's memory; WireError if not requested."""
         if chunk.epoch != self.offer.epoch or self._region is None:
             raise WireError(f"unrequested bytes of epoch {chunk.epoch} of {self.key!r} arrived")
         nbytes = payload.nbytes
@@ -159,9 +136,7 @@ class InboundTransfer:
     def on_received(self, start: int, nbytes: int) -> None:
         """Record that bytes are in the payload's memory.
 
-        Raises:
-            WireError: They were not requested, or the producer has announced layers that the
-                payload does not have.
+        Raises WireError if they were not requested, or too many layers were announced before.
         """
         if fault_points.enabled:
             fault_points.point("fetch.chunk")
@@ -171,8 +146,7 @@ class InboundTransfer:
     def on_message(self, message: Layer | Committed) -> None:
         """Request the layers that the producer of a stream has written.
 
-        Raises:
-            WireError: More layers were announced than a payload can have.
+        Raises WireError if more layers were announced than a payload can have.
         """
         if self._manifest is None:
             self._early.append(message)
@@ -251,9 +225,7 @@ class InboundTransfer:
         messages, self._early = self._early, []
         if not draft:
             layers = manifest.layers()
-            messages = [
-                Layer(0, numbers.start, _digests(manifest, numbers)) for *_, numbers in layers
-            ]
+            messages = [Layer(0, part.start, _digests(manifest, part)) for *_, part in layers]
             messages.append(Committed(0))
         if self.streamed and self._decide():
             self.ready.set_result(None)

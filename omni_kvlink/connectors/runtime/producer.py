@@ -38,7 +38,7 @@ from omni_kvlink.connectors.protocol.transfer_table import (
 )
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.errors import CapacityError, ClosedError, SchemaError, WireError
+from omni_kvlink.errors import CapacityError, SchemaError, WireError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Lease, Mapping, Region
 
@@ -46,11 +46,9 @@ from omni_kvlink.memory.region import Lease, Mapping, Region
 class Listener(ABC):
     """Accepts the consumers of one transport, and carries messages between them and the producer.
 
-    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop.
-
-    Attributes:
-        transports: by which a consumer that connects here can have its bytes: "shm", "ucx", "zmq".
-        bound_url: the address as the URL gave it, and as it was bound, with the port assigned.
+    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop. By
+    `transports` ("shm", "ucx", "zmq") a consumer that connects here can have its bytes. `bound_url`
+    is the address as the URL gave it, and as it was bound, with the port assigned.
     """
 
     transports: tuple[str, ...] = ()
@@ -104,28 +102,17 @@ Opener = Callable[["PooledProducer"], Listener]
 
 
 class PooledProducer(Producer):
-    """A producer whose payloads lie in an `ArenaPool`.
+    """A producer whose payloads lie in an `ArenaPool`, which maps arenas by `make`.
 
-    Args:
-        name: for the thread and for error texts.
-        options: quota, mode, prefault.
-        make: maps an arena of so many bytes.
-        openers: one for each listener; if one fails, all are closed again.
-
-    Attributes:
-        loop: in whose thread the listeners run.
-        pool: of the payloads.
-        transfers: the protocol's state; guarded by `lock`.
-        listeners: all that were opened.
-        nonce: identifies this run of the producer.
+    The listeners run in the thread of `loop`; if one fails to open, all are closed again. `lock`
+    guards `transfers`. `incarnation` identifies this run of the producer.
     """
 
     def __init__(
         self, name: str, options: Options, make: Callable[[int], Mapping], *openers: Opener
     ):
+        super().__init__(repr(name))
         self._name, self._options = name, options
-        self._pid = os.getpid()
-        self._closed = False
         self.lock = threading.Lock()
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
@@ -155,11 +142,7 @@ class PooledProducer(Producer):
         return own_hello(self.incarnation, tuple(transports))
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Handle a message of a peer that completed the handshake.
-
-        Raises:
-            WireError: a consumer must not send it.
-        """
+        """Handle a message of a peer after its handshake; WireError if it must not send it."""
         now = time.monotonic()
         with self.lock:
             if isinstance(message, Get):
@@ -200,8 +183,7 @@ class PooledProducer(Producer):
     def piece(self, transfer: Transfer, start: int, stop: int) -> Region:
         """Return bytes of a leased payload; those of a stream's draft header follow the payload's.
 
-        Raises:
-            WireError: there are no such bytes, or not in one piece.
+        Raises WireError if there are no such bytes, or not in one piece.
         """
         if transfer.direct is not None:
             return transfer.direct.find(start, stop)
@@ -214,17 +196,9 @@ class PooledProducer(Producer):
     def lend_piece(
         self, transfer: Transfer, claim: Claim, start: int, stop: int, sent: Callable[[int], None]
     ) -> Region:
-        """Return bytes to send; their memory is not reused before the last view of them is freed.
+        """Return bytes to send for `claim`; their memory is kept until their last view is freed.
 
-        Args:
-            transfer: leased by `claim`.
-            claim: the get that is sent the bytes.
-            start: first byte, as of `piece`.
-            stop: last byte + 1.
-            sent: called with the number of bytes when the last view was freed; in the loop.
-
-        Raises:
-            WireError: as of `piece`.
+        Then `sent` is called with their number, in the loop. Raises WireError as `piece` does.
         """
         if fault_points.enabled:
             fault_points.point("send.chunk")
@@ -236,19 +210,12 @@ class PooledProducer(Producer):
         weakref.finalize(piece.span, self.loop.call, done).atexit = False
         return piece
 
-    @property
-    def in_flight(self) -> int:
-        """Bytes of pieces that are still being sent."""
-        return self._in_flight.total()
-
     # The contract of `Producer`
 
     @property
     def bound_url(self) -> tuple[str, str]:
         """The bound address of the first listener that has one."""
-        return next(
-            (listener.bound_url for listener in self.listeners if listener.bound_url[0]), ("", "")
-        )
+        return next((one.bound_url for one in self.listeners if one.bound_url[0]), ("", ""))
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
@@ -257,9 +224,7 @@ class PooledProducer(Producer):
 
     def direct_refusal(self, device: str) -> str:
         """Return the reason of the first listener that cannot; "" if all can."""
-        return next(
-            filter(None, (listener.direct_refusal(device) for listener in self.listeners)), ""
-        )
+        return next(filter(None, (one.direct_refusal(device) for one in self.listeners)), "")
 
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
         """Reserve a slot of the pool; blocks while the pool is full."""
@@ -271,13 +236,11 @@ class PooledProducer(Producer):
             slot = self.pool.region(block)
             write_head(slot, transfer.epoch, nbytes, committed=False)
             return Lease(slot.slice(SLOT, nbytes), partial(self._abort, transfer), transfer)
-        except CapacityError as error:
+        except BaseException as error:
             self._abort(transfer)
-            raise CapacityError(
-                f"key {key!r}: {error}", requested=error.requested, free=error.free
-            ) from None
-        except BaseException:
-            self._abort(transfer)
+            if isinstance(error, CapacityError):
+                text = f"key {key!r}: {error}"
+                raise CapacityError(text, requested=error.requested, free=error.free) from None
             raise
 
     def lend(self, lease: Lease) -> Region:
@@ -320,13 +283,7 @@ class PooledProducer(Producer):
             self.transfers.announce(_transfer(lease), first, digests)
 
     def publish(
-        self,
-        lease: Lease,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        deadline: float = 0.0,
+        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
     ) -> Receipt:
         """Commit the payload; blocks only if it is direct, until all readers were sent it."""
         self._check_open()
@@ -386,10 +343,8 @@ class PooledProducer(Producer):
 
     def close(self) -> None:
         """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
-        if self._closed or os.getpid() != self._pid:
-            self._closed = True
+        if not self._begin_close():
             return
-        self._closed = True
         self.loop.call(partial(self._close, f"the producer {self._name!r} closed the link"))
         if any(listener.is_own_thread for listener in self.listeners):
             # The link was garbage-collected in a listener's thread, which closing waits for.
@@ -398,18 +353,6 @@ class PooledProducer(Producer):
             self.loop.close()
 
     # Inside
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"link {self._name!r} belongs to process {self._pid}; "
-                "after fork the child must open its own"
-            )
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise ClosedError(f"link {self._name!r} is closed")
 
     def _begin(
         self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: DirectSource | None

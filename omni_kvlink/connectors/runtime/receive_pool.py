@@ -38,16 +38,8 @@ class ReceivePool:
     """Reused memory of a consumer; all methods but `region` and `stats` are for the loop's thread.
 
     The loop is never blocked: a block in mapped memory is given at once, a thread maps more memory,
-    and a request for which there is none waits until a block is freed.
-
-    Args:
-        quota: Bytes that all blocks may take together.
-        loop: The consumer's event loop.
-        on_empty: Called when the last block is freed.
-        prefault: Bytes to map and touch now.
-
-    Attributes:
-        blocks: The number of blocks in use.
+    and a request for which there is none waits until a block is freed. All blocks in use (`blocks`)
+    take `quota` bytes at most; `on_empty` is called when the last is freed.
     """
 
     def __init__(
@@ -59,7 +51,7 @@ class ReceivePool:
         self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
         self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed
-        self._growing: AllocationWaiter | None = None
+        self._is_growing = False
         self._borrowed: Counter[Block] = Counter()
         self._quarantined: set[Block] = set()
         self.blocks = 0
@@ -124,39 +116,28 @@ class ReceivePool:
             block = self._pool.try_reserve(nbytes)
             if block is not None:
                 self._give(waiter, block)
-        if self._growing is None:
-            for waiter, nbytes in self._waiting.items():
-                if waiter not in self._blocked:
-                    self._grow(waiter, nbytes)
-                    return
-
-    def _grow(self, waiter: AllocationWaiter, nbytes: int) -> None:
-        self._growing = waiter
-        thread = threading.Thread(
-            target=self._map, args=(waiter, nbytes), name="kvlink-memory", daemon=True
-        )
-        thread.start()
+        first = next((waiter for waiter in self._waiting if waiter not in self._blocked), None)
+        if first is not None and not self._is_growing:
+            self._is_growing = True
+            map_more = partial(self._map, first, self._waiting[first])
+            threading.Thread(target=map_more, name="kvlink-memory", daemon=True).start()
 
     def _map(self, waiter: AllocationWaiter, nbytes: int) -> None:
         """In a thread of its own: mapping and touching takes a second a gigabyte, and more."""
         try:
-            block = self._pool.reserve(nbytes)
+            self._loop.call(partial(self._on_mapped, waiter, self._pool.reserve(nbytes)))
         except KVLinkError as error:
-            self._loop.call(partial(self._on_mapped, waiter, None, error))
-        else:
-            self._loop.call(partial(self._on_mapped, waiter, block, None))
+            self._loop.call(partial(self._on_mapped, waiter, error))
 
-    def _on_mapped(
-        self, waiter: AllocationWaiter, block: Block | None, error: KVLinkError | None
-    ) -> None:
-        self._growing = None
-        if waiter not in self._waiting:
-            if block is not None:
-                self._pool.free(block)
-        elif block is not None:
-            self._give(waiter, block)
-        elif error is not None:
-            self._on_map_failed(waiter, error)
+    def _on_mapped(self, waiter: AllocationWaiter, outcome: Block | KVLinkError) -> None:
+        self._is_growing = False
+        if isinstance(outcome, Block):
+            if waiter in self._waiting:
+                self._give(waiter, outcome)
+            else:
+                self._pool.free(outcome)
+        elif waiter in self._waiting:
+            self._on_map_failed(waiter, outcome)
         self._serve()
 
     def _on_map_failed(self, waiter: AllocationWaiter, error: KVLinkError) -> None:

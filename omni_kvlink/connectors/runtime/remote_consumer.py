@@ -75,10 +75,8 @@ class RemoteGet(SessionGet):
 
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
-        if (
-            self._get_table.cancel(self._get_state)
-            or self._get_state.future.exception() is not None
-        ):
+        get_state = self._get_state
+        if self._get_table.cancel(get_state) or get_state.future.exception() is not None:
             return
         inbound = self._inbound
         if not inbound.cancel() and inbound.ready.exception() is None:
@@ -90,14 +88,13 @@ class RemoteGet(SessionGet):
         return self._get_state.inbound
 
     def _on_offer(self, offered: Future[Offer]) -> None:
-        error = offered.exception()
-        if error is None:
+        if offered.exception() is None:
             self._inbound.ready.add_done_callback(self._on_ready)
         else:
-            self.future.set_exception(error)
+            self._on_ready(offered)
 
-    def _on_ready(self, ready: Future[None]) -> None:
-        error = ready.exception()
+    def _on_ready(self, ended: Future[Any]) -> None:
+        error = ended.exception()
         if error is None:
             self.future.set_result(None)
         else:
@@ -112,7 +109,6 @@ class RemoteSession(Session):
 
     def __init__(self, url: str, loop: EventLoop, receive_pool: ReceivePool):
         self._url, self._loop, self._receive_pool = url, loop, receive_pool
-        self._over = False
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
@@ -136,11 +132,6 @@ class RemoteSession(Session):
         self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
 
     # For any thread
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the connection is closed."""
-        return self._over
 
     def request(self, key: str, *, streamed: bool) -> PendingGet:
         """Ask for a payload; see `Session`."""
@@ -166,18 +157,16 @@ class RemoteSession(Session):
     def _close(self, error: KVLinkError) -> None:
         for get_state in self.get_table.close(error):
             self.send(Cancel(get_state.get_id))
-        for inbound in [*self._inbound_transfers.values()]:
-            if inbound.fail(error):
-                inbound.release_unread()
+        self._fail_inbound(error)
 
     def disconnect(self, error: KVLinkError) -> None:
         """Close the connection, and fail all payloads that have not arrived completely."""
-        if self._over:
+        if self.is_closed:
             return
         self.flush()
-        if self._over:  # `flush` met the end of the connection
+        if self.is_closed:  # `flush` met the end of the connection
             return
-        self._over = True
+        self.is_closed = True
         self._outbox.clear()
         self._close_connection()
         self.get_table.close(error)
@@ -185,15 +174,9 @@ class RemoteSession(Session):
         self._fetching.clear()
 
     def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
-        """Handle a message of the producer.
+        """Handle a message of the producer; WireError if a producer may not send it.
 
-        Args:
-            message: The message.
-            inline_bytes: The payload or stream's draft that travelled with an offer, if it is
-                small.
-
-        Raises:
-            WireError: A producer may not send this.
+        `inline_bytes` are those of a small payload or stream's draft that travelled with its offer.
         """
         if isinstance(message, Offer):
             self._on_offer(message, inline_bytes)
@@ -207,11 +190,7 @@ class RemoteSession(Session):
         self.get_table.on_message(message)
 
     def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
-        """Store bytes that arrived; ignore them if their payload was released meanwhile.
-
-        Raises:
-            WireError: They were not requested.
-        """
+        """Store bytes that arrived, unless their payload was released; may raise WireError."""
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
@@ -228,15 +207,9 @@ class RemoteSession(Session):
         if get_state is None:
             return  # cancelled; the get table releases the payload
         release = partial(self.get_table.release, offer.get_id, offer.epoch)
+        chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
-            get_state.key,
-            offer,
-            self._receive_pool,
-            release,
-            self._fetch_more,
-            streamed=get_state.streamed,
-            inline_bytes=inline_bytes,
-            chunk=self.fetch_limits.chunk,
+            get_state, offer, self._receive_pool, release, self._fetch_more, inline_bytes, chunk
         )
         self._inbound_transfers[offer.get_id] = inbound
         if fault_points.enabled:
@@ -244,10 +217,7 @@ class RemoteSession(Session):
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
     def _fetch_more(self, inbound: InboundTransfer) -> None:
-        """Request as much as the window allows, of all payloads in turn.
-
-        A small payload thus overtakes a large one.
-        """
+        """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if inbound not in self._fetching and inbound.plan.is_active:
             self._fetching.append(inbound)
         window = self.fetch_limits.window - sum(one.plan.pending_nbytes for one in self._fetching)
@@ -298,7 +268,7 @@ class RemoteSession(Session):
         self._send_queued()
 
     def _send_queued(self) -> None:
-        while self._outbox and not self._over:
+        while self._outbox and not self.is_closed:
             self._transmit(self._outbox.popleft())
 
 
@@ -312,7 +282,7 @@ class RemoteConsumer(SessionConsumer):
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
             self._receive_pool = ReceivePool(
-                options.quota, self._loop, self._on_pool_empty, prefault=options.prefault
+                options.quota, self._loop, self._close_if_unused, prefault=options.prefault
             )
         except BaseException:
             self._loop.close()
@@ -340,16 +310,12 @@ class RemoteConsumer(SessionConsumer):
 
     def _close_in_loop(self) -> None:
         self._closing = True
-        if not self._receive_pool.blocks:
-            self._close_all()
+        self._close_if_unused()
         self._may_return.set()
 
-    def _on_pool_empty(self) -> None:
-        if self._closing:
-            self._close_all()
-
-    def _close_all(self) -> None:
-        if self._is_shut_down:
+    def _close_if_unused(self) -> None:
+        """Close everything after `close`, unless a payload is in use."""
+        if not self._closing or self._receive_pool.blocks or self._is_shut_down:
             return
         self._is_shut_down = True
         if isinstance(self._session, RemoteSession):

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:
-    """Create a directory, or check that it belongs to this user.
-
-    Args:
-        directory: its path.
-        forbidden: permission bits that it must not have.
+    """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
 
     Raises:
         ConnectorError: it belongs to another user, or is open to others.

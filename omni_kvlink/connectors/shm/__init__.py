@@ -3,7 +3,7 @@
 import sys
 from functools import partial
 
-from omni_kvlink.connectors.base import Backend, Options, refuse_keys
+from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener
 from omni_kvlink.memory.region import Mapping
@@ -15,10 +15,8 @@ def _serve(name: str, options: Options) -> PooledProducer:
     return PooledProducer(name, options, make, partial(ShmListener, name, options.directory))
 
 
-def _connect(name: str, options: Options, timeout: float) -> ShmConsumer:
-    consumer = ShmConsumer(name, options)
-    consumer.connect(timeout)
-    return consumer
+def _connect(name: str, options: Options, timeout: float) -> Consumer:
+    return ShmConsumer(name, options).connect(timeout)
 
 
 def _unavailable() -> str | None:

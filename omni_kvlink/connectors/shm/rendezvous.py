@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
 _IN_MOVED_TO = 0x80  # linux/inotify.h
-_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def socket_path(name: str, directory: str = "") -> str:
     """Return the path of the socket of `shm://name`; create and check its directory.
 
-    Raises:
-        ValueError: the name is not a plain file name, or the path is too long.
-        ConnectorError: the directory is open to other users.
+    Raises ValueError if the name is not a plain file name, or the path is too long; ConnectorError
+    if the directory is open to other users.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -47,8 +46,7 @@ def socket_path(name: str, directory: str = "") -> str:
 def listen(path: str) -> socket.socket:
     """Return a listening socket that appears under `path` atomically, replacing a dead one.
 
-    Raises:
-        BusyError: a live producer listens there.
+    Raises BusyError if a live producer listens there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     draft = f"{path}.{os.getpid()}"
@@ -69,7 +67,7 @@ def listen(path: str) -> socket.socket:
             os.unlink(draft)
         raise
     listener.setblocking(False)
-    _listeners.add(listener)
+    close_in_child(listener)
     return listener
 
 
@@ -85,14 +83,8 @@ def unlink(path: str, listener: socket.socket) -> None:
 def dial(path: str, timeout: float, cancelled: int) -> socket.socket:
     """Connect as soon as a producer listens at `path`; woken by inotify, never polling.
 
-    Args:
-        path: of the socket.
-        timeout: seconds to wait.
-        cancelled: a descriptor that becomes readable when the link is closed.
-
-    Raises:
-        TransferTimeout: no producer came within `timeout` seconds.
-        ClosedError: `cancelled` became readable.
+    Raises TransferTimeout after `timeout` seconds, and ClosedError when the descriptor `cancelled`
+    becomes readable: the link was closed.
     """
     deadline = time.monotonic() + timeout
     with watching(os.path.dirname(path)) as events:
@@ -161,10 +153,14 @@ def watching(directory: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _close_in_child() -> None:
-    """Close inherited sockets: they would make the name look served after the parent's death."""
-    for listener in list(_listeners):
-        listener.close()
+def close_in_child(sock: socket.socket) -> None:
+    """Have forked children close a socket: in them it would outlive this process."""
+    _inherited.add(sock)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def _close_inherited() -> None:
+    for sock in list(_inherited):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,8 +1,4 @@
-"""Shared memory: memory files passed over a Unix socket, mapped once by each consumer.
-
-Three parts: `ShmChannel`, the socket of either side; `ShmListener`, the producer's side; and
-`ShmConsumer` with its `ShmSession`, the consumer's side.
-"""
+"""Shared memory: memory files passed over a Unix socket, mapped once by each consumer."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,14 +35,13 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.runtime.consumer import (
     MappedSession,
-    Session,
     SessionConsumer,
     check_hello,
     closed_here,
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
-from omni_kvlink.connectors.shm.rendezvous import dial, listen, peer_identity, socket_path, unlink
+from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.errors import (
     ConnectorError,
     KVLinkError,
@@ -65,17 +59,13 @@ MAX_PEERS = 1024
 MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-_open_channels: weakref.WeakSet[ShmChannel] = weakref.WeakSet()
 
 
 class ShmChannel:
     """A SEQPACKET socket that carries whole messages and descriptors, and never blocks.
 
-    `send` and `flush` are thread-safe; `receive` is for one thread.
-
-    Args:
-        sock: connected; the channel owns it from now on.
-        backlogged: called in the sender's thread when messages wait for `flush`.
+    `send` and `flush` are thread-safe; `receive` is for one thread. The channel owns `sock`.
+    `backlogged` is called in the sender's thread when messages wait for `flush`.
     """
 
     def __init__(self, sock: socket.socket, backlogged: Callable[[], None]):
@@ -84,7 +74,7 @@ class ShmChannel:
         self._backlogged = backlogged
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, int]] = deque()
-        _open_channels.add(self)
+        rendezvous.close_in_child(sock)
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 after `close`."""
@@ -96,11 +86,9 @@ class ShmChannel:
         return len(self._backlog) > MAX_BACKLOG
 
     def send(self, message: Message, fd: int = -1) -> None:
-        """Send now, or queue in order; the end of the connection is reported by `receive`.
+        """Send now, or queue in order; the caller keeps `fd`, which is passed with the message.
 
-        Args:
-            message: for the peer.
-            fd: a descriptor to pass with it; stays the caller's.
+        The end of the connection is reported by `receive`.
         """
         data = encode(message)
         with self._lock:
@@ -126,9 +114,7 @@ class ShmChannel:
     def receive(self) -> Iterator[tuple[Message, int]]:
         """Yield every message that has arrived, with its descriptor (the caller's) or -1.
 
-        Raises:
-            ConnectionError: the connection has ended.
-            WireError: the peer sent something that is not a message.
+        Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
         was_reset = False
         while self._sock is not None:
@@ -186,12 +172,6 @@ class ShmChannel:
                 self._sock.shutdown(socket.SHUT_RDWR)
         return True
 
-    def _close_in_child(self) -> None:
-        """Close the descriptor alone: the connection is the parent's."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            sock.close()
-
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     fds = array.array("i")
@@ -201,59 +181,30 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(fds)
 
 
-def _close_channels_in_child() -> None:
-    """Close inherited sockets: they would keep connections open after the parent's death."""
-    for channel in list(_open_channels):
-        channel._close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_channels_in_child)
-
-
 class ShmPeerConnection(PeerHandle):
-    """A connected consumer.
-
-    Attributes:
-        channel: to it.
-        refusal: why it will be refused; "" if it may stay.
-        pidfd: readable when its process ends; -1 if there is none.
-        arenas: whose descriptors it was passed.
-        hello: its first message, once the handshake is complete.
-    """
+    """A connected consumer."""
 
     def __init__(self, listener: ShmListener, channel: ShmChannel, pid: int, refusal: str):
         super().__init__(listener)
-        self.channel, self.refusal = channel, refusal
-        self.pidfd = readable_pidfd(pid) if pid > 0 else -1
-        self.arenas: set[int] = set()
-        self.hello: Hello | None = None
-
-    def close(self) -> None:
-        """Close the connection; idempotent."""
-        self.channel.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        self.channel = channel
+        self.refusal = refusal  # why it will be refused; "" if it may stay
+        self.pidfd = readable_pidfd(pid)  # readable when its process ends; -1 if there is none
+        self.arenas: set[int] = set()  # whose descriptors it was passed
+        self.hello: Hello | None = None  # its first message, once the handshake is complete
 
 
 class ShmListener(Listener):
-    """The producer's side: passes the memory files, which have no names and so cannot be left over.
-
-    Args:
-        name: of the link.
-        directory: of the sockets; "" for the user's default.
-        producer: whose pool the consumers map.
-    """
+    """The producer's side; passes memory files, which have no names and so are never left over."""
 
     transports = ("shm",)
 
     def __init__(self, name: str, directory: str, producer: PooledProducer):
         self._producer, self._loop = producer, producer.loop
-        self._path = socket_path(name, directory)
+        self._path = rendezvous.socket_path(name, directory)
         self._peers: set[ShmPeerConnection] = set()
         self._detached: set[ShmPeerConnection] = set()
         self._refused: Counter[str] = Counter()
-        self._socket = listen(self._path)
+        self._socket = rendezvous.listen(self._path)
 
     def open(self) -> None:
         """Accept connections from now on."""
@@ -261,11 +212,7 @@ class ShmListener(Listener):
 
     def health(self) -> dict[str, Any]:
         """Return the path of the socket, connected readers, and refusals by reason."""
-        return {
-            "socket": self._path,
-            "readers": len(self._peers),
-            "refused": dict(self._refused),
-        }
+        return {"socket": self._path, "readers": len(self._peers), "refused": dict(self._refused)}
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
@@ -288,7 +235,7 @@ class ShmListener(Listener):
         for peer in list(self._detached):
             self._reap(peer)
         self._loop.unwatch(self._socket)
-        unlink(self._path, self._socket)
+        rendezvous.unlink(self._path, self._socket)
 
     # In the loop's thread
 
@@ -311,7 +258,7 @@ class ShmListener(Listener):
             self._add_peer(sock)
 
     def _add_peer(self, sock: socket.socket) -> None:
-        pid, uid = peer_identity(sock)
+        pid, uid = rendezvous.peer_identity(sock)
         refusal = ""
         if uid != os.geteuid():
             refusal = f"uid {uid} may not read from uid {os.geteuid()}"
@@ -391,7 +338,7 @@ class ShmListener(Listener):
             self._detached.discard(peer)
             if peer.pidfd >= 0:
                 self._loop.unwatch(peer.pidfd)
-            peer.close()
+                os.close(peer.pidfd)
             self._producer.on_peer_lost(peer)
 
 
@@ -401,7 +348,7 @@ class ShmConsumer(SessionConsumer):
     def __init__(self, name: str, options: Options):
         super().__init__(f"shm://{name}")
         refuse_keys(self._url, options)
-        self._path = socket_path(name, options.directory)
+        self._path = rendezvous.socket_path(name, options.directory)
         self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def _interrupt(self) -> None:
@@ -412,11 +359,11 @@ class ShmConsumer(SessionConsumer):
         if hasattr(self, "_cancelled"):
             os.close(self._cancelled)
 
-    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> ShmSession:
         deadline = time.monotonic() + timeout
         while True:
             left = 0.0 if no_wait else deadline - time.monotonic()
-            sock = dial(self._path, left, self._cancelled)
+            sock = rendezvous.dial(self._path, left, self._cancelled)
             try:
                 return ShmSession(self._url, sock, deadline, self._cancelled)
             except ConnectionError:  # the producer died during the handshake
@@ -425,15 +372,10 @@ class ShmConsumer(SessionConsumer):
 
 
 class ShmSession(MappedSession):
-    """One connection, its mapped arenas, and the thread that receives.
+    """One connection, its mapped arenas, and the thread that receives; it owns `sock`.
 
-    The constructor blocks until the handshake is complete.
-
-    Args:
-        url: for error texts.
-        sock: connected; the session owns it from now on.
-        deadline: of the handshake (`time.monotonic`).
-        cancelled: a descriptor that becomes readable when the link is closed.
+    The constructor blocks until the handshake is complete, until `deadline` (`time.monotonic`) at
+    most, or until the descriptor `cancelled` becomes readable: the link was closed.
 
     Raises:
         TransferTimeout: the producer did not answer in time.
@@ -443,34 +385,29 @@ class ShmSession(MappedSession):
 
     def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
         self._url = url
-        pid, uid = peer_identity(sock)
+        pid, uid = rendezvous.peer_identity(sock)
         if uid != os.geteuid():
             sock.close()
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas: dict[int, Mapping] = {}
-        self._closed = self._closing = False
+        self._closing = False
         self._leases = 0  # offers not yet released; used in the loop's thread only
         self._close_done = threading.Event()
-        self._channel = ShmChannel(sock, self._on_backlog)
+        self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
         try:
             self.incarnation = self._greet(deadline, cancelled).incarnation
         except BaseException:
             self._channel.close()
             raise
-        self._pidfd = readable_pidfd(pid) if pid > 0 else -1
+        self._pidfd = readable_pidfd(pid)
         self.get_table = GetTable(self._channel.send, self._post)
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         self._loop.call(self._watch)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the connection has ended."""
-        return self._closed
-
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer, if it lies within an arena that was passed."""
         mapping = self._arenas.get(location.arena)
-        if mapping is None and self._closed:
+        if mapping is None and self.is_closed:
             raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
         if mapping is None:
             raise WireError(
@@ -495,7 +432,7 @@ class ShmSession(MappedSession):
             return
         self._loop.call(self._begin_close)
         self._close_done.wait()
-        if self._closed:
+        if self.is_closed:
             self._loop.close()
 
     def _greet(self, deadline: float, cancelled: int) -> Hello:
@@ -518,9 +455,6 @@ class ShmSession(MappedSession):
     def _post(self, message: Message) -> None:
         """Send a Release from a finalizer: no lock, no socket."""
         self._loop.call(partial(self._release, message))
-
-    def _on_backlog(self) -> None:
-        self._loop.call(self._flush)
 
     # In the loop's thread
 
@@ -545,7 +479,7 @@ class ShmSession(MappedSession):
         self._close_done.set()
 
     def _flush(self) -> None:
-        if not self._closed:
+        if not self.is_closed:
             events = READ if self._channel.flush() else READ | WRITE
             self._loop.watch(self._channel, events, self._on_events)
 
@@ -589,9 +523,9 @@ class ShmSession(MappedSession):
         self._close(PeerLostError(f"{self._url}: the producer's process ended"))
 
     def _close(self, error: KVLinkError) -> None:
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self._channel.flush()
         self._loop.unwatch(self._channel)
         if self._pidfd >= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.connectors.base import Backend, Consumer, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
@@ -37,10 +37,8 @@ def _serve(location: str, options: Options) -> PooledProducer:
     return PooledProducer(address.url, options, Mapping.anonymous, opener)
 
 
-def _connect(location: str, options: Options, timeout: float) -> UcxConsumer:
-    consumer = UcxConsumer(ControlAddress("tcp", location, "ucx"), options)
-    consumer.connect(timeout)
-    return consumer
+def _connect(location: str, options: Options, timeout: float) -> Consumer:
+    return UcxConsumer(ControlAddress("tcp", location, "ucx"), options).connect(timeout)
 
 
 BACKEND = Backend(serve=_serve, connect=_connect, unavailable=unavailable)

@@ -109,7 +109,7 @@ class UcxSession(ControlSession):
         """UCX has completed a receive; ignore it if its payload was released meanwhile."""
         self._requests.get(get_id, {}).pop(start, None)
         inbound = self._inbound_transfers.get(get_id)
-        if inbound is None or self._over:
+        if inbound is None or self.is_closed:
             return
         try:
             if error is None:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.connectors.base import Backend, Consumer, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
@@ -16,10 +16,8 @@ def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
     return PooledProducer(address.url, options, Mapping.anonymous, opener)
 
 
-def _connect(protocol: str, location: str, options: Options, timeout: float) -> ZmqConsumer:
-    consumer = ZmqConsumer(ControlAddress(protocol, location), options)
-    consumer.connect(timeout)
-    return consumer
+def _connect(protocol: str, location: str, options: Options, timeout: float) -> Consumer:
+    return ZmqConsumer(ControlAddress(protocol, location), options).connect(timeout)
 
 
 TCP = Backend(serve=partial(_serve, "tcp"), connect=partial(_connect, "tcp"))
