@@ -19,10 +19,18 @@ from omni_kvlink.link import begin_get
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
-from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.caches import Recipe, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
-from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
-from omni_kvlink.testing.stream_checks import write
+from omni_kvlink.testing.rig import (
+    SLACK,
+    Rig,
+    deliver,
+    expect,
+    receive,
+    until_freed,
+    until_requested,
+)
+from omni_kvlink.testing.stream_checks import finish, write_all
 
 if TYPE_CHECKING:
     from omni_kvlink.link import Allocation, KVProducer, Payload
@@ -45,15 +53,10 @@ def check_put_of_allocated_memory_copies_nothing(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for recipe in (CACHE, BUNDLE, Recipe("a", latent=True, tokens=700, dim=999)):
         for digests in (True, False):
-            data = recipe.make()
-            allocation = producer.allocate(data)
-            fill(allocation, data)
-            receipt = producer.put(allocation.data, digests=digests)
-            assert receipt.ledger.copies == 0
-            assert receipt.ledger.digests == ("crc32c" if digests else "off")
-            found = reader.call("get", key="a", timeout=5, verify="full")
-            assert found == fingerprint(data)
-            receipt.wait(timeout=5)
+            allocation, data = _filled(producer, recipe)
+            deliver(
+                producer, reader, allocation.data, data, digests=digests, copies=0, verify="full"
+            )
             until_freed(producer)
 
 
@@ -65,65 +68,50 @@ def check_planned_with_blank(rig: Rig) -> None:
     blank = KVCacheTransferData.blank(
         "a", row=(2, 24), dtype=torch.bfloat16, metadata=data.metadata
     )
-    expect(SchemaError, lambda: producer.put(blank), mentions=("blank",))
+    expect(SchemaError, producer.put, blank, mentions=("blank",))
     allocation = producer.allocate(blank)
     fill(allocation, data)
-    receipt = producer.put(_with_metadata(allocation.data, data))
-    assert receipt.ledger.copies == 0
-    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
-    receipt.wait(timeout=5)
+    cache, blocks = _blocks(allocation.data)
+    named = KVCacheTransferData(cache.request_id, blocks, data.block_ids, data.metadata)
+    deliver(producer, reader, named, data, copies=0, verify="full")
 
 
 def check_less_than_allocated(rig: Rig) -> None:
     """Fewer tokens or branches than allocated, or other metadata: still put in place."""
     producer, reader = rig.serve(), rig.connect()
-    data = CACHE.make()
     for tokens in (10, 7, 1):
-        allocation = producer.allocate(data)
-        fill(allocation, data)
-        shorter = _first_tokens(allocation.data, tokens, extra={"steps": list(range(tokens))})
-        receipt = producer.put(shorter)
-        assert receipt.ledger.copies == 0
-        expected = _first_tokens(data, tokens, extra={"steps": list(range(tokens))})
-        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(expected)
+        allocation, data = _filled(producer, CACHE)
+        extra = {"steps": list(range(tokens))}
+        shorter = _first_tokens(allocation.data, tokens, extra=extra)
+        expected = _first_tokens(data, tokens, extra=extra)
+        deliver(producer, reader, shorter, expected, copies=0, verify="full")
         del shorter
-        receipt.wait(timeout=5)
         until_freed(producer)
-    bundle = BUNDLE.make()
-    allocation = producer.allocate(bundle)
-    fill(allocation, bundle)
-    receipt = producer.put(_only(allocation.data, "other"))
-    assert receipt.ledger.copies == 0
-    found = reader.call("get", key="a", timeout=5, verify="full")
-    assert found == fingerprint(_only(bundle, "other"))
-    receipt.wait(timeout=5)
-    until_freed(producer)
+    allocation, data = _filled(producer, BUNDLE)
+    deliver(
+        producer,
+        reader,
+        _only(allocation.data, "other"),
+        _only(data, "other"),
+        copies=0,
+        verify="full",
+    )
 
 
 def check_partly_in_place(rig: Rig) -> None:
     """Only the tensors that are not in the allocated memory are copied."""
     producer, reader = rig.serve(), rig.connect()
-    data = CACHE.make()
-    allocation = producer.allocate(data)
-    fill(allocation, data)
-    mixed = _mixed(allocation.data, data)
-    receipt = producer.put(mixed)
-    del mixed
-    assert receipt.ledger.copies == 1
-    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
-    receipt.wait(timeout=5)
-    until_freed(producer)
+    allocation, data = _filled(producer, CACHE)
+    deliver(producer, reader, _mixed(allocation.data, data), data, copies=1, verify="full")
 
 
 def check_misplaced_tensors(rig: Rig) -> None:
     """A tensor at the wrong offset of the memory is refused: it would be overwritten while read."""
     producer = rig.serve()
     for turn in ("reverse", "strided", "beyond"):
-        data = CACHE.make()
-        allocation = producer.allocate(data)
-        fill(allocation, data)
+        allocation, _ = _filled(producer, CACHE)
         wrong = _misplaced(allocation.data, turn)
-        expect(SchemaError, lambda w=wrong: producer.put(w), mentions=("memory",))  # type: ignore[misc]
+        expect(SchemaError, producer.put, wrong, mentions=("memory",))
         del wrong
         until_freed(producer)
 
@@ -131,43 +119,30 @@ def check_misplaced_tensors(rig: Rig) -> None:
 def check_more_than_allocated(rig: Rig) -> None:
     """A larger payload is refused, and what fits can still be put."""
     producer, reader = rig.serve(), rig.connect()
-    data = CACHE.make()
-    allocation = producer.allocate(data)
-    fill(allocation, data)
+    allocation, data = _filled(producer, CACHE)
     for larger in (
         Recipe("a", layers=4, tokens=10, heads=2, dim=24),
         Recipe("a", layers=3, tokens=11, heads=2, dim=24),
         Recipe("a", bundle=True),
     ):
-        expect(SchemaError, lambda r=larger: producer.put(r.make()))  # type: ignore[misc]
-        expect(SchemaError, lambda r=larger: producer.stream_put(r.make()))  # type: ignore[misc]
+        expect(SchemaError, producer.put, larger.make())
+        expect(SchemaError, producer.stream_put, larger.make())
     big = _first_tokens(data, 10, extra={"text": "x" * 20_000})
-    expect(SchemaError, lambda: producer.put(big), mentions=("header", "allocated"))
-    receipt = producer.put(allocation.data)
-    assert receipt.ledger.copies == 0
-    assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
-    receipt.wait(timeout=5)
-    until_freed(producer)
+    expect(SchemaError, producer.put, big, mentions=("header", "allocated"))
+    deliver(producer, reader, allocation.data, data, copies=0, verify="full")
 
 
 def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
     """Memory is reused only after the last tensor of it was dropped."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
-    recipe = sized("a", 1200 << 10)
-    data = recipe.make()
-    allocation = producer.allocate(data)
-    fill(allocation, data)
+    allocation, data = _filled(producer, sized("a", 1200 << 10))
     kept = dense(allocation.data.tensors()[0])
-    receipt = producer.put(allocation.data)
-    reader.call("get", key="a", timeout=5)
-    receipt.wait(timeout=5)
-    expect(CapacityError, lambda: producer.put(recipe.make(), timeout=0.1), within=0.1 + SLACK)
+    deliver(producer, reader, allocation.data, data, copies=0, verify="full")
+    expect(CapacityError, producer.put, data, timeout=0.1, within=0.1 + SLACK)
     assert hash_tensors([kept]) == hash_tensors(data.tensors()[:1])
     del kept
     until_freed(producer)
-    receipt = producer.put(recipe.make(), timeout=1)
-    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
-    receipt.wait(timeout=5)
+    deliver(producer, reader, data, timeout=1)
 
 
 def check_allocation_that_is_not_put(rig: Rig) -> None:
@@ -175,17 +150,13 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for _ in range(3):
         allocation = producer.allocate(CACHE.make())
-        expect(DuplicateKeyError, lambda: producer.allocate(CACHE.make()), mentions=("'a'",))
+        expect(DuplicateKeyError, producer.allocate, CACHE.make(), mentions=("'a'",))
         allocation.release()
         allocation.release()
         expect(ClosedError, allocation.data.tensors)
-        expect(ClosedError, lambda a=allocation: producer.put(a.data))  # type: ignore[misc]
+        expect(ClosedError, producer.put, allocation.data)
         until_freed(producer)
-    receipt = producer.put(CACHE.make())
-    assert receipt.ledger.copies == 1
-    assert reader.call("get", key="a", timeout=5) == fingerprint(CACHE.make())
-    receipt.wait(timeout=5)
-    until_freed(producer)
+    deliver(producer, reader, CACHE.make(), CACHE.make(), copies=1, verify="full")
 
 
 def check_allocation_is_put_once(rig: Rig) -> None:
@@ -193,25 +164,24 @@ def check_allocation_is_put_once(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     allocation, data = _filled(producer, CACHE)
     receipt = producer.put(allocation.data)
-    expect(ClosedError, lambda: producer.put(allocation.data))
-    expect(DuplicateKeyError, lambda: producer.put(CACHE.make()))
+    expect(ClosedError, producer.put, allocation.data)
+    expect(DuplicateKeyError, producer.put, CACHE.make())
     allocation.release()
-    assert reader.call("get", key="a", timeout=5) == fingerprint(data)
-    receipt.wait(timeout=5)
-    until_freed(producer)
+    receive(reader, receipt, data)
 
 
 def check_abort_of_an_allocation(rig: Rig) -> None:
     """After an abort by either side `put` raises, the memory is free, and so is the key."""
     producer, here = rig.serve(), rig.connect_here()
+    mentions = ("the user left",)
     for link in (producer, here):
         allocation, data = _filled(producer, CACHE)
         waiting = begin_get(here, "a", timeout=5)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
+        until_requested(producer, 1)
         link.abort("a", "the user left")
-        expect(TransferFailed, lambda w=waiting: w.wait(timeout=5), within=SLACK)  # type: ignore[misc]
-        expect(TransferFailed, lambda: here.get("a", timeout=5), mentions=("the user left",))
-        expect(TransferFailed, lambda a=allocation: producer.put(a.data), mentions=("user left",))  # type: ignore[misc]
+        expect(TransferFailed, waiting.wait, timeout=5, within=SLACK)
+        expect(TransferFailed, here.get, "a", timeout=5, mentions=mentions)
+        expect(TransferFailed, producer.put, allocation.data, mentions=mentions)
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
@@ -230,18 +200,11 @@ def check_streamed_in_place(rig: Rig) -> None:
         if tokens:
             plan, expected = _first_tokens(plan, tokens), _first_tokens(data, tokens)
         with producer.stream_put(plan) as out:
-            layers: Layers = layers_of(plan)
             reader.call("stream_get", key="a", timeout=5)
-            for (branch, layer), views in layers.items():
-                write(out, layers, (branch, layer))
-                found = reader.peer.call(
-                    "scatter_layer", key="a", layer=layer, branch=branch, timeout=5
-                )
-                assert found == hash_tensors(views)
+            write_all(out, layers_of(plan), reader, "a", "scatter_layer")
         assert out.ledger.copies == 0
-        assert reader.peer.call("wait_stream", key="a", timeout=5) == fingerprint(expected)
-        reader.peer.call("release", key="a")
-        del plan, layers, views
+        finish(reader, expected)
+        del plan
         out.commit().wait(timeout=5)
         until_freed(producer)
 
@@ -249,13 +212,10 @@ def check_streamed_in_place(rig: Rig) -> None:
 def check_put_in_the_background(rig: Rig) -> None:
     """`put(background=True)` returns before the digests exist; the receipt reports the end."""
     producer, reader = rig.serve(), rig.connect()
-    expect(SchemaError, lambda: producer.put(CACHE.make(), background=True), mentions=("allocate",))
+    expect(SchemaError, producer.put, CACHE.make(), background=True, mentions=("allocate",))
     for recipe in (CACHE, BUNDLE):
         allocation, data = _filled(producer, recipe)
-        receipt = producer.put(allocation.data, background=True)
-        assert reader.call("get", key="a", timeout=5, verify="full") == fingerprint(data)
-        receipt.wait(timeout=5)
-        assert receipt.ledger.copies == 0
+        deliver(producer, reader, allocation.data, data, background=True, copies=0, verify="full")
         until_freed(producer)
 
 
@@ -265,9 +225,8 @@ def check_put_that_fails_in_the_background(rig: Rig) -> None:
     allocation, _ = _filled(producer, CACHE)
     waiting = reader.submit("get", key="a", timeout=5)
     receipt = producer.put(allocation.data, background=True)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), mentions=("out of luck",))
-    expect(TransferFailed, lambda: waiting.result(5), mentions=("out of luck",))
-    until_freed(producer)
+    expect(TransferFailed, receipt.wait, timeout=5, mentions=("out of luck",))
+    expect(TransferFailed, waiting.result, 5, mentions=("out of luck",))
 
 
 class BrokenCopier(TorchCopier):
@@ -288,11 +247,6 @@ def _filled(producer: KVProducer, recipe: Recipe) -> tuple[Allocation, Payload]:
 def _blocks(data: Payload) -> tuple[KVCacheTransferData, dict[str, list[Any]]]:
     assert isinstance(data, KVCacheTransferData)
     return data, {name: list(layers) for name, layers in data.layer_blocks.items()}
-
-
-def _with_metadata(data: Payload, like: KVCacheTransferData) -> KVCacheTransferData:
-    cache, blocks = _blocks(data)
-    return KVCacheTransferData(cache.request_id, blocks, like.block_ids, like.metadata)
 
 
 def _first_tokens(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni_kvlink.testing import (
     allocation_checks,
@@ -21,22 +22,10 @@ from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import Rig, run_checked
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 Check = Callable[[Rig], None]
 
 
-def _checks_of(*modules: ModuleType) -> tuple[Check, ...]:
-    return tuple(
-        function
-        for module in modules
-        for name, function in vars(module).items()
-        if name.startswith("check_") and inspect.getmodule(function) is module
-    )
-
-
-CONNECTOR_CHECKS = _checks_of(
+_MODULES = (
     delivery_checks,
     ending_checks,
     memory_checks,
@@ -46,6 +35,12 @@ CONNECTOR_CHECKS = _checks_of(
     allocation_checks,
     direct_checks,
     tensor_checks,
+)
+CONNECTOR_CHECKS: tuple[Check, ...] = tuple(
+    function
+    for module in _MODULES
+    for name, function in vars(module).items()
+    if name.startswith("check_") and inspect.getmodule(function) is module
 )
 """The checks of `check_connector`, in their order."""
 
@@ -77,12 +72,18 @@ def check_connector(
 
 
 def run_check(check: Check, rig: Rig) -> None:
-    """Run one check on a fresh rig, and close the rig.
+    """Run one check on a fresh rig, wait until all memory is free, and close the rig.
 
     Raises:
-        CheckFailed: the check failed, or an error came out of it.
+        CheckFailed: the check failed, an error came out of it, or it left memory in use.
     """
+
+    @functools.wraps(check)
+    def checked() -> None:
+        check(rig)
+        rig.until_freed()
+
     try:
-        run_checked(check, rig)
+        run_checked(checked)
     finally:
         rig.close()

@@ -15,8 +15,17 @@ from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
-from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed, until_requested
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.rig import (
+    SLACK,
+    Rig,
+    deliver,
+    expect,
+    until,
+    until_freed,
+    until_requested,
+)
+from omni_kvlink.testing.stream_checks import finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,19 +46,24 @@ def check_direct_put_copies_nothing(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
     if not can_put_direct(producer):
         data = RECIPES[0].make()
-        expect(
-            SchemaError, lambda: producer.put(data, direct=True), mentions=("link's own memory",)
-        )
+        expect(SchemaError, producer.put, data, direct=True, mentions=("link's own memory",))
         assert producer.stats()["transfers"]["live"] == 0
         return
     for recipe in (*RECIPES, sized("d", 12 * MIB)):
         for digests in (True, False):
-            waiting = reader.submit("get", key="d", timeout=PATIENCE, verify="full")
-            receipt = producer.put(recipe.make(), direct=True, digests=digests)
-            assert waiting.result(PATIENCE) == fingerprint(recipe.make())
-            receipt.wait(timeout=5)
-            assert (receipt.ledger.copies, receipt.ledger.digests != "off") == (0, digests)
-    until_freed(producer)
+            deliver_direct(producer, reader, recipe.make(), digests=digests)
+
+
+def deliver_direct(
+    producer: KVProducer, reader: RemoteLink, data: Payload, *, digests: bool = True
+) -> None:
+    """Put a payload directly: its waiting reader gets every byte, and nothing is copied."""
+    key = data.request_id
+    waiting = reader.submit("get", key=key, timeout=PATIENCE, verify="full")
+    receipt = producer.put(data, direct=True, digests=digests)
+    assert waiting.result(PATIENCE) == fingerprint(data)
+    receipt.wait(timeout=5)
+    assert (receipt.ledger.copies, receipt.ledger.digests != "off") == (0, digests)
 
 
 def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
@@ -70,7 +84,6 @@ def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
     _overwrite(data)
     assert first.result(PATIENCE) == second.result(PATIENCE) == fingerprint(recipe.make())
     receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_direct_put_times_out(rig: Rig) -> None:
@@ -80,22 +93,19 @@ def check_direct_put_times_out(rig: Rig) -> None:
         return
     recipe = sized("d", MIB)
     data = recipe.make()
+    put = partial(producer.put, data, direct=True)
     mentions = ("1 readers missing", "its caller's tensors")
-    put = partial(producer.put, data, direct=True, timeout=0.2)
-    expect(TransferTimeout, put, within=0.2 + SLACK, mentions=mentions)
+    expect(TransferTimeout, put, timeout=0.2, within=0.2 + SLACK, mentions=mentions)
     stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
     until_requested(producer, 1)
-    one = partial(producer.put, data, direct=True, readers=2, timeout=1.0)
-    expect(TransferTimeout, one, within=1.0 + SLACK, mentions=mentions)
+    expect(TransferTimeout, put, readers=2, timeout=1.0, within=1.0 + SLACK, mentions=mentions)
     _overwrite(data)
     stream.result(PATIENCE)
     layer = reader.peer.submit("wait_layer", key="d", layer=0, timeout=5)
-    expect(TransferFailed, lambda: layer.result(PATIENCE), mentions=("gave it up",))
+    expect(TransferFailed, layer.result, PATIENCE, mentions=("gave it up",))
     reader.peer.call("release", key="d")
     until_freed(producer)
-    again = producer.put(recipe.make())
-    assert reader.call("get", key="d", timeout=5, verify="full") == fingerprint(recipe.make())
-    again.wait(timeout=5)
+    deliver(producer, reader, recipe.make(), verify="full")
 
 
 def check_stream_of_a_direct_put(rig: Rig) -> None:
@@ -108,8 +118,7 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     until_requested(producer, 1)
     receipt = producer.put(data, direct=True)
     assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
-    assert reader.peer.call("wait_stream", key="d", timeout=5) == fingerprint(data)
-    reader.peer.call("release", key="d")
+    finish(reader, data)
     receipt.wait(timeout=5)
 
 
@@ -128,7 +137,7 @@ def check_direct_put_can_be_aborted(rig: Rig) -> None:
         waiting = reader.submit("get", key="d", timeout=PATIENCE)
         _until_offered(producer)
         end()
-        expect(TransferFailed, lambda p=putting: p.result(PATIENCE), within=SLACK)  # type: ignore[misc]
+        expect(TransferFailed, putting.result, PATIENCE, within=SLACK)
         assert waiting.exception(PATIENCE) is not None
 
 
@@ -142,18 +151,13 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
         for name, layers in data.layer_blocks.items()
     }
     broken = KVCacheTransferData.from_dict({**data.to_dict(), "layer_blocks": pieces})
-    expect(SchemaError, lambda: producer.put(broken, direct=True), mentions=("layer 0, K",))
+    expect(SchemaError, producer.put, broken, direct=True, mentions=("layer 0, K",))
     allocation = producer.allocate(data)
     for background in (True, False):
-        expect(
-            SchemaError,
-            lambda b=background: producer.put(allocation.data, direct=True, background=b),  # type: ignore[misc]
-            mentions=("tensors of your own",),
-        )
+        put = partial(producer.put, allocation.data, direct=True, background=background)
+        expect(SchemaError, put, mentions=("tensors of your own",))
     allocation.release()
-    receipt = producer.put(broken)
-    assert reader.call("get", key="d", timeout=5, verify="full") == fingerprint(data)
-    receipt.wait(timeout=5)
+    deliver(producer, reader, broken, data, verify="full")
 
 
 def can_put_direct(producer: KVProducer) -> bool:

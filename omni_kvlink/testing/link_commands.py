@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.link import (
-    KVConsumer,
-    KVLink,
-    KVProducer,
-    PutStream,
-    Received,
-    ReceivedStream,
-)
+from omni_kvlink.link import KVLink, PutStream, Received, ReceivedStream
 from omni_kvlink.testing.caches import (
     Layers,
     Recipe,
@@ -46,7 +39,7 @@ class LinkCommands(CommandSet):
 
     def __init__(self) -> None:
         super().__init__()
-        self._links: dict[str, KVProducer | KVConsumer] = {}
+        self._links: dict[str, Any] = {}  # a `KVProducer` or a `KVConsumer`
         self._receipts: dict[str, Receipt] = {}
         self._held: dict[str, list[TensorView]] = {}
         self._open: dict[str, Received] = {}
@@ -74,7 +67,7 @@ class LinkCommands(CommandSet):
     def put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
         """Put the payload of a recipe, and keep its receipt."""
         data = Recipe(**recipe).make()
-        self._receipts[data.request_id] = self._producer(link).put(data, **options)
+        self._receipts[data.request_id] = self._links[link].put(data, **options)
 
     def wait(self, key: str, timeout: float) -> None:
         """Wait for the receipt of a payload that was put."""
@@ -82,24 +75,24 @@ class LinkCommands(CommandSet):
 
     def get(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload and release it; its fingerprint."""
-        with self._consumer(link).get(key, **options) as data:
+        with self._links[link].get(key, **options) as data:
             return fingerprint(data)
 
     def hold(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload, and keep its tensors beyond the `with` block; its fingerprint."""
-        with self._consumer(link).get(key, **options) as data:
+        with self._links[link].get(key, **options) as data:
             self._held[key] = _tensors(data)
             return fingerprint(data)
 
     def open(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload, and stay inside the `with` block; its fingerprint."""
-        received = self._open[key] = self._consumer(link).get(key, **options)
+        received = self._open[key] = self._links[link].get(key, **options)
         return fingerprint(received.data)
 
     def stream_put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
         """Begin a stream for `write`, `commit` and `fail_stream`."""
         data = Recipe(**recipe).make()
-        out = self._producer(link).stream_put(data, **options)
+        out = self._links[link].stream_put(data, **options)
         self._writing[data.request_id] = out, layers_of(data)
 
     def write(self, key: str, layer: int, branch: str = "kv") -> None:
@@ -117,7 +110,7 @@ class LinkCommands(CommandSet):
 
     def stream_get(self, link: str, key: str, **options: Any) -> list[list[Any]]:
         """Wait until a stream begins, and keep it; the names of its layers."""
-        stream = self._streams[key] = self._consumer(link).stream_get(key, **options)
+        stream = self._streams[key] = self._links[link].stream_get(key, **options)
         return list(map(list, stream.names()))
 
     def wait_layer(
@@ -158,14 +151,14 @@ class LinkCommands(CommandSet):
 
     def use_after_block(self, link: str, key: str, **options: Any) -> None:
         """Use a payload after its `with` block."""
-        received = self._consumer(link).get(key, **options)
+        received = self._links[link].get(key, **options)
         with received as data:
             pass
         _tensors(data)
 
     def fail(self, link: str, key: str, reason: str) -> None:
         """Call `fail` of a link."""
-        self._producer(link).fail(key, reason)
+        self._links[link].fail(key, reason)
 
     def abort(self, link: str, key: str, reason: str) -> None:
         """Call `abort` of a link."""
@@ -173,7 +166,8 @@ class LinkCommands(CommandSet):
 
     def stats(self, link: str) -> dict[str, Any]:
         """The statistics of a link."""
-        return self._links[link].stats()
+        found: dict[str, Any] = self._links[link].stats()
+        return found
 
     def close(self, link: str) -> None:
         """Close a link; its name stays, so that use after it can be tested."""
@@ -214,18 +208,8 @@ class LinkCommands(CommandSet):
             names: dict[str, str] = json.loads(pipe.read())
         return {**names, "pid": str(child)}
 
-    def _producer(self, link: str) -> KVProducer:
-        found = self._links[link]
-        assert isinstance(found, KVProducer)
-        return found
-
-    def _consumer(self, link: str) -> KVConsumer:
-        found = self._links[link]
-        assert isinstance(found, KVConsumer)
-        return found
-
     def _errors_in_child(self, link: str) -> dict[str, str]:
-        parent_link: Any = self._links[link]
+        parent_link = self._links[link]
         data = Recipe("of-the-child").make()
         methods: dict[str, Callable[[], Any]] = {
             "put": lambda: parent_link.put(data),
