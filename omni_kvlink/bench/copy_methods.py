@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.schema import KVCacheTransferData
 
+    MakeMapping = Callable[[str, int], Mapping]
+
 
 class CopyMethod(ABC):
-    """One method to move or read all bytes of a payload.
-
-    Attributes:
-        key: its name in JSON documents.
-        what: what is timed, for people.
-    """
+    """One method to move or read all bytes; `key` is for JSON documents, `what` for people."""
 
     def __init__(self, key: str, what: str):
         self.key, self.what = key, what
@@ -60,10 +57,9 @@ class PlainCopyMethod(CopyMethod):
         self._plain = PlainCopy(nbytes)
         super().__init__("plain_copy", self._plain.name)
 
-    def run(self) -> object:
+    def run(self) -> None:
         """Move all bytes once."""
         self._plain.copy()
-        return None
 
     def moves_all_bytes(self) -> bool:
         """Run on blank memory, and compare."""
@@ -80,11 +76,10 @@ class TorchCopyMethod(CopyMethod):
         self._sources = sources
         self._targets = [torch.zeros_like(source) for source in sources]
 
-    def run(self) -> object:
+    def run(self) -> None:
         """Move all bytes once."""
         for source, target in zip(self._sources, self._targets, strict=True):
             target.copy_(source)
-        return None
 
     def moves_all_bytes(self) -> bool:
         """Run on blank memory, and compare."""
@@ -120,15 +115,19 @@ class StagedPayload:
         self.manifest = self.manifest.with_digests(digests)
 
 
-class GatherMethod(CopyMethod):
-    """The copy of a `put`, into memory that was used before."""
+class CopierMethod(CopyMethod):
+    """A method of a copier, on a payload."""
 
     def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
         super().__init__(key, what)
         self._copier, self._payload = copier, payload
 
+
+class GatherMethod(CopierMethod):
+    """The copy of a `put`, into memory that was used before."""
+
     def run(self) -> object:
-        """Move all bytes once."""
+        """Copy into the payload's memory."""
         one = self._payload
         return self._copier.gather(one.sources, one.manifest, one.region)
 
@@ -139,19 +138,16 @@ class GatherMethod(CopyMethod):
         return self._payload.holds(self._payload.tensors())
 
 
-class ScatterMethod(CopyMethod):
+class ScatterMethod(CopierMethod):
     """The copy out of a payload into tensors, digests checked on the way."""
 
     def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, what)
-        self._copier, self._payload = copier, payload
+        super().__init__(key, what, copier, payload)
         self._targets = [torch.zeros_like(tensor) for tensor in payload.tensors()]
 
-    def run(self) -> object:
-        """Move all bytes once."""
-        one = self._payload
-        self._copier.scatter(one.manifest, one.region, self._targets)
-        return None
+    def run(self) -> None:
+        """Copy out of the payload."""
+        self._copier.scatter(self._payload.manifest, self._payload.region, self._targets)
 
     def moves_all_bytes(self) -> bool:
         """Run on blank memory, and compare."""
@@ -160,17 +156,12 @@ class ScatterMethod(CopyMethod):
         return self._payload.holds(self._targets)
 
 
-class VerifyMethod(CopyMethod):
+class VerifyMethod(CopierMethod):
     """Reads all bytes and compares digests."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, what)
-        self._copier, self._payload = copier, payload
-
-    def run(self) -> object:
-        """Move all bytes once."""
+    def run(self) -> None:
+        """Read all bytes once."""
         self._copier.verify(self._payload.manifest, self._payload.region)
-        return None
 
     def moves_all_bytes(self) -> bool:
         """Whether it reads to the end: it must see one bit of the last byte."""
@@ -186,29 +177,24 @@ class VerifyMethod(CopyMethod):
         return False
 
 
-class FirstTouchMethod(CopyMethod):
-    """A gather into new memory; making the memory is timed too, unmapping it is not."""
+class FirstTouchMethod(CopierMethod):
+    """A gather into new memory, whose making is timed too; unmapping it is not."""
 
     def __init__(
-        self,
-        key: str,
-        what: str,
-        copier: Copier,
-        payload: StagedPayload,
-        make: Callable[[str, int], Mapping],
+        self, key: str, what: str, copier: Copier, payload: StagedPayload, make: MakeMapping
     ):
-        super().__init__(key, what)
-        self._copier, self._payload, self._make = copier, payload, make
+        super().__init__(key, what, copier, payload)
+        self._make = make
 
     def run(self) -> Mapping:
-        """Move all bytes once."""
+        """Copy into new memory."""
         one = self._payload
         mapping = self._make("kvlink-bench", one.region.nbytes)
         self._copier.gather(one.sources, one.manifest, mapping.region)
         return mapping
 
     def moves_all_bytes(self) -> bool:
-        """Run on blank memory, and compare."""
+        """Run, and compare."""
         one, mapping = self._payload, self.run()
         return one.holds(StagedPayload(one.sources, one.manifest, mapping.region).tensors())
 
@@ -216,22 +202,15 @@ class FirstTouchMethod(CopyMethod):
 def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     """Every method; the first is the baseline.
 
-    Args:
-        shape: of the payload; about ten times its bytes are allocated.
-        threads: torch's, as the text names them.
-
-    Raises:
-        NativeError: there is no compiled library.
-        CapacityError: the memory is too small.
+    About ten times the bytes of the shape are allocated; `threads` are torch's, for the text.
     """
     cores = len(os.sched_getaffinity(0))
     one, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
     cache = _cache(shape, "contiguous")
     payload, committed = StagedPayload.of(cache), StagedPayload.of(cache)
     paged = StagedPayload.of(_cache(shape, "paged"))
-    bare = StagedPayload(
-        payload.sources, cache.plan(digests=False), payload.region
-    )  # the same warm memory
+    without = cache.plan(digests=False)
+    bare = StagedPayload(payload.sources, without, payload.region)  # the same warm memory
     committed.commit(one)
     tensors = [dense(source) for source in payload.sources]
     return [

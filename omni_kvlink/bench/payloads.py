@@ -156,14 +156,18 @@ def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
     return {**_metadata_fields(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
 
 
-def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
-    """The metadata of a cache, and the SHA-256 of dtype, shape and bytes of each tensor."""
-    layers = zip(*cache.layer_blocks.values(), strict=True)
+def found_in(data: KVCacheTransferData | TensorTransferData) -> dict[str, Any]:
+    """The metadata and structure of a payload, and the SHA-256 of each tensor."""
+    if isinstance(data, TensorTransferData):
+        leaves = dict(_leaves(data.tree, ""))
+        digests = [_tensor_sha256(dense(tensor).contiguous()) for tensor in leaves.values()]
+        return {"metadata": data.metadata, "paths": list(leaves), "digests": digests}
+    layers = zip(*data.layer_blocks.values(), strict=True)
     tensors = [dense(part) for layer in layers for part in layer if part is not None]
     return {
-        **_metadata_fields(cache.metadata),
-        "dtype": cache.metadata.dtype,
-        "block_ids": list(cache.block_ids),
+        **_metadata_fields(data.metadata),
+        "dtype": data.metadata.dtype,
+        "block_ids": list(data.block_ids),
         "digests": list(map(_tensor_sha256, tensors)),
     }
 
@@ -171,7 +175,7 @@ def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
 def make_tensor_sample(
     request_id: str, shape: Shape, rng: np.random.Generator, *, sources: Sources
 ) -> tuple[TensorTransferData, dict[str, Any]]:
-    """Make nested tensors of one dtype, and what a reader must find, see `found_in_tensors`."""
+    """Make nested tensors of one dtype, and what a reader must find, see `found_in`."""
     dtype, digests = torch_dtype(shape.dtype), list[str]()
 
     def leaf(*sizes: int) -> TensorView:
@@ -210,16 +214,6 @@ def make_tensor_sample(
     metadata = {"salt": int(rng.integers(0, 1 << 40)), "nested": {"list": [1, 0.5, None, "é"]}}
     expected = {"metadata": metadata, "paths": paths, "digests": digests}
     return TensorTransferData(request_id, tree, metadata), expected
-
-
-def found_in_tensors(data: TensorTransferData) -> dict[str, Any]:
-    """The metadata, the path of each tensor, and the SHA-256 of its dtype, shape and bytes."""
-    leaves = list(_leaves(data.tree, ""))
-    return {
-        "metadata": data.metadata,
-        "paths": [path for path, _ in leaves],
-        "digests": [_tensor_sha256(dense(tensor).contiguous()) for _, tensor in leaves],
-    }
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorView]]:

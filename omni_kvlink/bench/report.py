@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.bench.machine import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SCHEMA = "kvlink-bench/1"
 WIDTH = 96
@@ -22,13 +22,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
     lines = []
-    for row in [head, ["─" * width for width in widths], *rows]:
+    for line in [head, ["─" * width for width in widths], *rows]:
         cells = [
             cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(row, widths, textual, strict=True)
+            for cell, width, is_text in zip(line, widths, textual, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def row(name: str, values: Iterable[float], what: str) -> list[str]:
+    """The cells of a measurement in a table of milliseconds."""
+    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), what]
 
 
 def wrapped(label: str, text: str) -> str:
@@ -51,13 +56,8 @@ def document(
     command: str, machine: dict[str, Any], setup: dict[str, Any], results: dict[str, Any]
 ) -> dict[str, Any]:
     """The JSON document, the same four parts for every command."""
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        "machine": machine,
-        "setup": setup,
-        "results": results,
-    }
+    named = {"schema": SCHEMA, "command": command, "machine": machine}
+    return {**named, "setup": setup, "results": results}
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:

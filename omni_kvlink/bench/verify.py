@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.bitflip import BitflipCopier
-from omni_kvlink.bench.cases import Case
+from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import table
 from omni_kvlink.copier import named_copier
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
 
 
 MAX_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifySetup:
+    """What to send, and how; a bit of the case of the number `corrupt` is flipped on the way."""
+
+    connector: str
+    url: str = ""
+    mode: str = "pooled"
+    copier: str = "auto"
+    quick: bool = False
+    corrupt: int = -1
+
+    @property
+    def steps(self) -> int:
+        """How often `measure` calls `step`."""
+        return sum(1 for _ in cases(quick=self.quick))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +66,19 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
-        return {
-            "cases": len(self.outcomes),
-            "passed": len(self.outcomes) - len(self.failed),
-            "failed": [
-                {"case": str(outcome.case), "problem": outcome.problem} for outcome in self.failed
-            ],
-            "bytes": self.nbytes,
-        }
+        failed = [{"case": str(one.case), "problem": one.problem} for one in self.failed]
+        count = len(self.outcomes)
+        passed = count - len(failed)
+        return {"cases": count, "passed": passed, "failed": failed, "bytes": self.nbytes}
 
     def text(self) -> str:
         """A table of passes by dtype and shape, then what failed."""
-        rows = list(dict.fromkeys(outcome.case.rows for outcome in self.outcomes))
-        dtypes = list(dict.fromkeys(outcome.case.shape.dtype for outcome in self.outcomes))
         total, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for outcome in self.outcomes:
             cell = (outcome.case.shape.dtype, outcome.case.rows)
             total[cell] += 1
             bad[cell] += bool(outcome.problem)
+        dtypes, rows = (list(dict.fromkeys(names)) for names in zip(*total, strict=True))
         lines = [
             [dtype, *(_cell(total[dtype, r], bad[dtype, r]) for r in rows)] for dtype in dtypes
         ]
@@ -79,33 +91,19 @@ class Verdict:
         return "\n\n".join([table(["cases", *rows], lines), *failed, summary])
 
 
-def run(
-    connector: str,
-    chosen: Sequence[Case],
-    step: Callable[[], None] = lambda: None,
-    *,
-    url: str = "",
-    copier: str = "auto",
-    mode: str = "pooled",
-    corrupt: int = -1,
+def measure(
+    setup: VerifySetup, step: Callable[[], None] = lambda: None, chosen: Sequence[Case] = ()
 ) -> Verdict:
-    """Send each case and compare; an error of the transfer fails its case.
+    """Send each case, all of them if none is chosen, and compare; `step` is called after each.
 
-    Args:
-        connector: the URL's scheme.
-        chosen: the cases.
-        step: called after each case.
-        url: the whole URL, for a connector that needs an address.
-        copier: the producer's.
-        mode: the producer's.
-        corrupt: the number of a case of which a bit is flipped, so that failing can be seen.
+    An error of a transfer fails its case.
     """
     outcomes = []
-    bitflip = BitflipCopier(named_copier(copier))
-    chosen_copier = copier if corrupt < 0 else bitflip
-    with open_pair(connector, url=url, copier=chosen_copier, mode=mode) as pair:
-        for case in chosen:
-            bitflip.armed = case.number == corrupt
+    bitflip = BitflipCopier(named_copier(setup.copier))
+    copier = setup.copier if setup.corrupt < 0 else bitflip
+    with open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair:
+        for case in chosen or cases(quick=setup.quick):
+            bitflip.armed = case.number == setup.corrupt
             outcomes.append(_send(pair, case))
             step()
     return Verdict(outcomes)
