@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +22,12 @@ from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.ucx import unavailable
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from omni_kvlink.testing.peer_harness import CommandSet, ProcessPeer, serve
 
 CHUNK = 8 << 20
 
 
-class CopyAndTagSend(TagSend):
+class _CopyAndTagSend(TagSend):
     """The least that a put must do, without any protocol.
 
     A thread copies with digests, step by step, and each step is sent while the next is copied.
@@ -63,7 +59,7 @@ class CopyAndTagSend(TagSend):
             os.eventfd_write(self._copied, 1)
 
 
-class UcxTransportSend(BufferTransfer):
+class _UcxTransportSend(BufferTransfer):
     """`UcxTransport`, in messages of `step` bytes."""
 
     def __init__(self, buffer: np.ndarray[Any, Any], step: int):
@@ -72,16 +68,13 @@ class UcxTransportSend(BufferTransfer):
         self.address = self._transport.address.hex()
 
     def connect(self, address: str) -> None:
-        """Connect to the other end."""
         self._peer = self._transport.connect(bytes.fromhex(address))
 
     def send(self) -> None:
-        """Send the buffer; blocks until it may be modified."""
         self._begin(self._transport.send)
         self.wait()
 
     def receive(self) -> None:
-        """Post the receives."""
         self._begin(self._transport.receive)
 
     def _begin(self, verb: Any) -> None:
@@ -97,12 +90,10 @@ class UcxTransportSend(BufferTransfer):
             self._completed.set()
 
     def wait(self) -> None:
-        """Wait until all bytes are here, or were sent."""
         if not self._completed.wait(TIMEOUT) or self._errors:
             raise BenchError(f"UcxTransport did not deliver: {self._errors}")
 
     def close(self) -> None:
-        """Close the connection."""
         self._transport.close()
 
 
@@ -112,57 +103,48 @@ def make_transfers(nbytes: int, *, is_sender: bool) -> dict[str, BufferTransfer]
     return {
         "bare tag send, our settings": TagSend(buffer, ours),
         "bare tag send, UCX's settings": TagSend(buffer, UCX_DEFAULTS),
-        f"bare, copied in steps of {CHUNK >> 20} MiB": CopyAndTagSend(buffer, ours, CHUNK),
-        "UcxTransport, one message": UcxTransportSend(buffer, nbytes),
-        f"UcxTransport, messages of {CHUNK >> 20} MiB": UcxTransportSend(buffer, CHUNK),
+        f"bare, copied in steps of {CHUNK >> 20} MiB": _CopyAndTagSend(buffer, ours, CHUNK),
+        "UcxTransport, one message": _UcxTransportSend(buffer, nbytes),
+        f"UcxTransport, messages of {CHUNK >> 20} MiB": _UcxTransportSend(buffer, CHUNK),
         "one TCP connection": TcpSend(buffer, is_sender, 4 << 20),
     }
 
 
-def serve(nbytes: int) -> None:
-    """Run the sender: print its addresses, then send by each transfer whose number is read."""
-    transfers = list(make_transfers(nbytes, is_sender=True).values())
-    print(";".join(["addresses", *(one.address for one in transfers)]), flush=True)
-    for one, address in zip(transfers, sys.stdin.readline().strip().split(";"), strict=True):
-        one.connect(address)
-    for line in sys.stdin:
-        transfers[int(line)].send()
-    for one in transfers:
-        one.close()
+class _SenderCommands(CommandSet):
+    """The commands of the sender's process."""
 
+    def open(self, nbytes: int) -> list[str]:
+        self._transfers = list(make_transfers(nbytes, is_sender=True).values())
+        return [one.address for one in self._transfers]
 
-@contextlib.contextmanager
-def sender(nbytes: int) -> Iterator[subprocess.Popen[str]]:
-    """The sender's process, within the `with` block."""
-    command = [sys.executable, "-m", __spec__.name, "--sender", "--nbytes", str(nbytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        try:
-            yield process
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
+    def connect(self, addresses: list[str]) -> None:
+        for one, address in zip(self._transfers, addresses, strict=True):
+            one.connect(address)
+
+    def send(self, number: int) -> None:
+        self._transfers[number].send()
 
 
 def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds by transfer, which take turns; the first round is not counted."""
-    with sender(nbytes) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    sender = ProcessPeer(module=__spec__.name, arguments=("--sender",), concurrent=False)
+    with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
-        print(";".join(one.address for one in transfers.values()), file=process.stdin)
-        line = next(line for line in process.stdout if line.startswith("addresses;"))
-        for one, address in zip(transfers.values(), line.strip().split(";")[1:], strict=True):
+        addresses = peer.call("open", nbytes=nbytes)
+        own = [one.address for one in transfers.values()]
+        connecting = peer.submit("connect", addresses=own)
+        for one, address in zip(transfers.values(), addresses, strict=True):
             one.connect(address)
+        connecting.result(TIMEOUT)
         seconds: dict[str, list[float]] = {name: [] for name in transfers}
         for _ in range(rounds + 1):
             for number, (name, one) in enumerate(transfers.items()):
                 one.receive()
                 started = time.perf_counter()
-                print(number, file=process.stdin)
+                sending = peer.submit("send", number=number)
                 one.wait()
                 seconds[name].append(time.perf_counter() - started)
+                sending.result(TIMEOUT)
         for one in transfers.values():
             one.close()
     return {name: values[1:] for name, values in seconds.items()}
@@ -179,7 +161,7 @@ def main() -> None:
     if why_not is not None:
         raise SystemExit(why_not)
     if options.sender:
-        serve(options.nbytes)
+        serve(_SenderCommands(), concurrent=False)
         return
     seconds = measure(options.nbytes, options.rounds)
     bare = Summary.of(next(iter(seconds.values()))).p50

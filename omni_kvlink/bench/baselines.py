@@ -113,7 +113,7 @@ class TcpSend(BufferTransfer):
         self._socket.close()
 
 
-class ZmqEcho(BufferTransfer):
+class _ZmqEcho(BufferTransfer):
     """One message over ZMQ, which the receiver echoes; `send` waits for the echo."""
 
     def __init__(self, nbytes: int, is_sender: bool):
@@ -124,7 +124,6 @@ class ZmqEcho(BufferTransfer):
             self.address = str(self._socket.bind_to_random_port("tcp://127.0.0.1"))
 
     def connect(self, address: str) -> None:
-        """Connect to the other end."""
         if address:
             self._socket.connect(f"tcp://127.0.0.1:{address}")
             self._socket.send(b"here")
@@ -132,7 +131,6 @@ class ZmqEcho(BufferTransfer):
             self._reader, _ = self._socket.recv_multipart()
 
     def send(self) -> None:
-        """Send the message, and wait for its echo."""
         self._socket.send_multipart([self._reader, self._message])
         self._socket.recv_multipart()
 
@@ -141,7 +139,6 @@ class ZmqEcho(BufferTransfer):
         self._socket.send(self._socket.recv())
 
     def close(self) -> None:
-        """Close the socket."""
         self._context.destroy(0)
 
 
@@ -202,7 +199,7 @@ class TagSend(BufferTransfer):
 def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
     """One end of the baseline of a name, with a warm buffer of `nbytes` bytes."""
     if name == ROUND_TRIP.name:
-        return ZmqEcho(nbytes, is_sender)
+        return _ZmqEcho(nbytes, is_sender)
     if name != RAW_TCP.name:
         options = UCX_DEFAULTS if name == PLAIN_UCX.name else UcxSettings().options()
         return TagSend(np.ones(nbytes, np.uint8), options)

@@ -57,12 +57,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if given.get("url"):
         given["connector"] = arguments.url.partition("://")[0]
     setup = command.setup(**{f.name: given[f.name] for f in dataclasses.fields(command.setup)})
-    with report.progress(command.steps, setup.steps, quiet=quiet) as step:
-        result = command.module.measure(setup, step)
+    result = command.module.measure(setup, partial(report.progress, quiet=quiet))
     here = machine.describe()
     if arguments.json:
         parts = (dataclasses.asdict(setup), result.to_dict())
-        report.write_json(arguments.json, report.document(arguments.command, here, *parts))
+        report.write_json(arguments.json, arguments.command, here, *parts)
     if not quiet:
         print(report.heading(arguments.command, here), result.text(), sep="\n")
         if isinstance(result, membench.CopyResult):
@@ -142,19 +141,18 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 class Command(NamedTuple):
-    """A module with `measure`, its setup, whose fields are options, and what its steps are."""
+    """A module with `measure`, and its setup, whose fields are options of the command."""
 
     module: ModuleType
     setup: type[Any]
-    steps: str
     add_options: Callable[[argparse.ArgumentParser], None]
 
 
 COMMANDS = {
-    "latency": Command(latency, latency.LatencySetup, "rounds", _add_latency),
-    "stream": Command(streaming, streaming.StreamSetup, "rounds", _add_stream),
-    "copy": Command(membench, membench.CopySetup, "rounds", _add_copy),
-    "verify": Command(verify, verify.VerifySetup, "cases", _add_verify),
+    "latency": Command(latency, latency.LatencySetup, _add_latency),
+    "stream": Command(streaming, streaming.StreamSetup, _add_stream),
+    "copy": Command(membench, membench.CopySetup, _add_copy),
+    "verify": Command(verify, verify.VerifySetup, _add_verify),
 }
 
 

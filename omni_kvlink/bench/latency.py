@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,26 +11,23 @@ import numpy as np
 
 from omni_kvlink.bench.baselines import BASELINES, SMALL, Baseline, BaselineSender, baselines_of
 from omni_kvlink.bench.machine import torch_threads
+from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.payloads import BLOCK, Shape, make_bundle, make_sample
-from omni_kvlink.bench.plain import PlainCopy
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import bar, bar_line, row, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Summary, Timings
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"
-PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
-"""The phases up to `verify` add up to `total`."""
-OTHER_TIMES = ("put", "release", "plain_copy", "pipe_wake")
-_MEANING = {
+PHASES = {
     "prepare": "plan, reserve",
     "copy": "gather into the link's memory; direct: digests",
     "publish": "write the header",
@@ -37,11 +35,15 @@ _MEANING = {
     "view": "manifest decoded, tensors made",
     "verify": "digests checked by the reader",
     "total": "put called → views in hand",
+}
+"""What each phase is, for people; the phases up to `verify` add up to `total`."""
+OTHER_TIMES = {
     "put": "put called → put returned",
     "release": "last view dropped → receipt done",
     "plain_copy": "as many bytes, one thread",
     "pipe_wake": "a pipe wakes the same reader",
 }
+TIMES = PHASES | OTHER_TIMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +64,6 @@ class LatencySetup:
     threads: int = 1
     idle: float = 0.0
     direct: bool = False
-
-    @property
-    def steps(self) -> int:
-        """How often `measure` calls `step`."""
-        return self.warmup + self.rounds
 
     def notes(self) -> list[str]:
         """What must be known about this setup to understand its figures."""
@@ -124,7 +121,6 @@ class LatencyResult(Timings):
             ran, name = one in self.baselines, one.name
             compared[f"{name}_ms"] = self.milliseconds(name).to_dict() if ran else None
             compared[f"{name}_ratio"] = round(self.ratio_of(one.phase, name), 4) if ran else None
-        names = (*PHASES, *OTHER_TIMES)
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "sent_bytes": self.ledger.nbytes,
@@ -133,7 +129,9 @@ class LatencyResult(Timings):
             "copier": self.ledger.copier,
             "digests": self.ledger.digests,
             "rounds": self.setup.rounds,
-            "milliseconds": {name: self.milliseconds(name).to_dict() for name in names},
+            "milliseconds": {
+                name: self.milliseconds(name).to_dict() for name in PHASES | OTHER_TIMES
+            },
             "cold_total_ms": None if self.cold is None else round(1e3 * self.cold, 6),
             "plain_copy": self.plain,
             "ratio": round(self.ratio, 4),
@@ -171,47 +169,37 @@ class LatencyResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, at most 96 columns wide."""
-        is_checked = self.setup.verify == "full"
-        rows = []
-        for name in (*PHASES, *OTHER_TIMES):
-            if name != "verify" or is_checked:
-                one = self.milliseconds(name)
-                rows.append(
-                    row(name, (one.p50, one.p90, one.p99, one.min, one.max), _MEANING[name])
-                )
+        rows = [
+            row(name, dataclasses.astuple(self.milliseconds(name)), what)
+            for name, what in TIMES.items()
+            if name != "verify" or self.setup.verify == "full"
+        ]
         head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
         lines = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
         return "\n\n".join(lines)
 
 
-class Timestamps:
-    """Records when a `put` passed the library's fault points, within the `with` block.
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, int]]:
+    """Record when a `put` last passed each fault point of the library, in monotonic nanoseconds.
 
-    `at[name]` is the monotonic nanosecond at which a point was last passed. The moment of the
-    commit is inside `put`, so it cannot be timed around a call.
+    The moment of the commit is inside `put`, so it cannot be timed around a call.
     """
+    at, point = dict[str, int](), fault_points.point
 
-    def __init__(self) -> None:
-        self.at: dict[str, int] = {}
-        self._point = fault_points.point
+    def record(name: str) -> None:
+        at[name] = time.monotonic_ns()
+        point(name)
 
-    def __enter__(self) -> Timestamps:
-        self._point = fault_points.point
-        fault_points.point = self._record
-        fault_points.enabled = True
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        fault_points.point = self._point
-        fault_points.enabled = True
-
-    def _record(self, name: str) -> None:
-        self.at[name] = time.monotonic_ns()
-        self._point(name)
+    fault_points.point, fault_points.enabled = record, True
+    try:
+        yield at
+    finally:
+        fault_points.point = point
 
 
-def measure(setup: LatencySetup, step: Callable[[], None] = lambda: None) -> LatencyResult:
-    """Run all rounds; `step` is called after each."""
+def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:
+    """Run all rounds."""
     rng, nbytes = np.random.default_rng(0), setup.shape.nbytes
     sample = make_sample(KEY, setup.shape, rng, sources="paged" if setup.paged else "contiguous")
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
@@ -223,13 +211,14 @@ def measure(setup: LatencySetup, step: Callable[[], None] = lambda: None) -> Lat
         open_pair(
             setup.connector, url=setup.url, threads=setup.threads, quota=quota, **serving
         ) as pair,
+        progress("rounds", setup.warmup + setup.rounds) as step,
     ):
         senders = {
             baseline.name: BaselineSender(baseline, pair.peer, nbytes)
             for baseline in baselines_of(setup.connector, nbytes)
         }
         rounds, faults = list[dict[str, float]](), {"producer": list[int](), "reader": list[int]()}
-        for _ in range(setup.steps):
+        for _ in range(setup.warmup + setup.rounds):
             one, pages, ledger = _round(pair, data, setup, plain, senders)
             rounds.append(one)
             for side, count in pages.items():
@@ -241,7 +230,7 @@ def measure(setup: LatencySetup, step: Callable[[], None] = lambda: None) -> Lat
     cold = rounds[0]["total"] if setup.warmup else None
     seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in rounds[0]}
     faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
-    return LatencyResult(seconds, setup, faults, cold, ledger, plain.name, idle)
+    return LatencyResult(seconds, setup, faults, cold, ledger, plain.what, idle)
 
 
 def _round(
@@ -257,14 +246,14 @@ def _round(
     getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify=setup.verify)
     pair.wait_until_requested()
     before = page_faults(own_thread=pair.own_thread)
-    with Timestamps() as timestamps:
+    with recorded() as passed:
         called = time.monotonic_ns()
         receipt = pair.link.put(data, direct=setup.direct, timeout=60.0)
         returned = time.monotonic_ns()
     reader = getting.result(60.0)
     receipt.wait(timeout=60.0)
     done = time.monotonic_ns()
-    seconds |= _phases(receipt.ledger, called, timestamps.at["put.encoded"], reader)
+    seconds |= _phases(receipt.ledger, called, passed["put.encoded"], reader)
     seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
     producer_faults = page_faults(own_thread=pair.own_thread) - before
     return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger

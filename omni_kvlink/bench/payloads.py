@@ -120,7 +120,7 @@ def make_sample(
             rows.append(one)
             tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
             blocks[part].append(tensor.view(shape.tokens, *shape.row))
-    metadata = _metadata(shape, shape.tokens, rng)
+    metadata = make_metadata(shape, shape.tokens, rng)
     return Sample(KVCacheTransferData(request_id, blocks, block_ids, metadata), shape, rows)
 
 
@@ -132,15 +132,10 @@ def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCa
         name = BRANCH_NAMES[index] if index < len(BRANCH_NAMES) else f"branch_{index}"
         tokens = max(1, sample.shape.tokens // 2)
         if index % 2:
-            made[name] = PrefixOf(first, tokens, prefix_metadata(sample, tokens, rng))
+            made[name] = PrefixOf(first, tokens, make_metadata(sample.shape, tokens, rng))
         else:
             made[name] = SameAs(first)
     return KVCacheBundle(sample.cache.request_id, made)
-
-
-def prefix_metadata(sample: Sample, tokens: int, rng: np.random.Generator) -> KVMetadata:
-    """Make other metadata for the first `tokens` tokens of a cache."""
-    return _metadata(sample.shape, tokens, rng)
 
 
 def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
@@ -149,11 +144,6 @@ def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
     return KVCacheTransferData(
         request_id, {part: [None] * shape.layers for part in shape.parts}, (), metadata
     )
-
-
-def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
-    """What a reader of an empty cache must find."""
-    return {**_metadata_fields(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
 
 
 def found_in(data: KVCacheTransferData | TensorTransferData) -> dict[str, Any]:
@@ -252,7 +242,7 @@ def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sa
         pools[0],
         values,
         block_size=BLOCK,
-        metadata=_metadata(shape, shape.tokens, rng),
+        metadata=make_metadata(shape, shape.tokens, rng),
         block_ids=block_ids.tolist(),
     )
     return Sample(cache, shape, rows)
@@ -270,7 +260,8 @@ def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
     return numbers.view(np.uint8)[: rows * row].reshape(rows, row)
 
 
-def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
+def make_metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
+    """Make metadata with random fields for a number of tokens."""
     return KVMetadata(
         kv_lens=(tokens,),
         ropes=(int(rng.integers(0, 1 << 20)),),

@@ -15,7 +15,7 @@ import torch
 
 from omni_kvlink.bench.baselines import BufferTransfer, make_end
 from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
-from omni_kvlink.link import KVConsumer, KVLink, begin_get
+from omni_kvlink.link import KVLink, begin_get
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import parts_of
@@ -34,7 +34,7 @@ class ReaderCommands(CommandSet):
     def __init__(self, *, own_thread: bool):
         super().__init__()
         self._own_thread = own_thread
-        self._link: KVConsumer | None = None
+        self._link: Any = None
         self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
 
@@ -53,7 +53,7 @@ class ReaderCommands(CommandSet):
         steps of `get`, and the page faults of all.
         """
         before = page_faults(own_thread=self._own_thread)
-        received = self._connected().get(key, timeout=timeout, verify=verify)
+        received = self._link.get(key, timeout=timeout, verify=verify)
         returned = time.monotonic_ns()
         with received as data:
             for part in parts_of(data).values():
@@ -74,7 +74,7 @@ class ReaderCommands(CommandSet):
     def copy_out(self, key: str, timeout: float, at: int = 0, **targets: Any) -> int:
         """Wait for a payload, and copy it out after the moment `at`; when it was copied."""
         layers = self._targets(**targets)
-        received = self._connected().get(key, timeout=timeout)
+        received = self._link.get(key, timeout=timeout)
         while time.monotonic_ns() < at:
             pass
         received.scatter([part for layer in layers for part in layer])
@@ -85,7 +85,7 @@ class ReaderCommands(CommandSet):
     def copy_layers_out(self, key: str, timeout: float, **targets: Any) -> dict[str, int]:
         """Copy every layer of a stream out as soon as it comes; when the first and last were."""
         layers, first, last = self._targets(**targets), 0, 0
-        with self._connected().stream_get(key, timeout=timeout) as stream:
+        with self._link.stream_get(key, timeout=timeout) as stream:
             for layer in stream:
                 layer.scatter(*layers[layer.index])
                 last = time.monotonic_ns()
@@ -94,12 +94,12 @@ class ReaderCommands(CommandSet):
 
     def inspect(self, key: str, timeout: float) -> dict[str, Any]:
         """Wait for a payload; what is in it, by branch, see `found_in`."""
-        with self._connected().get(key, timeout=timeout) as data:
+        with self._link.get(key, timeout=timeout) as data:
             return {name: found_in(part) for name, part in parts_of(data).items()}
 
     def idle(self, key: str, seconds: float) -> float:
         """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
-        pending = begin_get(self._connected(), key, timeout=1.0)
+        pending = begin_get(self._link, key, timeout=1.0)
         before = time.process_time()
         time.sleep(seconds)
         used = time.process_time() - before
@@ -127,9 +127,7 @@ class ReaderCommands(CommandSet):
         if self._link is not None:
             self._link.close()
 
-    def close_all(self) -> None:
-        """Close the link and the baselines."""
-        self.close()
+    close_all = close
 
     def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[TensorView]]:
         """Tensors of each layer to copy into; made once, every page touched."""
@@ -142,11 +140,6 @@ class ReaderCommands(CommandSet):
             parts = len(cache.layer_blocks)
             self._target_layers = [views[at : at + parts] for at in range(0, len(views), parts)]
         return self._target_layers
-
-    def _connected(self) -> KVConsumer:
-        if self._link is None:
-            raise RuntimeError("not connected")
-        return self._link
 
 
 def main() -> None:

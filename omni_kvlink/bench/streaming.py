@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.payloads import Sample, Shape, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.plain import PlainCopy
-from omni_kvlink.bench.report import bar, bar_line, row, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.memory.region import Mapping, Region
@@ -19,7 +19,6 @@ from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Future
 
 KEY = "bench"
@@ -46,11 +45,6 @@ class StreamSetup:
     rounds: int = 20
     warmup: int = 3
     copier: str = "auto"
-
-    @property
-    def steps(self) -> int:
-        """How often `measure` calls `step`."""
-        return self.warmup + self.rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +119,8 @@ class StreamResult(Timings):
         return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
 
 
-def measure(setup: StreamSetup, step: Callable[[], None] = lambda: None) -> StreamResult:
-    """Run every measurement once a round; `step` is called after each round."""
+def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
+    """Run every measurement once a round."""
     sample = make_sample(
         KEY, setup.shape, np.random.default_rng(0), sources="paged" if setup.paged else "contiguous"
     )
@@ -134,8 +128,12 @@ def measure(setup: StreamSetup, step: Callable[[], None] = lambda: None) -> Stre
     seconds: dict[str, list[float]] = {name: [] for name in MEASUREMENTS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
     own = Mapping.anonymous(sample.cache.plan().nbytes).region
-    with open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair:
-        for turn in range(setup.steps):
+    rounds = setup.warmup + setup.rounds
+    with (
+        open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
+        progress("rounds", rounds) as step,
+    ):
+        for turn in range(rounds):
             one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
             one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
             if turn >= setup.warmup:

@@ -7,16 +7,18 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.bitflip import BitflipCopier
 from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.report import table
-from omni_kvlink.copier import named_copier
+from omni_kvlink.bench.report import Progress, progress, table
 from omni_kvlink.errors import KVLinkError
+from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
 from omni_kvlink.testing.peer_harness import PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 
 MAX_SHOWN = 10
@@ -32,11 +34,6 @@ class VerifySetup:
     copier: str = "auto"
     quick: bool = False
     corrupt: int = -1
-
-    @property
-    def steps(self) -> int:
-        """How often `measure` calls `step`."""
-        return sum(1 for _ in cases(quick=self.quick))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +89,27 @@ class Verdict:
 
 
 def measure(
-    setup: VerifySetup, step: Callable[[], None] = lambda: None, chosen: Sequence[Case] = ()
+    setup: VerifySetup, progress: Progress = progress, chosen: Sequence[Case] = ()
 ) -> Verdict:
-    """Send each case, all of them if none is chosen, and compare; `step` is called after each.
-
-    An error of a transfer fails its case.
-    """
-    outcomes = []
-    bitflip = BitflipCopier(named_copier(setup.copier))
-    copier = setup.copier if setup.corrupt < 0 else bitflip
-    with open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair:
-        for case in chosen or cases(quick=setup.quick):
-            bitflip.armed = case.number == setup.corrupt
+    """Send each case, all if none is chosen, and compare; an error of a transfer fails its case."""
+    outcomes, chosen = [], chosen or list(cases(quick=setup.quick))
+    tampering = TamperingCopier()
+    copier = setup.copier if setup.corrupt < 0 else tampering
+    with (
+        open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair,
+        progress("cases", len(chosen)) as step,
+    ):
+        for case in chosen:
+            tampering.tamper = _flip_last if case.number == setup.corrupt else do_nothing
             outcomes.append(_send(pair, case))
             step()
     return Verdict(outcomes)
+
+
+def _flip_last(manifest: Manifest, region: Region) -> None:
+    """Flip a bit in the middle of the last tensor with bytes."""
+    spec = next(spec for spec in reversed(manifest.tensors) if spec.nbytes)
+    region.view()[manifest.header_nbytes + (spec.start + spec.stop) // 2] ^= 1
 
 
 def _send(pair: Pair, case: Case) -> Outcome:

@@ -26,10 +26,8 @@ MakeCache = Callable[[Layers, Layers], C]
 def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Run every check against one adapter of K and V caches.
 
-    Args:
-        adapter: the adapter.
-        make_cache: takes keys and values, one tensor of each a layer, and returns an engine's cache
-            of them; all are None for the empty cache that `load` fills.
+    `make_cache` takes keys and values, one tensor of each a layer, and returns an engine's cache of
+    them; all are None for the empty cache that `load` fills.
 
     Raises:
         CheckFailed: names the first behaviour that is missing.

@@ -15,7 +15,6 @@ from omni_kvlink.testing import (
     memory_checks,
     scatter_checks,
     stream_checks,
-    stream_ending_checks,
     tensor_checks,
 )
 from omni_kvlink.testing.link_commands import LinkCommands
@@ -30,7 +29,6 @@ _MODULES = (
     ending_checks,
     memory_checks,
     stream_checks,
-    stream_ending_checks,
     scatter_checks,
     allocation_checks,
     direct_checks,

@@ -27,11 +27,7 @@ _FILL = 0xA5
 
 
 def check_copier(copier: Copier) -> None:
-    """Run every check against one copier.
-
-    Raises:
-        CheckFailed: names the first behaviour that is missing.
-    """
+    """Run every check against one copier; `CheckFailed` names the first that does not hold."""
     for check in COPIER_CHECKS:
         run_checked(check, copier)
 

@@ -16,15 +16,7 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.memory_checks import MIB, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
-from omni_kvlink.testing.rig import (
-    SLACK,
-    Rig,
-    deliver,
-    expect,
-    until,
-    until_freed,
-    until_requested,
-)
+from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, until, until_freed, until_requested
 from omni_kvlink.testing.stream_checks import finish
 
 if TYPE_CHECKING:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment in which a child process acts at the fault points of `faults`.
-
-    Args:
-        faults: actions by the name of a point.
-        env: what is extended; this process's environment by default.
+    """`env`, or this process's environment, with actions by the name of a fault point.
 
     Raises:
         ValueError: there is no such point.

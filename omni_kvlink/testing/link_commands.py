@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,8 @@ class LinkCommands(CommandSet):
         self._open: dict[str, Received] = {}
         self._writing: dict[str, tuple[PutStream, Layers]] = {}
         self._streams: dict[str, ReceivedStream] = {}
+        for verb in ("fail", "abort", "stats", "close"):  # a closed link's name stays, to test it
+            self.table[verb] = partial(self._call, verb)
 
     def close_all(self) -> None:
         """Release every payload, fail every stream that is being written, close every link."""
@@ -113,18 +116,13 @@ class LinkCommands(CommandSet):
         stream = self._streams[key] = self._links[link].stream_get(key, **options)
         return list(map(list, stream.names()))
 
-    def wait_layer(
-        self, key: str, layer: int, branch: str = "", timeout: float | None = None
-    ) -> str:
+    def wait_layer(self, key: str, layer: int, **options: Any) -> str:
         """Wait for one layer of a stream; the hash of its tensors."""
-        stream = self._streams[key]
-        return hash_tensors(stream.wait_for_layer(layer, branch=branch, timeout=timeout).tensors)
+        return hash_tensors(self._streams[key].wait_for_layer(layer, **options).tensors)
 
-    def scatter_layer(
-        self, key: str, layer: int, branch: str = "", timeout: float | None = None
-    ) -> str:
+    def scatter_layer(self, key: str, layer: int, **options: Any) -> str:
         """Wait for one layer of a stream and copy it out; the hash of the copies."""
-        found = self._streams[key].wait_for_layer(layer, branch=branch, timeout=timeout)
+        found = self._streams[key].wait_for_layer(layer, **options)
         targets = [torch.zeros_like(tensor) for tensor in found.tensors]
         found.scatter(*targets)
         return hash_tensors(targets)
@@ -155,23 +153,6 @@ class LinkCommands(CommandSet):
         with received as data:
             pass
         _tensors(data)
-
-    def fail(self, link: str, key: str, reason: str) -> None:
-        """Call `fail` of a link."""
-        self._links[link].fail(key, reason)
-
-    def abort(self, link: str, key: str, reason: str) -> None:
-        """Call `abort` of a link."""
-        self._links[link].abort(key, reason)
-
-    def stats(self, link: str) -> dict[str, Any]:
-        """The statistics of a link."""
-        found: dict[str, Any] = self._links[link].stats()
-        return found
-
-    def close(self, link: str) -> None:
-        """Close a link; its name stays, so that use after it can be tested."""
-        self._links[link].close()
 
     def remove(self, link: str) -> None:
         """Close a link, if there is one of this name, and forget the name."""
@@ -207,6 +188,9 @@ class LinkCommands(CommandSet):
         with os.fdopen(reading, "rb") as pipe:
             names: dict[str, str] = json.loads(pipe.read())
         return {**names, "pid": str(child)}
+
+    def _call(self, verb: str, link: str, **arguments: Any) -> Any:
+        return getattr(self._links[link], verb)(**arguments)
 
     def _errors_in_child(self, link: str) -> dict[str, str]:
         parent_link = self._links[link]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.copier import TorchCopier
@@ -76,23 +77,16 @@ def check_put_waits_for_memory(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
     reader.call("hold", key="first", timeout=5)
-    ended: list[float] = []
     data = sized("second", 1200 << 10, seed=1).make()
-
-    def put() -> None:
-        producer.put(data, timeout=PATIENCE)
-        ended.append(time.monotonic())
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive(), "put did not wait for memory"
-    dropped = time.monotonic()
-    reader.peer.call("release", key="first")
-    thread.join(PATIENCE)
-    assert ended, "put did not return"
-    assert ended[0] - dropped < SLACK, "put was woken late"
-    assert reader.call("get", key="second", timeout=5) == fingerprint(data)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(producer.put, data, timeout=PATIENCE)
+        time.sleep(0.2)
+        assert not putting.done(), "put did not wait for memory"
+        dropped = time.monotonic()
+        reader.peer.call("release", key="first")
+        receipt = putting.result(PATIENCE)
+        assert time.monotonic() - dropped < SLACK, "put was woken late"
+    receive(reader, receipt, data)
 
 
 def check_put_times_out_without_memory(rig: Rig) -> None:
@@ -152,11 +146,11 @@ def check_corruption_is_found(rig: Rig) -> None:
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
     for number, (tamper, mentions) in enumerate(
         (
-            (flip_bit("kv.0.key", 0), ("layer 0", "K")),
-            (flip_bit("kv.1.value"), ("layer 1", "V")),
-            (swap_tokens("kv.1.key", "kv.1.value"), ("layer 1", "K")),
-            (swap_tensors("kv.0.key", "kv.0.value"), ("layer 0", "K")),
-            (swap_tensors("kv.0.value", "kv.1.value"), ("layer 0", "V")),
+            (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
+            (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
+            (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1", "K")),
+            (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0", "K")),
+            (partial(swap_tensors, "kv.0.value", "kv.1.value"), ("layer 0", "V")),
         )
     ):
         key = f"bad-{number}"
@@ -182,11 +176,15 @@ def check_no_torn_reads(rig: Rig) -> None:
         assert get.result(PATIENCE) == fingerprint(recipe.make()), recipe.key
 
 
+def do_nothing(manifest: Manifest, region: Region) -> None:
+    """A change that changes nothing."""
+
+
 class TamperingCopier(TorchCopier):
     """Computes true digests, then changes the payload, as a fault of the transport would."""
 
     def __init__(self) -> None:
-        self.tamper: Callable[[Manifest, Region], None] = lambda manifest, region: None
+        self.tamper: Callable[[Manifest, Region], None] = do_nothing
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -207,32 +205,20 @@ def _named(
             yield spec, region.view()[start : start + spec.nbytes]
 
 
-def flip_bit(name: str, at: int = -1) -> Callable[[Manifest, Region], None]:
-    """A change that flips a bit of one byte of one tensor."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        for _, found in _named(manifest, region, name):
-            found[at] ^= 0x10
-
-    return tamper
+def flip_bit(name: str, at: int, manifest: Manifest, region: Region) -> None:
+    """Flip a bit of one byte of one tensor."""
+    for _, found in _named(manifest, region, name):
+        found[at] ^= 0x10
 
 
-def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
-    """A change that swaps the first two tokens in each tensor: sums of bytes stay the same."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        for spec, found in _named(manifest, region, *names):
-            row = spec.nbytes // spec.shape[0]
-            found[: 2 * row] = bytes(found[row : 2 * row]) + bytes(found[:row])
-
-    return tamper
+def swap_tokens(names: Sequence[str], manifest: Manifest, region: Region) -> None:
+    """Swap the first two tokens in each tensor: sums of bytes stay the same."""
+    for spec, found in _named(manifest, region, *names):
+        row = spec.nbytes // spec.shape[0]
+        found[: 2 * row] = bytes(found[row : 2 * row]) + bytes(found[:row])
 
 
-def swap_tensors(one: str, other: str) -> Callable[[Manifest, Region], None]:
-    """A change that swaps two tensors."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        (_, a), (_, b) = _named(manifest, region, one, other)
-        a[:], b[:] = bytes(b), bytes(a)
-
-    return tamper
+def swap_tensors(one: str, other: str, manifest: Manifest, region: Region) -> None:
+    """Swap two tensors."""
+    (_, a), (_, b) = _named(manifest, region, one, other)
+    a[:], b[:] = bytes(b), bytes(a)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -104,7 +105,7 @@ def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
     copier = TamperingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
-        copier.tamper = flip_bit(name)
+        copier.tamper = partial(flip_bit, name, -1)
         data = ODD.make()
         targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
         receipt = producer.put(data)
@@ -117,7 +118,7 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     """After a layer was rejected, the writer's next layer raises, and so does every reader."""
     copier = TamperingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
-    copier.tamper = flip_bit("kv.1.value")
+    copier.tamper = partial(flip_bit, "kv.1.value", -1)
     out, layers = begin(producer, ODD, readers=2)
     waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = here.stream_get("s", timeout=5)

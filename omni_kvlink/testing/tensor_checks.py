@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
     producer, reader, here = rig.serve(copier=copier), rig.connect(), rig.connect_here()
     for name, recipe in (("tensors/nested/0", NESTED), ("extra/nested/1/mask", MIXED)):
         path = name.partition("/")[2]
-        copier.tamper = flip_bit(name)
+        copier.tamper = partial(flip_bit, name, -1)
         data = recipe.make()
         receipt = producer.put(data)
         get = reader.submit("get", key="t", timeout=5, verify="full")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,7 +62,7 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
 def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         copier = producer.link._copier = TamperingCopier()
-        copier.tamper = flip_bit("kv.2.value")
+        copier.tamper = partial(flip_bit, "kv.2.value", -1)
         receipt = await producer.put(THREE.make())
         with pytest.raises(IntegrityError, match="layer 2, V"):
             await consumer.get("s", timeout=5, verify="full")
