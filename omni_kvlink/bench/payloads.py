@@ -116,7 +116,12 @@ def make_sample(
     rows: list[Rows] = []
     blocks: dict[str, list[torch.Tensor]] = {part: [] for part in shape.parts}
     for _ in range(shape.layers):
-        for part, one in zip(shape.parts, _layer_rows(shape, rng, sources), strict=False):
+        if sources == "strided":
+            both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
+            layer = [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
+        else:
+            layer = [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
+        for part, one in zip(shape.parts, layer, strict=False):
             rows.append(one)
             tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
             blocks[part].append(tensor.view(shape.tokens, *shape.row))
@@ -246,13 +251,6 @@ def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sa
         block_ids=block_ids.tolist(),
     )
     return Sample(cache, shape, rows)
-
-
-def _layer_rows(shape: Shape, rng: np.random.Generator, sources: Sources) -> list[Rows]:
-    if sources == "strided":
-        both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
-        return [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
-    return [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
 
 
 def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:

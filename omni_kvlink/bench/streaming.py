@@ -125,21 +125,19 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
         KEY, setup.shape, np.random.default_rng(0), sources="paged" if setup.paged else "contiguous"
     )
     plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
-    seconds: dict[str, list[float]] = {name: [] for name in MEASUREMENTS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
     own = Mapping.anonymous(sample.cache.plan().nbytes).region
-    rounds = setup.warmup + setup.rounds
+    count, rounds = setup.warmup + setup.rounds, list[dict[str, float]]()
     with (
         open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
-        progress("rounds", rounds) as step,
+        progress("rounds", count) as step,
     ):
-        for turn in range(rounds):
+        for _ in range(count):
             one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
             one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
-            if turn >= setup.warmup:
-                for name in MEASUREMENTS:
-                    seconds[name].append(one[name])
+            rounds.append(one)
             step()
+        seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in MEASUREMENTS}
         return StreamResult(seconds, setup, copier.name)
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from omni_kvlink.testing import (
-    allocation_checks,
     delivery_checks,
-    direct_checks,
     ending_checks,
     memory_checks,
     scatter_checks,
     stream_checks,
     tensor_checks,
+    zero_copy_checks,
 )
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
@@ -30,8 +29,7 @@ _MODULES = (
     memory_checks,
     stream_checks,
     scatter_checks,
-    allocation_checks,
-    direct_checks,
+    zero_copy_checks,
     tensor_checks,
 )
 CONNECTOR_CHECKS: tuple[Check, ...] = tuple(

@@ -19,7 +19,6 @@ from omni_kvlink.testing.rig import (
     Rig,
     deliver,
     expect,
-    until,
     until_disconnected,
     until_freed,
     until_requested,
@@ -137,7 +136,7 @@ def check_producer_closes(rig: Rig) -> None:
     before = reader.peer.call("hash_held", key="held")
     unread = producer.put(Recipe("unread").make())
     waiting = reader.submit("get", key="w", timeout=PATIENCE)
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
+    until_requested(producer, 2)
     producer.close()
     expect(PeerLostError, waiting.result, PATIENCE, within=SLACK, mentions=("'w'",))
     for receipt in (held, unread):
@@ -196,7 +195,7 @@ def check_producer_restarts(rig: Rig) -> None:
     waiting = reader.submit("get", key="s", timeout=PATIENCE)
     expect(TimeoutError, waiting.result, 0.1)
     producer = rig.serve()
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the reader reconnected")
+    until_requested(producer, 1)
     expect(TransferTimeout, reader.call, "get", key="r", timeout=0.1, mentions=("never",))
     data = Recipe("s", seed=2).make()
     receipt = producer.put(data)

@@ -7,20 +7,12 @@ import os
 import resource
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink.link import KVLink, PutStream, Received, ReceivedStream
-from omni_kvlink.testing.caches import (
-    Layers,
-    Recipe,
-    fingerprint,
-    hash_tensors,
-    layers_of,
-    parts_of,
-)
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of, parts_of
 from omni_kvlink.testing.peer_harness import CommandSet
 
 if TYPE_CHECKING:
@@ -29,6 +21,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer_table import Receipt
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.views import TensorView
+    from omni_kvlink.testing.caches import Layers
 
 
 class LinkCommands(CommandSet):
@@ -46,8 +39,6 @@ class LinkCommands(CommandSet):
         self._open: dict[str, Received] = {}
         self._writing: dict[str, tuple[PutStream, Layers]] = {}
         self._streams: dict[str, ReceivedStream] = {}
-        for verb in ("fail", "abort", "stats", "close"):  # a closed link's name stays, to test it
-            self.table[verb] = partial(self._call, verb)
 
     def close_all(self) -> None:
         """Release every payload, fail every stream that is being written, close every link."""
@@ -154,6 +145,22 @@ class LinkCommands(CommandSet):
             pass
         _tensors(data)
 
+    def fail(self, link: str, key: str, reason: str) -> None:
+        """Call `fail` of a link."""
+        self._links[link].fail(key, reason)
+
+    def abort(self, link: str, key: str, reason: str) -> None:
+        """Call `abort` of a link."""
+        self._links[link].abort(key, reason)
+
+    def stats(self, link: str) -> Any:
+        """The statistics of a link."""
+        return self._links[link].stats()
+
+    def close(self, link: str) -> None:
+        """Close a link; its name stays, so that use after it can be tested."""
+        self._links[link].close()
+
     def remove(self, link: str) -> None:
         """Close a link, if there is one of this name, and forget the name."""
         found = self._links.pop(link, None)
@@ -188,9 +195,6 @@ class LinkCommands(CommandSet):
         with os.fdopen(reading, "rb") as pipe:
             names: dict[str, str] = json.loads(pipe.read())
         return {**names, "pid": str(child)}
-
-    def _call(self, verb: str, link: str, **arguments: Any) -> Any:
-        return getattr(self._links[link], verb)(**arguments)
 
     def _errors_in_child(self, link: str) -> dict[str, str]:
         parent_link = self._links[link]

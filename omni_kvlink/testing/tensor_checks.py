@@ -14,13 +14,12 @@ from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, Transfe
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import dense
-from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.direct_checks import can_put_direct, deliver_direct
 from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, until_freed
 from omni_kvlink.testing.stream_checks import finish, write_all
+from omni_kvlink.testing.zero_copy_checks import can_put_direct, deliver_direct, fill
 
 NESTED = Recipe("t", tensors=True, tokens=11)
 MIXED = Recipe("t", tensors=True, bundle=True, tokens=9)
