@@ -17,7 +17,7 @@ import numpy as np
 
 from omni_kvlink._native import host
 from omni_kvlink.bench.baselines import TIMEOUT, UCX_DEFAULTS, BufferTransfer, TagSend, TcpSend
-from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.ucx import unavailable
 from omni_kvlink.connectors.ucx.settings import UcxSettings
@@ -131,8 +131,7 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
         addresses = peer.call("open", nbytes=nbytes)
-        own = [one.address for one in transfers.values()]
-        connecting = peer.submit("connect", addresses=own)
+        connecting = peer.submit("connect", addresses=[one.address for one in transfers.values()])
         for one, address in zip(transfers.values(), addresses, strict=True):
             one.connect(address)
         connecting.result(TIMEOUT)

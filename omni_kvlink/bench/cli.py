@@ -63,7 +63,8 @@ def _run(arguments: argparse.Namespace) -> int:
         parts = (dataclasses.asdict(setup), result.to_dict())
         report.write_json(arguments.json, arguments.command, here, *parts)
     if not quiet:
-        print(report.heading(arguments.command, here), result.text(), sep="\n")
+        about = report.wrapped("machine", machine.one_line(here))
+        print(f"kvlink-bench {arguments.command}", about, result.text(), sep="\n")
         if isinstance(result, membench.CopyResult):
             report.draw([(key.replace("_", " "), result.rate(key)) for key in result.what], "GB/s")
     return 1 if isinstance(result, verify.Verdict) and result.failed else 0

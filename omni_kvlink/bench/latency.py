@@ -312,17 +312,6 @@ def _setup_lines(result: LatencyResult) -> list[str]:
     ]
 
 
-def _baseline_lines(result: LatencyResult) -> list[str]:
-    lines = []
-    for baseline in result.baselines:
-        summary = result.milliseconds(baseline.name)
-        ratio = result.ratio_of(baseline.phase, baseline.name)
-        text = f"{baseline.phase} = {ratio:.2f} × {baseline.text}, which took {summary.p50:.3f} ms"
-        name = baseline.name.replace("_", " ")
-        lines.append(wrapped(name, f"{text} ({summary.min:.3f} to {summary.max:.3f})"))
-    return lines
-
-
 def _result_lines(result: LatencyResult) -> list[str]:
     by_round, beyond = result.ratio_by_round("total", "plain_copy"), result.beyond_copy
     faults = {side: Summary.of(counts).p50 for side, counts in result.faults.items()}
@@ -337,9 +326,14 @@ def _result_lines(result: LatencyResult) -> list[str]:
         f"{-(-result.setup.shape.nbytes // PAGE)} pages"
     )
     more = f"{beyond.p50:.3f} ms of the total are not the copy"
-    lines = [
-        wrapped("ratio", ratio),
-        *_baseline_lines(result),
+    lines = [wrapped("ratio", ratio)]
+    for baseline in result.baselines:
+        one = result.milliseconds(baseline.name)
+        times = result.ratio_of(baseline.phase, baseline.name)
+        text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {one.p50:.3f} ms"
+        name = baseline.name.replace("_", " ")
+        lines.append(wrapped(name, f"{text} ({one.min:.3f} to {one.max:.3f})"))
+    lines += [
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
         wrapped("beyond", f"{more} ({beyond.min:.3f} to {beyond.max:.3f})"),
         wrapped("faults", pages),

@@ -1,7 +1,4 @@
-"""What this machine's memory allows: several methods to copy as many bytes, timed in turn.
-
-Each method is proven to move or read all bytes before it is timed.
-"""
+"""What this machine's memory allows: several methods to copy as many bytes, timed in turn."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ import numpy as np
 import torch
 
 from omni_kvlink._native import host
-from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import BLOCK, Shape, Sources, make_sample
-from omni_kvlink.bench.report import Progress, progress, table, wrapped
+from omni_kvlink.bench.report import BenchError, Progress, progress, table, wrapped
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError

@@ -12,8 +12,8 @@ import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.reader import ReaderCommands
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.registry import schemes
 from omni_kvlink.errors import KVLinkError, UnavailableError
 from omni_kvlink.link import KVLink, KVProducer
@@ -21,9 +21,6 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SAME_PROCESS = ("inproc",)
-"""Connectors whose two ends cannot be in two processes."""
 
 
 class Pair:
@@ -60,7 +57,7 @@ def open_pair(connector: str, *, url: str = "", threads: int = 1, **serving: Any
     if not url and connector not in schemes():
         raise UnavailableError(f"no connector {connector!r}; there are {', '.join(schemes())}")
     url = url or f"{connector}://{_fresh_address(connector)}"
-    own_thread = url.partition("://")[0] in SAME_PROCESS
+    own_thread = url.startswith("inproc://")
     try:
         link = KVLink.serve(url, **serving)
     except ValueError as error:

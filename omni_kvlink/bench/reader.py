@@ -49,8 +49,7 @@ class ReaderCommands(CommandSet):
     ) -> dict[str, int]:
         """Wait for a payload, touch every page of its views, and release it.
 
-        The result is when `get` returned and when the views were dropped, nanoseconds of the
-        steps of `get`, and the page faults of all.
+        The result has the moments, nanoseconds of the steps of `get`, and the page faults of all.
         """
         before = page_faults(own_thread=self._own_thread)
         received = self._link.get(key, timeout=timeout, verify=verify)

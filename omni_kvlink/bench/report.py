@@ -1,4 +1,4 @@
-"""The output of a benchmark: tables and progress on the terminal, and the JSON document."""
+"""The output of a benchmark: tables, progress, the JSON document, or the error that ends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.machine import one_line
+from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +21,10 @@ SCHEMA = "kvlink-bench/1"
 WIDTH = 96
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Takes the name and number of steps; the function of its `with` block is called after each."""
+
+
+class BenchError(KVLinkError):
+    """The benchmark could not be set up, or its reader failed; its text is all that is printed."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -68,11 +72,6 @@ def write_json(
         sys.stdout.write(text)
     else:
         Path(path).write_text(text)
-
-
-def heading(command: str, machine: dict[str, Any]) -> str:
-    """The first lines of a report."""
-    return f"kvlink-bench {command}\n" + wrapped("machine", one_line(machine))
 
 
 def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:

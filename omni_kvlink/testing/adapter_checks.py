@@ -27,10 +27,8 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Run every check against one adapter of K and V caches.
 
     `make_cache` takes keys and values, one tensor of each a layer, and returns an engine's cache of
-    them; all are None for the empty cache that `load` fills.
-
-    Raises:
-        CheckFailed: names the first behaviour that is missing.
+    them; all are None for the empty cache that `load` fills. `CheckFailed` names the first
+    behaviour that is missing.
     """
     for check in (
         check_round_trip,

@@ -70,8 +70,7 @@ def check_connector(
 def run_check(check: Check, rig: Rig) -> None:
     """Run one check on a fresh rig, wait until all memory is free, and close the rig.
 
-    Raises:
-        CheckFailed: the check failed, an error came out of it, or it left memory in use.
+    It raises `CheckFailed` if the check raises any error, or leaves memory in use.
     """
 
     @functools.wraps(check)

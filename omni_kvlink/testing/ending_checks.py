@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import (
     BusyError,
@@ -247,12 +247,10 @@ def _end(key: str, producer: KVProducer, reader: RemoteLink) -> None:
         end(key, "out of luck")
 
 
-def _put_for_waiting(
-    producer: KVProducer, reader: RemoteLink, *, readers: int, ttl: float
-) -> Receipt:
+def _put_for_waiting(producer: KVProducer, reader: RemoteLink, **options: Any) -> Receipt:
     """Put a payload whose reader waits already, so that it has it before the time starts to run."""
     getting = reader.submit("hold", key="t", timeout=PATIENCE)
     until_requested(producer, 1)
-    receipt = producer.put(Recipe("t").make(), readers=readers, ttl=ttl)
+    receipt = producer.put(Recipe("t").make(), **options)
     getting.result(PATIENCE)
     return receipt

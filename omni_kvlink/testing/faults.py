@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:
     """`env`, or this process's environment, with actions by the name of a fault point.
 
-    Raises:
-        ValueError: there is no such point.
+    It raises `ValueError` for a name that is no fault point.
     """
     text = ",".join(f"{name}={action}" for name, action in faults.items())
     parse(text)

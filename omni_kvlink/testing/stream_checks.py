@@ -6,7 +6,7 @@ import contextlib
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,12 +49,9 @@ def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
         out.write_layer(layer, *layers[branch, layer], branch=branch)
 
 
-def wait_layer(
-    reader: RemoteLink, key: str, layer: int, timeout: float = 5, branch: str = ""
-) -> str:
+def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **more: Any) -> str:
     """Wait for a layer of the stream that a reader has; the hash of its tensors."""
-    options = {"layer": layer, "branch": branch, "timeout": timeout}
-    found: str = reader.peer.call("wait_layer", key=key, **options)
+    found: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **more)
     return found
 
 
@@ -115,7 +112,7 @@ def check_layers_in_any_order(rig: Rig) -> None:
     out, layers = begin(producer, recipe)
     reader.call("stream_get", key="s", timeout=5)
     mentions = ("layer 0", "gen")
-    expect(TransferTimeout, wait_layer, reader, "s", 0, 0.0, "gen", mentions=mentions)
+    expect(TransferTimeout, wait_layer, reader, "s", 0, 0.0, branch="gen", mentions=mentions)
     names = list(layers)
     for branch, layer in reversed(names):
         write(out, layers, (branch, layer))
@@ -135,7 +132,7 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
         receipt = producer.put(data)
         reader.call("stream_get", key=recipe.key, timeout=5)
         for (branch, layer), views in layers_of(data).items():
-            assert wait_layer(reader, recipe.key, layer, 0.0, branch) == hash_tensors(views)
+            assert wait_layer(reader, recipe.key, layer, 0.0, branch=branch) == hash_tensors(views)
         assert reader.peer.call("wait_stream", key=recipe.key, timeout=0) == fingerprint(data)
         reader.peer.call("release", key=recipe.key)
         receipt.wait(timeout=5)

@@ -384,9 +384,7 @@ def _blocks(data: Payload) -> tuple[KVCacheTransferData, dict[str, list[Any]]]:
     return data, {name: list(layers) for name, layers in data.layer_blocks.items()}
 
 
-def _first_tokens(
-    data: Payload, tokens: int, extra: dict[str, Any] | None = None
-) -> KVCacheTransferData:
+def _first_tokens(data: Payload, tokens: int, extra: Any = None) -> KVCacheTransferData:
     cache, _ = _blocks(data)
     metadata = dataclasses.replace(
         cache.metadata, kv_lens=(tokens,), ropes=(tokens,), seq_len=tokens, extra=extra or {}
