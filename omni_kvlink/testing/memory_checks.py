@@ -144,15 +144,14 @@ def check_corruption_is_found(rig: Rig) -> None:
     """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
-    for number, (tamper, mentions) in enumerate(
-        (
-            (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
-            (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
-            (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1", "K")),
-            (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0", "K")),
-            (partial(swap_tensors, "kv.0.value", "kv.1.value"), ("layer 0", "V")),
-        )
-    ):
+    tampered = (
+        (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
+        (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
+        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1", "K")),
+        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0", "K")),
+        (partial(swap_tensors, "kv.0.value", "kv.1.value"), ("layer 0", "V")),
+    )
+    for number, (tamper, mentions) in enumerate(tampered):
         key = f"bad-{number}"
         copier.tamper = tamper
         receipt = producer.put(Recipe(key, seed=number).make())

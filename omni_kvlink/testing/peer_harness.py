@@ -96,7 +96,7 @@ class Peer(ABC):
 
     @abstractmethod
     def submit(self, command: str, **arguments: Any) -> Future[Any]:
-        """Begin a command; the future has its result or its error, such as `PeerExited`."""
+        """Begin a command: a future of its result or error. `PeerExited`: the process has ended."""
 
     def call(self, command: str, **arguments: Any) -> Any:
         """Run a command, and wait for its result at most `PATIENCE` seconds."""
