@@ -127,9 +127,7 @@ def main() -> int:
         "weights are random: this says nothing about the quality of a trained model's images."
     )
     if args.json:
-        report.write_json(
-            args.json, report.document("cache_backends", about, vars(args), {"rows": results})
-        )
+        report.write_json(args.json, "cache_backends", about, vars(args), {"rows": results})
     return 0
 
 

@@ -211,7 +211,7 @@ def main() -> int:
             results[title] = {"nbytes": cache.nbytes, "ms": times, **read}
     if args.json:
         setup = {**vars(args), "heads": HEADS, "head_dim": DIM, "block": BLOCK, "dtype": "bfloat16"}
-        report.write_json(args.json, report.document("gpu_extraction", about, setup, results))
+        report.write_json(args.json, "gpu_extraction", about, setup, results)
     return 0
 
 

@@ -238,7 +238,7 @@ def main() -> int:
         setup = {**vars(args), "layers": LAYERS, "heads": HEADS, "head_dim": DIM, "block": BLOCK}
         times = {n: {p: s.to_dict() for p, s in phases.items()} for n, phases in found.items()}
         results = {"nbytes": bench.nbytes, "ms": times, "times_faster": ratios(found)}
-        report.write_json(args.json, report.document("vllm_omni_manager", about, setup, results))
+        report.write_json(args.json, "vllm_omni_manager", about, setup, results)
     return 0
 
 

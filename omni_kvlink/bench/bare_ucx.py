@@ -9,119 +9,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
-import socket
-import subprocess
-import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from omni_kvlink._native import host
-from omni_kvlink.bench.errors import BenchError
+from omni_kvlink.bench.baselines import TIMEOUT, UCX_DEFAULTS, BufferTransfer, TagSend, TcpSend
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.ucx import unavailable
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.ucx.worker import load
+from omni_kvlink.testing.peer_harness import CommandSet, ProcessPeer, serve
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-TIMEOUT = 60.0
 CHUNK = 8 << 20
-UCX_DEFAULTS = {"TLS": "tcp", "NET_DEVICES": "lo"}
-"""UCX's own settings, over the same network device."""
 
 
-class BufferTransfer(ABC):
-    """One end of a connection that moves a buffer; both ends exchange their addresses as text."""
-
-    address = ""
-
-    @abstractmethod
-    def connect(self, address: str) -> None:
-        """Connect to the other end."""
-
-    @abstractmethod
-    def send(self) -> None:
-        """Send the buffer; blocks until it may be modified."""
-
-    @abstractmethod
-    def receive(self) -> None:
-        """Post the receives; the bytes have not been requested yet."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until all bytes are here."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the connection."""
-
-
-class TagSend(BufferTransfer):
-    """ucxx alone, which sleeps while it has nothing to do.
-
-    Spinning, as ucxx does by itself, is slower where the cores are not idle.
-
-    Args:
-        buffer: what is sent, or received to.
-        options: UCX's own.
-        step: bytes of each message; 0: one message has all.
-    """
-
-    def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str], step: int = 0):
-        self._ucxx, make = load()
-        features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
-        self._worker = self._ucxx.UCXWorker(self._ucxx.UCXContext(options, features), False, False)
-        self._worker.init_blocking_progress_mode()
-        step = step or len(buffer)
-        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
-        self._messages = [
-            (make(piece), self._ucxx.UCXXTag(tag)) for tag, piece in enumerate(self._pieces)
-        ]
-        self._requests: list[Any] = []
-        self.address = bytes(self._worker.address.tobytes()).hex()
-
-    def connect(self, address: str) -> None:
-        """Connect to the other end."""
-        there = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
-        self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
-
-    def send(self) -> None:
-        """Send the buffer; blocks until it may be modified."""
-        self._requests = [self._endpoint.tag_send(*message) for message in self._messages]
-        self.wait()
-
-    def receive(self) -> None:
-        """Post the receives."""
-        self._requests = [self._worker.tag_recv(*message) for message in self._messages]
-
-    def wait(self) -> None:
-        """Wait until all bytes are here, or were sent."""
-        while self._is_busy():
-            self._sleep()
-        for request in self._requests:
-            request.check_error()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._endpoint.close_blocking()
-
-    def _is_busy(self) -> bool:
-        self._worker.progress()
-        return not all(request.completed for request in self._requests)
-
-    def _sleep(self, *others: int) -> None:
-        if self._worker.arm():
-            select.select([self._worker.epoll_file_descriptor, *others], [], [])
-
-
-class CopyAndTagSend(TagSend):
+class _CopyAndTagSend(TagSend):
     """The least that a put must do, without any protocol.
 
     A thread copies with digests, step by step, and each step is sent while the next is copied.
@@ -153,7 +59,7 @@ class CopyAndTagSend(TagSend):
             os.eventfd_write(self._copied, 1)
 
 
-class UcxTransportSend(BufferTransfer):
+class _UcxTransportSend(BufferTransfer):
     """`UcxTransport`, in messages of `step` bytes."""
 
     def __init__(self, buffer: np.ndarray[Any, Any], step: int):
@@ -162,16 +68,13 @@ class UcxTransportSend(BufferTransfer):
         self.address = self._transport.address.hex()
 
     def connect(self, address: str) -> None:
-        """Connect to the other end."""
         self._peer = self._transport.connect(bytes.fromhex(address))
 
     def send(self) -> None:
-        """Send the buffer; blocks until it may be modified."""
         self._begin(self._transport.send)
         self.wait()
 
     def receive(self) -> None:
-        """Post the receives."""
         self._begin(self._transport.receive)
 
     def _begin(self, verb: Any) -> None:
@@ -187,112 +90,60 @@ class UcxTransportSend(BufferTransfer):
             self._completed.set()
 
     def wait(self) -> None:
-        """Wait until all bytes are here, or were sent."""
         if not self._completed.wait(TIMEOUT) or self._errors:
             raise BenchError(f"UcxTransport did not deliver: {self._errors}")
 
     def close(self) -> None:
-        """Close the connection."""
         self._transport.close()
-
-
-class TcpSend(BufferTransfer):
-    """One TCP connection with large buffers."""
-
-    def __init__(self, buffer: np.ndarray[Any, Any], is_sender: bool):
-        self._listener: socket.socket | None
-        self._buffer, self._listener = buffer.data, None
-        if not is_sender:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self.address = str(self._listener.getsockname()[1])
-
-    def connect(self, address: str) -> None:
-        """Connect to the other end."""
-        if self._listener is None:
-            self._connection = socket.create_connection(("127.0.0.1", int(address)))
-        else:
-            self._connection, _ = self._listener.accept()
-            self._listener.close()
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            self._connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-
-    def send(self) -> None:
-        """Send the buffer; blocks until it may be modified."""
-        self._connection.sendall(self._buffer)
-
-    def receive(self) -> None:
-        """Do nothing: the kernel receives."""
-
-    def wait(self) -> None:
-        """Wait until all bytes are here, or were sent."""
-        at = 0
-        while at < len(self._buffer):
-            at += self._connection.recv_into(self._buffer[at:])
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 def make_transfers(nbytes: int, *, is_sender: bool) -> dict[str, BufferTransfer]:
     """One end of every transfer, over one buffer; the others are compared with the first."""
-    buffer = np.full(nbytes, int(is_sender), np.uint8)
+    buffer, ours = np.full(nbytes, int(is_sender), np.uint8), UcxSettings().options()
     return {
-        "bare tag send, our settings": TagSend(buffer, UcxSettings().options()),
+        "bare tag send, our settings": TagSend(buffer, ours),
         "bare tag send, UCX's settings": TagSend(buffer, UCX_DEFAULTS),
-        f"bare, copied in steps of {CHUNK >> 20} MiB": CopyAndTagSend(
-            buffer, UcxSettings().options(), CHUNK
-        ),
-        "UcxTransport, one message": UcxTransportSend(buffer, nbytes),
-        f"UcxTransport, messages of {CHUNK >> 20} MiB": UcxTransportSend(buffer, CHUNK),
-        "one TCP connection": TcpSend(buffer, is_sender),
+        f"bare, copied in steps of {CHUNK >> 20} MiB": _CopyAndTagSend(buffer, ours, CHUNK),
+        "UcxTransport, one message": _UcxTransportSend(buffer, nbytes),
+        f"UcxTransport, messages of {CHUNK >> 20} MiB": _UcxTransportSend(buffer, CHUNK),
+        "one TCP connection": TcpSend(buffer, is_sender, 4 << 20),
     }
 
 
-def serve(nbytes: int) -> None:
-    """Run the sender: print its addresses, then send by each transfer whose number is read."""
-    transfers = list(make_transfers(nbytes, is_sender=True).values())
-    print(";".join(["addresses", *(one.address for one in transfers)]), flush=True)
-    for one, address in zip(transfers, sys.stdin.readline().strip().split(";"), strict=True):
-        one.connect(address)
-    for line in sys.stdin:
-        transfers[int(line)].send()
-    for one in transfers:
-        one.close()
+class _SenderCommands(CommandSet):
+    """The commands of the sender's process."""
 
+    def open(self, nbytes: int) -> list[str]:
+        self._transfers = list(make_transfers(nbytes, is_sender=True).values())
+        return [one.address for one in self._transfers]
 
-@contextlib.contextmanager
-def sender(nbytes: int) -> Iterator[subprocess.Popen[str]]:
-    """The sender's process, within the `with` block."""
-    command = [sys.executable, "-m", __spec__.name, "--sender", "--nbytes", str(nbytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        try:
-            yield process
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
+    def connect(self, addresses: list[str]) -> None:
+        for one, address in zip(self._transfers, addresses, strict=True):
+            one.connect(address)
+
+    def send(self, number: int) -> None:
+        self._transfers[number].send()
 
 
 def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds by transfer, which take turns; the first round is not counted."""
-    with sender(nbytes) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    sender = ProcessPeer(module=__spec__.name, arguments=("--sender",), concurrent=False)
+    with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
-        print(";".join(one.address for one in transfers.values()), file=process.stdin)
-        line = next(line for line in process.stdout if line.startswith("addresses;"))
-        for one, address in zip(transfers.values(), line.strip().split(";")[1:], strict=True):
+        addresses = peer.call("open", nbytes=nbytes)
+        connecting = peer.submit("connect", addresses=[one.address for one in transfers.values()])
+        for one, address in zip(transfers.values(), addresses, strict=True):
             one.connect(address)
+        connecting.result(TIMEOUT)
         seconds: dict[str, list[float]] = {name: [] for name in transfers}
         for _ in range(rounds + 1):
             for number, (name, one) in enumerate(transfers.items()):
                 one.receive()
                 started = time.perf_counter()
-                print(number, file=process.stdin)
+                sending = peer.submit("send", number=number)
                 one.wait()
                 seconds[name].append(time.perf_counter() - started)
+                sending.result(TIMEOUT)
         for one in transfers.values():
             one.close()
     return {name: values[1:] for name, values in seconds.items()}
@@ -309,7 +160,7 @@ def main() -> None:
     if why_not is not None:
         raise SystemExit(why_not)
     if options.sender:
-        serve(options.nbytes)
+        serve(_SenderCommands(), concurrent=False)
         return
     seconds = measure(options.nbytes, options.rounds)
     bare = Summary.of(next(iter(seconds.values()))).p50

@@ -6,32 +6,31 @@ Each baseline has a sending end in the producer's process and a receiving end in
 from __future__ import annotations
 
 import mmap
+import select
 import socket
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zmq
 
-from omni_kvlink.bench.bare_ucx import UCX_DEFAULTS, TagSend
 from omni_kvlink.connectors.ucx.settings import UcxSettings
+from omni_kvlink.connectors.ucx.worker import load
 
 if TYPE_CHECKING:
     from omni_kvlink.testing.peer_harness import Peer
 
 SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""
-_TIMEOUT = 60.0
+TIMEOUT = 60.0
+UCX_DEFAULTS = {"TLS": "tcp", "NET_DEVICES": "lo"}
+"""UCX's own settings, over the same network device."""
 
 
 class Baseline(NamedTuple):
-    """One comparison.
+    """One comparison; `name` begins its keys in a JSON document, `text` is for people.
 
-    Attributes:
-        name: the key's beginning in a JSON document.
-        text: what the baseline is, for people.
-        limit: how many times as long the link may take; None: no bar.
-        phase: of a latency round, which is compared.
+    `limit` is how many times as long the `phase` of a latency round may take; None: no bar.
     """
 
     name: str
@@ -54,173 +53,183 @@ def baselines_of(connector: str, nbytes: int) -> tuple[Baseline, ...]:
     return (ROUND_TRIP,) if found and nbytes <= SMALL else found
 
 
-class BaselineSender(Protocol):
-    """The sending end of a baseline, in the producer's process."""
+class BufferTransfer:
+    """One end of a connection that moves a buffer; both ends exchange their addresses as text."""
+
+    address = ""
+
+    def connect(self, address: str) -> None:
+        """Connect to the other end; blocks until it does so, too."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Send the buffer; blocks until it may be modified."""
+        raise NotImplementedError
+
+    def receive(self) -> None:
+        """Post the receives; the bytes have not been requested yet."""
+
+    def wait(self) -> None:
+        """Wait until all bytes are here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the connection."""
+        raise NotImplementedError
+
+
+class TcpSend(BufferTransfer):
+    """One TCP connection, with the kernel's own buffers or with larger ones."""
+
+    def __init__(self, buffer: np.ndarray[Any, Any], is_sender: bool, socket_buffer: int = 0):
+        self._buffer, self._socket_buffer = buffer.data, socket_buffer
+        if is_sender:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address = str(self._listener.getsockname()[1])
+
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
+        if address:
+            self._socket = socket.create_connection(("127.0.0.1", int(address)), TIMEOUT)
+        else:
+            with self._listener:
+                self._socket, _ = self._listener.accept()
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if self._socket_buffer else ():
+            self._socket.setsockopt(socket.SOL_SOCKET, option, self._socket_buffer)
+
+    def send(self) -> None:
+        """Send the buffer."""
+        self._socket.sendall(self._buffer)
+
+    def wait(self) -> None:
+        """Receive all bytes, in as few calls as the kernel allows."""
+        at = 0
+        while at < len(self._buffer):
+            at += self._socket.recv_into(self._buffer[at:])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class _ZmqEcho(BufferTransfer):
+    """One message over ZMQ, which the receiver echoes; `send` waits for the echo."""
+
+    def __init__(self, nbytes: int, is_sender: bool):
+        self._message = bytes(nbytes)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER if is_sender else zmq.DEALER)
+        if is_sender:
+            self.address = str(self._socket.bind_to_random_port("tcp://127.0.0.1"))
+
+    def connect(self, address: str) -> None:
+        if address:
+            self._socket.connect(f"tcp://127.0.0.1:{address}")
+            self._socket.send(b"here")
+        else:
+            self._reader, _ = self._socket.recv_multipart()
+
+    def send(self) -> None:
+        self._socket.send_multipart([self._reader, self._message])
+        self._socket.recv_multipart()
+
+    def wait(self) -> None:
+        """Echo the next message."""
+        self._socket.send(self._socket.recv())
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+class TagSend(BufferTransfer):
+    """ucxx alone with UCX's own `options`, in messages of `step` bytes (0: one message).
+
+    It sleeps while it has nothing to do: spinning, as ucxx does by itself, is slower where the
+    cores are not idle.
+    """
+
+    def __init__(self, buffer: np.ndarray[Any, Any], options: dict[str, str], step: int = 0):
+        self._ucxx, make = load()
+        features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
+        self._worker = self._ucxx.UCXWorker(self._ucxx.UCXContext(options, features), False, False)
+        self._worker.init_blocking_progress_mode()
+        step = step or len(buffer)
+        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
+        self._messages = [
+            (make(piece), self._ucxx.UCXXTag(tag)) for tag, piece in enumerate(self._pieces)
+        ]
+        self._requests: list[Any] = []
+        self.address = bytes(self._worker.address.tobytes()).hex()
+
+    def connect(self, address: str) -> None:
+        """Connect to the other end."""
+        there = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
+        self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+
+    def send(self) -> None:
+        """Send the buffer; blocks until it may be modified."""
+        self._requests = [self._endpoint.tag_send(*message) for message in self._messages]
+        self.wait()
+
+    def receive(self) -> None:
+        """Post the receives."""
+        self._requests = [self._worker.tag_recv(*message) for message in self._messages]
+
+    def wait(self) -> None:
+        """Wait until all bytes are here, or were sent."""
+        while self._is_busy():
+            self._sleep()
+        for request in self._requests:
+            request.check_error()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._endpoint.close_blocking()
+
+    def _is_busy(self) -> bool:
+        self._worker.progress()
+        return not all(request.completed for request in self._requests)
+
+    def _sleep(self, *others: int) -> None:
+        if self._worker.arm():
+            select.select([self._worker.epoll_file_descriptor, *others], [], [])
+
+
+def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
+    """One end of the baseline of a name, with a warm buffer of `nbytes` bytes."""
+    if name == ROUND_TRIP.name:
+        return _ZmqEcho(nbytes, is_sender)
+    if name != RAW_TCP.name:
+        options = UCX_DEFAULTS if name == PLAIN_UCX.name else UcxSettings().options()
+        return TagSend(np.ones(nbytes, np.uint8), options)
+    buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    buffer.fill(1)
+    return TcpSend(buffer, is_sender)
+
+
+class BaselineSender:
+    """A connected baseline for `nbytes` bytes; `peer` is the reader, and has the other end."""
+
+    def __init__(self, baseline: Baseline, peer: Peer, nbytes: int):
+        self._peer, self._name = peer, baseline.name
+        self._is_round_trip = baseline is ROUND_TRIP
+        self._end = make_end(self._name, nbytes, is_sender=True)
+        address = self._end.address
+        opening = peer.submit("open_baseline", name=self._name, address=address, nbytes=nbytes)
+        self._end.connect(opening.result(TIMEOUT))
 
     def seconds(self) -> float:
-        """Send once; the seconds that it took."""
+        """From the first byte's sending to the last one's arrival, or to the echo's."""
+        receiving = self._peer.submit("receive_baseline", name=self._name)
+        if self._is_round_trip:
+            time.sleep(0.003)  # the reader falls asleep
+        started = time.monotonic_ns()
+        self._end.send()
+        returned = time.monotonic_ns()
+        arrived = int(receiving.result(TIMEOUT))
+        return 1e-9 * ((returned if self._is_round_trip else arrived) - started)
 
     def close(self) -> None:
         """Close the sending end."""
-
-
-class BaselineReceiver(Protocol):
-    """The receiving end of a baseline, in the reader's process."""
-
-    def receive(self) -> int:
-        """Receive once; the moment of the last byte, in monotonic nanoseconds."""
-
-    def close(self) -> None:
-        """Close the receiving end."""
-
-
-def open_baseline(baseline: Baseline, peer: Peer, nbytes: int) -> BaselineSender:
-    """Open both ends of a baseline for `nbytes` bytes; `peer` is the reader."""
-    if baseline is RAW_TCP:
-        return TcpSender(peer, baseline.name, nbytes)
-    if baseline is ROUND_TRIP:
-        return ZmqBaselineSender(peer, baseline.name, nbytes)
-    return UcxBaselineSender(peer, baseline.name, nbytes, ucx_defaults=baseline is PLAIN_UCX)
-
-
-class TcpSender:
-    """Sends from a warm buffer over one TCP connection."""
-
-    def __init__(self, peer: Peer, name: str, nbytes: int):
-        self._peer, self._name = peer, name
-        self._source = np.ones(nbytes, np.uint8)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            opening = peer.submit("open_tcp_baseline", name=name, port=port, nbytes=nbytes)
-            self._socket, _ = listener.accept()
-        opening.result(_TIMEOUT)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def seconds(self) -> float:
-        """From the first byte's sending to the last one's arrival."""
-        receiving = self._peer.submit("receive_baseline", name=self._name)
-        started = time.monotonic_ns()
-        self._socket.sendall(self._source.data)
-        return 1e-9 * (int(receiving.result(_TIMEOUT)) - started)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-
-class TcpReceiver:
-    """Receives to a warm buffer, in as few calls as the kernel allows."""
-
-    def __init__(self, port: int, nbytes: int):
-        self._target = memoryview(mmap.mmap(-1, nbytes))
-        np.frombuffer(self._target, np.uint8)[:: mmap.PAGESIZE] = 1
-        self._socket = socket.create_connection(("127.0.0.1", port), _TIMEOUT)
-
-    def receive(self) -> int:
-        """Receive all bytes; the moment of the last one, in monotonic nanoseconds."""
-        at = 0
-        while at < len(self._target):
-            at += self._socket.recv_into(self._target[at:])
-        return time.monotonic_ns()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-
-class UcxBaselineSender:
-    """Sends from a warm buffer by one bare tag send of ucxx."""
-
-    def __init__(self, peer: Peer, name: str, nbytes: int, *, ucx_defaults: bool):
-        self._peer, self._name = peer, name
-        self._tag_send = TagSend(np.ones(nbytes, np.uint8), _ucx_options(ucx_defaults))
-        opening = peer.submit(
-            "open_ucx_baseline",
-            name=name,
-            address=self._tag_send.address,
-            nbytes=nbytes,
-            ucx_defaults=ucx_defaults,
-        )
-        self._tag_send.connect(opening.result(_TIMEOUT))
-
-    def seconds(self) -> float:
-        """From the sending to the last byte's arrival."""
-        receiving = self._peer.submit("receive_baseline", name=self._name)
-        started = time.monotonic_ns()
-        self._tag_send.send()
-        return 1e-9 * (int(receiving.result(_TIMEOUT)) - started)
-
-    def close(self) -> None:
-        """Close the endpoint."""
-        self._tag_send.close()
-
-
-class UcxReceiver:
-    """Receives to a warm buffer by one tag receive of ucxx."""
-
-    def __init__(self, address: str, nbytes: int, *, ucx_defaults: bool):
-        buffer = np.zeros(nbytes, np.uint8) + np.uint8(1)
-        self._tag_send = TagSend(buffer, _ucx_options(ucx_defaults))
-        self._tag_send.connect(address)
-        self.address = self._tag_send.address
-
-    def receive(self) -> int:
-        """Receive all bytes; the moment of the last one, in monotonic nanoseconds."""
-        self._tag_send.receive()
-        self._tag_send.wait()
-        return time.monotonic_ns()
-
-    def close(self) -> None:
-        """Close the endpoint."""
-        self._tag_send.close()
-
-
-def _ucx_options(ucx_defaults: bool) -> dict[str, str]:
-    return UCX_DEFAULTS if ucx_defaults else UcxSettings().options()
-
-
-class ZmqBaselineSender:
-    """Sends one message over ZMQ, and waits for its echo."""
-
-    def __init__(self, peer: Peer, name: str, nbytes: int):
-        self._peer, self._name, self._message = peer, name, bytes(nbytes)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        opening = peer.submit("open_zmq_baseline", name=name, port=port)
-        self._reader, _ = self._socket.recv_multipart()
-        opening.result(_TIMEOUT)
-
-    def seconds(self) -> float:
-        """There and back again; the reader slept before."""
-        receiving = self._peer.submit("receive_baseline", name=self._name)
-        time.sleep(0.003)
-        started = time.monotonic_ns()
-        self._socket.send_multipart([self._reader, self._message])
-        self._socket.recv_multipart()
-        nanoseconds = time.monotonic_ns() - started
-        receiving.result(_TIMEOUT)
-        return 1e-9 * nanoseconds
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._context.destroy(0)
-
-
-class ZmqReceiver:
-    """Echoes one message over ZMQ."""
-
-    def __init__(self, port: int):
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(f"tcp://127.0.0.1:{port}")
-        self._socket.send(b"here")
-
-    def receive(self) -> int:
-        """Echo the next message; the moment after it, in monotonic nanoseconds."""
-        self._socket.send(self._socket.recv())
-        return time.monotonic_ns()
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._context.destroy(0)
+        self._end.close()

@@ -12,10 +12,10 @@ from omni_kvlink.bench.payloads import (
     Shape,
     Sources,
     empty_cache,
-    expected_empty,
+    found_in,
+    make_metadata,
     make_sample,
     make_tensor_sample,
-    prefix_metadata,
 )
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
 from omni_kvlink.payload.manifest import KV_DTYPES
@@ -56,16 +56,16 @@ class Case:
         kinds = BRANCHINGS[1:4] if self.branching == "mixed" else (self.branching,)
         if "prefix" in kinds:
             tokens = -(-self.shape.tokens // 2)
-            metadata = prefix_metadata(sample, tokens, rng)
+            metadata = make_metadata(self.shape, tokens, rng)
             branches["half"] = PrefixOf("gen", tokens, metadata)
             expected["half"] = sample.expected(tokens=tokens, metadata=metadata)
         if "same" in kinds:
-            metadata = prefix_metadata(sample, self.shape.tokens, rng)
+            metadata = make_metadata(self.shape, self.shape.tokens, rng)
             branches["same"] = SameAs("gen", metadata)
             expected["same"] = sample.expected(metadata=metadata)
         if "empty" in kinds:
             branches["none"] = empty = empty_cache(key, self.shape)
-            expected["none"] = expected_empty(empty)
+            expected["none"] = found_in(empty)
         if self.branching == "mixed":
             other = make_sample(key, dataclasses.replace(self.shape, tokens=5), rng)
             branches["other"] = other.cache

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_kvlink.bench.baselines import (
-    BASELINES,
-    SMALL,
-    Baseline,
-    BaselineSender,
-    baselines_of,
-    open_baseline,
-)
+from omni_kvlink.bench.baselines import BASELINES, SMALL, Baseline, BaselineSender, baselines_of
 from omni_kvlink.bench.machine import torch_threads
+from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.payloads import BLOCK, Shape, Sources, make_bundle, make_sample
-from omni_kvlink.bench.plain import PlainCopy
+from omni_kvlink.bench.payloads import BLOCK, Shape, make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import bar, bar_line, table, wrapped
-from omni_kvlink.bench.stats import Summary
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.stats import Summary, Timings
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
     from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"
-PHASES = ("prepare", "copy", "publish", "wake", "view", "verify", "total")
-OTHER_TIMES = ("put", "release", "plain_copy", "pipe_wake")
-_MEANING = {
+PHASES = {
     "prepare": "plan, reserve",
     "copy": "gather into the link's memory; direct: digests",
     "publish": "write the header",
@@ -44,11 +35,15 @@ _MEANING = {
     "view": "manifest decoded, tensors made",
     "verify": "digests checked by the reader",
     "total": "put called → views in hand",
+}
+"""What each phase is, for people; the phases up to `verify` add up to `total`."""
+OTHER_TIMES = {
     "put": "put called → put returned",
     "release": "last view dropped → receipt done",
     "plain_copy": "as many bytes, one thread",
     "pipe_wake": "a pipe wakes the same reader",
 }
+TIMES = PHASES | OTHER_TIMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,34 +65,30 @@ class LatencySetup:
     idle: float = 0.0
     direct: bool = False
 
-
-@dataclasses.dataclass(frozen=True)
-class LatencyRound:
-    """One transfer. Times are seconds; the phases up to `verify` add up to `total`."""
-
-    prepare: float
-    copy: float
-    publish: float
-    wake: float
-    view: float
-    verify: float
-    total: float
-    put: float
-    release: float
-    plain_copy: float
-    pipe_wake: float
-    producer_faults: int
-    reader_faults: int
-    baselines: dict[str, float] = dataclasses.field(default_factory=dict)
+    def notes(self) -> list[str]:
+        """What must be known about this setup to understand its figures."""
+        lines = []
+        if self.paged:
+            lines.append(
+                f"paged: K and V of each layer lie in pools of their own, in blocks of {BLOCK} "
+                "tokens in random order; the same blocks in every layer"
+            )
+        if self.connector == "inproc":
+            lines.append("inproc: both ends are threads of one process")
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
-class LatencyResult:
-    """All rounds of one setup; `cold` is the first warm-up round, if there was one."""
+class LatencyResult(Timings):
+    """All rounds of one setup: seconds of each phase, of the other times, and of each baseline.
+
+    `cold` is the total of the first warm-up round, if there was one; `faults` has the minor page
+    faults of each side, round by round.
+    """
 
     setup: LatencySetup
-    rounds: list[LatencyRound]
-    cold: LatencyRound | None
+    faults: dict[str, list[int]]
+    cold: float | None
     ledger: Ledger
     plain: str
     idle: dict[str, float] | None
@@ -105,43 +96,31 @@ class LatencyResult:
     @property
     def ratio(self) -> float:
         """Median of the total over the median of the plain copy, of the same rounds."""
-        return self.milliseconds("total").p50 / self.milliseconds("plain_copy").p50
-
-    @property
-    def ratio_by_round(self) -> Summary:
-        """The total over the plain copy, round by round."""
-        return Summary.of([round.total / round.plain_copy for round in self.rounds])
+        return self.ratio_of("total", "plain_copy")
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:
         """The baselines that were measured."""
         return baselines_of(self.setup.connector, self.setup.shape.nbytes)
 
-    def baseline(self, baseline: Baseline) -> Summary:
-        """Milliseconds that a baseline took."""
-        return Summary.of([1e3 * round.baselines[baseline.name] for round in self.rounds])
-
-    def baseline_ratio(self, baseline: Baseline) -> float:
-        """Median of the baseline's phase over the median of the baseline."""
-        return self.milliseconds(baseline.phase).p50 / self.baseline(baseline).p50
-
     @property
     def beyond_copy(self) -> Summary:
         """Milliseconds of the total that are not the copy."""
-        return Summary.of([1e3 * (round.total - round.copy) for round in self.rounds])
+        pairs = zip(self.seconds["total"], self.seconds["copy"], strict=True)
+        return Summary.of([1e3 * (total - copy) for total, copy in pairs])
 
     @property
     def rate(self) -> float:
         """Bytes of tensors a second, of the median total."""
         return 1e3 * self.setup.shape.nbytes / self.milliseconds("total").p50
 
-    def milliseconds(self, name: str) -> Summary:
-        """Milliseconds of one phase, or of one of the other times."""
-        return Summary.of([1e3 * float(getattr(round, name)) for round in self.rounds])
-
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
-        names = (*PHASES, *OTHER_TIMES)
+        compared = dict[str, Any]()
+        for one in BASELINES:
+            ran, name = one in self.baselines, one.name
+            compared[f"{name}_ms"] = self.milliseconds(name).to_dict() if ran else None
+            compared[f"{name}_ratio"] = round(self.ratio_of(one.phase, name), 4) if ran else None
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "sent_bytes": self.ledger.nbytes,
@@ -149,104 +128,109 @@ class LatencyResult:
             "payload_pages": -(-self.setup.shape.nbytes // PAGE),
             "copier": self.ledger.copier,
             "digests": self.ledger.digests,
-            "rounds": len(self.rounds),
-            "milliseconds": {name: self.milliseconds(name).to_dict() for name in names},
-            "cold_total_ms": None if self.cold is None else round(1e3 * self.cold.total, 6),
+            "rounds": self.setup.rounds,
+            "milliseconds": {
+                name: self.milliseconds(name).to_dict() for name in PHASES | OTHER_TIMES
+            },
+            "cold_total_ms": None if self.cold is None else round(1e3 * self.cold, 6),
             "plain_copy": self.plain,
             "ratio": round(self.ratio, 4),
-            "ratio_by_round": self.ratio_by_round.to_dict(),
-            **{key: value for one in BASELINES for key, value in self._comparison(one).items()},
+            "ratio_by_round": self.ratio_by_round("total", "plain_copy").to_dict(),
+            **compared,
             "beyond_copy_ms": self.beyond_copy.to_dict(),
             "gigabytes_per_second": round(self.rate / 1e9, 3),
-            "minor_faults": {
-                side: Summary.of([getattr(r, f"{side}_faults") for r in self.rounds]).to_dict()
-                for side in ("producer", "reader")
-            },
+            "minor_faults": {side: Summary.of(n).to_dict() for side, n in self.faults.items()},
             "idle_cpu_percent": self.idle,
+            "bars": self.bars(),
+            "notes": self.setup.notes(),
         }
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The bars of this setup, and whether they are met; empty for a setup without one."""
+        setup, nbytes, found = self.setup, self.setup.shape.nbytes, list[tuple[str, float, float]]()
+        warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
+        is_large = nbytes >= 100 << 20
+        if warm_shm and nbytes <= SMALL:
+            found.append(("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
+        if warm_shm and 1 << 20 <= nbytes <= 16 << 20:
+            found.append(("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
+        if warm_shm and is_large and setup.digests:
+            label = f"total / plain copy, {self.ledger.copier} copier{', paged' * setup.paged}"
+            found.append((label, self.ratio, 1.6 if setup.paged else 2.2))
+        has_bar = (nbytes <= SMALL or is_large) and setup.digests
+        found += [
+            (f"{one.phase} / {one.text}", self.ratio_of(one.phase, one.name), one.limit)
+            for one in (self.baselines if has_bar else ())
+            if one.limit is not None
+        ]
+        if self.idle:
+            found.append(("idle CPU, percent of a core", max(self.idle.values()), 1.0))
+        return [bar(*one) for one in found]
 
     def text(self) -> str:
         """Everything that was measured, at most 96 columns wide."""
-        is_checked = self.setup.verify == "full"
-        names = [name for name in (*PHASES, *OTHER_TIMES) if name != "verify" or is_checked]
+        rows = [
+            row(name, dataclasses.astuple(self.milliseconds(name)), what)
+            for name, what in TIMES.items()
+            if name != "verify" or self.setup.verify == "full"
+        ]
         head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
-        rows = [_row(name, self.milliseconds(name)) for name in names]
         lines = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
         return "\n\n".join(lines)
 
-    def _comparison(self, baseline: Baseline) -> dict[str, Any]:
-        ran, name = baseline in self.baselines, baseline.name
-        return {
-            f"{name}_ms": self.baseline(baseline).to_dict() if ran else None,
-            f"{name}_ratio": round(self.baseline_ratio(baseline), 4) if ran else None,
-        }
 
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, int]]:
+    """Record when a `put` last passed each fault point of the library, in monotonic nanoseconds.
 
-class Timestamps:
-    """Records when a `put` passed the library's fault points, within the `with` block.
-
-    `at[name]` is the monotonic nanosecond at which a point was last passed. The moment of the
-    commit is inside `put`, so it cannot be timed around a call.
+    The moment of the commit is inside `put`, so it cannot be timed around a call.
     """
+    at, point = dict[str, int](), fault_points.point
 
-    def __init__(self) -> None:
-        self.at: dict[str, int] = {}
-        self._point = fault_points.point
+    def record(name: str) -> None:
+        at[name] = time.monotonic_ns()
+        point(name)
 
-    def __enter__(self) -> Timestamps:
-        self._point = fault_points.point
-        fault_points.point = self._record
-        fault_points.enabled = True
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        fault_points.point = self._point
-        fault_points.enabled = True
-
-    def _record(self, name: str) -> None:
-        self.at[name] = time.monotonic_ns()
-        self._point(name)
+    fault_points.point, fault_points.enabled = record, True
+    try:
+        yield at
+    finally:
+        fault_points.point = point
 
 
-def measure(setup: LatencySetup, step: Callable[[], None] = lambda: None) -> LatencyResult:
-    """Run all rounds; `step` is called after each."""
-    with torch_threads(setup.threads):
-        return _measure(setup, step)
-
-
-def _measure(setup: LatencySetup, step: Callable[[], None]) -> LatencyResult:
-    rng = np.random.default_rng(0)
-    sources: Sources = "paged" if setup.paged else "contiguous"
-    sample = make_sample(KEY, setup.shape, rng, sources=sources)
-    data: Payload = sample.cache
-    if setup.branches:
-        data = make_bundle(sample, setup.branches, rng)
-    plain = PlainCopy(setup.shape.nbytes)
-    quota = max(4 << 30, 2 * setup.shape.nbytes)
-    with open_pair(
-        setup.connector,
-        url=setup.url,
-        threads=setup.threads,
-        copier=setup.copier,
-        digests=setup.digests,
-        mode=setup.mode,
-        quota=quota,
-    ) as pair:
-        nbytes = setup.shape.nbytes
+def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:
+    """Run all rounds."""
+    rng, nbytes = np.random.default_rng(0), setup.shape.nbytes
+    sample = make_sample(KEY, setup.shape, rng, sources="paged" if setup.paged else "contiguous")
+    data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
+    plain = PlainCopy(nbytes)
+    serving = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
+    quota = max(4 << 30, 2 * nbytes)
+    with (
+        torch_threads(setup.threads),
+        open_pair(
+            setup.connector, url=setup.url, threads=setup.threads, quota=quota, **serving
+        ) as pair,
+        progress("rounds", setup.warmup + setup.rounds) as step,
+    ):
         senders = {
-            baseline.name: open_baseline(baseline, pair.peer, nbytes)
+            baseline.name: BaselineSender(baseline, pair.peer, nbytes)
             for baseline in baselines_of(setup.connector, nbytes)
         }
-        rounds = list[LatencyRound]()
+        rounds, faults = list[dict[str, float]](), {"producer": list[int](), "reader": list[int]()}
         for _ in range(setup.warmup + setup.rounds):
-            one, receipt = _round(pair, data, setup, plain, senders)
+            one, pages, ledger = _round(pair, data, setup, plain, senders)
             rounds.append(one)
+            for side, count in pages.items():
+                faults[side].append(count)
             step()
         idle = _idle(pair, setup.idle) if setup.idle else None
         for sender in senders.values():
             sender.close()
-    cold = rounds[0] if setup.warmup else None
-    return LatencyResult(setup, rounds[setup.warmup :], cold, receipt.ledger, plain.name, idle)
+    cold = rounds[0]["total"] if setup.warmup else None
+    seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in rounds[0]}
+    faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
+    return LatencyResult(seconds, setup, faults, cold, ledger, plain.what, idle)
 
 
 def _round(
@@ -255,33 +239,24 @@ def _round(
     setup: LatencySetup,
     plain: PlainCopy,
     senders: dict[str, BaselineSender],
-) -> tuple[LatencyRound, Receipt]:
-    plain_copy, pipe_wake = plain.seconds(), _pipe_wake(pair)
-    baselines = {name: sender.seconds() for name, sender in senders.items()}
+) -> tuple[dict[str, float], dict[str, int], Ledger]:
+    """One transfer after as many bytes by every baseline: seconds, page faults, and the ledger."""
+    seconds = {"plain_copy": plain.seconds(), "pipe_wake": _pipe_wake(pair)}
+    seconds |= {name: sender.seconds() for name, sender in senders.items()}
     getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify=setup.verify)
     pair.wait_until_requested()
     before = page_faults(own_thread=pair.own_thread)
-    with Timestamps() as timestamps:
+    with recorded() as passed:
         called = time.monotonic_ns()
         receipt = pair.link.put(data, direct=setup.direct, timeout=60.0)
         returned = time.monotonic_ns()
     reader = getting.result(60.0)
     receipt.wait(timeout=60.0)
     done = time.monotonic_ns()
-    times = _phases(receipt.ledger, called, timestamps.at["put.encoded"], reader)
-    return (
-        LatencyRound(
-            **times,
-            put=1e-9 * (returned - called),
-            release=1e-9 * (done - reader["dropped"]),
-            plain_copy=plain_copy,
-            pipe_wake=pipe_wake,
-            producer_faults=page_faults(own_thread=pair.own_thread) - before,
-            reader_faults=reader["faults"],
-            baselines=baselines,
-        ),
-        receipt,
-    )
+    seconds |= _phases(receipt.ledger, called, passed["put.encoded"], reader)
+    seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
+    producer_faults = page_faults(own_thread=pair.own_thread) - before
+    return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger
 
 
 def _phases(
@@ -321,105 +296,54 @@ def _idle(pair: Pair, seconds: float) -> dict[str, float]:
     return {side: round(value, 4) for side, value in percent.items()}
 
 
-def bars(result: LatencyResult) -> list[dict[str, Any]]:
-    """The bars of this setup, and whether they are met; empty for a setup without one."""
-    setup, shape, found = result.setup, result.setup.shape, list[tuple[str, float, float]]()
-    warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
-    if warm_shm and shape.nbytes <= SMALL:
-        found.append(("wake p50, microseconds", 1e3 * result.milliseconds("wake").p50, 300.0))
-    if warm_shm and 1 << 20 <= shape.nbytes <= 16 << 20:
-        found.append(("total beyond the copy p50, ms", result.beyond_copy.p50, 0.5))
-    if warm_shm and shape.nbytes >= 100 << 20 and setup.digests:
-        label = f"total / plain copy, {result.ledger.copier} copier"
-        limit = (label, result.ratio, 2.2)
-        if setup.paged:
-            limit = (f"{label}, paged", result.ratio, 1.6)
-        found.append(limit)
-    has_bar = shape.nbytes <= SMALL or shape.nbytes >= 100 << 20
-    for baseline in result.baselines if has_bar and setup.digests else ():
-        if baseline.limit is not None:
-            label = f"{baseline.phase} / {baseline.text}"
-            found.append((label, result.baseline_ratio(baseline), baseline.limit))
-    if result.idle:
-        found.append(("idle CPU, percent of a core", max(result.idle.values()), 1.0))
-    return [bar(*one) for one in found]
-
-
-def notes(setup: LatencySetup) -> list[str]:
-    """What must be known about this setup to understand its figures."""
-    lines = []
-    if setup.paged:
-        lines.append(
-            f"paged: K and V of each layer lie in pools of their own, in blocks of {BLOCK} tokens "
-            "in random order; the same blocks in every layer"
-        )
-    if setup.connector == "inproc":
-        lines.append("inproc: both ends are threads of one process")
-    return lines
-
-
 def _setup_lines(result: LatencyResult) -> list[str]:
-    setup = result.setup
+    setup, ledger = result.setup, result.ledger
     branches = f", {setup.branches} branches" if setup.branches else ""
-    lines = [
+    link = (
+        f"{setup.connector}, mode {setup.mode}, copier {ledger.copier}, digests {ledger.digests}, "
+        f"verify {setup.verify}, sources {'paged' if setup.paged else 'contiguous'}"
+        f"{', direct' * setup.direct}, torch threads {setup.threads}"
+    )
+    return [
         wrapped("payload", f"{setup.shape} = {setup.shape.nbytes / 1e6:.3f} MB{branches}"),
-        wrapped(
-            "link",
-            f"{setup.connector}, mode {setup.mode}, copier {result.ledger.copier}, "
-            f"digests {result.ledger.digests}, verify {setup.verify}, "
-            f"sources {'paged' if setup.paged else 'contiguous'}{', direct' * setup.direct}, "
-            f"torch threads {setup.threads}",
-        ),
-        wrapped("rounds", f"{len(result.rounds)} after {setup.warmup} to warm up"),
+        wrapped("link", link),
+        wrapped("rounds", f"{setup.rounds} after {setup.warmup} to warm up"),
+        *(wrapped("note", note) for note in setup.notes()),
     ]
-    return lines + [wrapped("note", note) for note in notes(setup)]
-
-
-def _row(name: str, summary: Summary) -> list[str]:
-    values = (summary.p50, summary.p90, summary.p99, summary.min, summary.max)
-    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), _MEANING[name]]
-
-
-def _baseline_lines(result: LatencyResult) -> list[str]:
-    lines = []
-    for baseline in result.baselines:
-        summary, ratio = result.baseline(baseline), result.baseline_ratio(baseline)
-        text = f"{baseline.phase} = {ratio:.2f} × {baseline.text}, which took {summary.p50:.3f} ms"
-        name = baseline.name.replace("_", " ")
-        lines.append(wrapped(name, f"{text} ({summary.min:.3f} to {summary.max:.3f})"))
-    return lines
 
 
 def _result_lines(result: LatencyResult) -> list[str]:
-    by_round, faults = result.ratio_by_round, result.to_dict()["minor_faults"]
-    pages = -(-result.setup.shape.nbytes // 4096)
-    copy = result.milliseconds("copy").p50 / result.milliseconds("plain_copy").p50
-    beyond = result.beyond_copy
-    lines = [
-        wrapped(
-            "ratio",
-            f"total = {result.ratio:.2f} × a plain copy (round by round {by_round.min:.2f} to "
-            f"{by_round.max:.2f}), copy alone {copy:.2f} ×; plain copy: {result.plain}",
-        ),
-        *_baseline_lines(result),
+    by_round, beyond = result.ratio_by_round("total", "plain_copy"), result.beyond_copy
+    faults = {side: Summary.of(counts).p50 for side, counts in result.faults.items()}
+    ratio = (
+        f"total = {result.ratio:.2f} × a plain copy (round by round {by_round.min:.2f} to "
+        f"{by_round.max:.2f}), copy alone {result.ratio_of('copy', 'plain_copy'):.2f} ×; "
+        f"plain copy: {result.plain}"
+    )
+    pages = (
+        f"minor page faults a warm round: producer {faults['producer']:.0f}, reader "
+        f"{faults['reader']:.0f} (every page touched); the payload has "
+        f"{-(-result.setup.shape.nbytes // PAGE)} pages"
+    )
+    more = f"{beyond.p50:.3f} ms of the total are not the copy"
+    lines = [wrapped("ratio", ratio)]
+    for baseline in result.baselines:
+        one = result.milliseconds(baseline.name)
+        times = result.ratio_of(baseline.phase, baseline.name)
+        text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {one.p50:.3f} ms"
+        name = baseline.name.replace("_", " ")
+        lines.append(wrapped(name, f"{text} ({one.min:.3f} to {one.max:.3f})"))
+    lines += [
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
-        wrapped(
-            "beyond",
-            f"{beyond.p50:.3f} ms of the total are not the copy ({beyond.min:.3f} to "
-            f"{beyond.max:.3f})",
-        ),
-        wrapped(
-            "faults",
-            f"minor page faults a warm round: producer {faults['producer']['p50']:.0f}, reader "
-            f"{faults['reader']['p50']:.0f} (every page touched); the payload has {pages} pages",
-        ),
+        wrapped("beyond", f"{more} ({beyond.min:.3f} to {beyond.max:.3f})"),
+        wrapped("faults", pages),
     ]
     if result.cold is not None:
-        lines.append(wrapped("cold", f"first round of all: {1e3 * result.cold.total:.3f} ms"))
+        lines.append(wrapped("cold", f"first round of all: {1e3 * result.cold:.3f} ms"))
     if result.setup.branches:
         reused = result.ledger.reused_nbytes / 1e6
         lines.append(wrapped("bundle", f"{reused:.3f} MB of branches not sent a second time"))
     if result.idle is not None:
         text = ", ".join(f"{side} {percent:.3f} %" for side, percent in result.idle.items())
         lines.append(wrapped("idle", f"CPU of a core while connected and waiting: {text}"))
-    return lines + [bar_line(one) for one in bars(result)]
+    return [*lines, *map(bar_line, result.bars())]

@@ -12,8 +12,8 @@ import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.reader import ReaderCommands
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.registry import schemes
 from omni_kvlink.errors import KVLinkError, UnavailableError
 from omni_kvlink.link import KVLink, KVProducer
@@ -22,28 +22,18 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SAME_PROCESS = ("inproc",)
-"""Connectors whose two ends cannot be in two processes."""
-
 
 class Pair:
-    """A producer and its connected reader, made by `open_pair`.
+    """A producer's link and its reader, a peer that has the commands of `ReaderCommands`.
 
-    Attributes:
-        link: the producer.
-        peer: the reader, which has the commands of `ReaderCommands`.
-        own_thread: the reader is a thread of this process.
+    With `own_thread` the reader is a thread of this process.
     """
 
     def __init__(self, link: KVProducer, peer: Peer, *, own_thread: bool):
         self.link, self.peer, self.own_thread = link, peer, own_thread
 
     def wait_until_requested(self, *, timeout: float = 10.0) -> None:
-        """Wait until the reader's `get` has reached the producer, and the reader sleeps.
-
-        Raises:
-            BenchError: it has not after `timeout` seconds.
-        """
+        """Wait until the reader's `get` has reached the producer, and the reader sleeps."""
         deadline = time.monotonic() + timeout
         while self.link.stats().get("transfers", {}).get("waiting", 1) < 1:
             if time.monotonic() > deadline:
@@ -57,30 +47,17 @@ class Pair:
 
 
 @contextlib.contextmanager
-def open_pair(
-    connector: str,
-    *,
-    url: str = "",
-    threads: int = 1,
-    **serving: Any,
-) -> Iterator[Pair]:
-    """Serve, start a reader, and connect it; closes both at the end.
+def open_pair(connector: str, *, url: str = "", threads: int = 1, **serving: Any) -> Iterator[Pair]:
+    """Serve with the options of `KVLink.serve`, and connect a reader; closes both at the end.
 
-    Args:
-        connector: the URL's scheme.
-        url: the whole URL, for a connector that needs an address.
-        threads: of torch, in the reader.
-        serving: options of `KVLink.serve`.
-
-    Raises:
-        BenchError: the link cannot be made, or the reader's process ended, does not answer or
-            raised an error that is not the library's own.
-        UnavailableError: there is no such connector.
+    The URL has a fresh address unless it is given; `threads` are torch's in the reader. It raises
+    `BenchError` if the link cannot be made, or if the reader ended, does not answer or raised an
+    error that is not the library's own.
     """
     if not url and connector not in schemes():
         raise UnavailableError(f"no connector {connector!r}; there are {', '.join(schemes())}")
     url = url or f"{connector}://{_fresh_address(connector)}"
-    own_thread = url.partition("://")[0] in SAME_PROCESS
+    own_thread = url.startswith("inproc://")
     try:
         link = KVLink.serve(url, **serving)
     except ValueError as error:

@@ -116,11 +116,16 @@ def make_sample(
     rows: list[Rows] = []
     blocks: dict[str, list[torch.Tensor]] = {part: [] for part in shape.parts}
     for _ in range(shape.layers):
-        for part, one in zip(shape.parts, _layer_rows(shape, rng, sources), strict=False):
+        if sources == "strided":
+            both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
+            layer = [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
+        else:
+            layer = [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
+        for part, one in zip(shape.parts, layer, strict=False):
             rows.append(one)
             tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
             blocks[part].append(tensor.view(shape.tokens, *shape.row))
-    metadata = _metadata(shape, shape.tokens, rng)
+    metadata = make_metadata(shape, shape.tokens, rng)
     return Sample(KVCacheTransferData(request_id, blocks, block_ids, metadata), shape, rows)
 
 
@@ -132,15 +137,10 @@ def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCa
         name = BRANCH_NAMES[index] if index < len(BRANCH_NAMES) else f"branch_{index}"
         tokens = max(1, sample.shape.tokens // 2)
         if index % 2:
-            made[name] = PrefixOf(first, tokens, prefix_metadata(sample, tokens, rng))
+            made[name] = PrefixOf(first, tokens, make_metadata(sample.shape, tokens, rng))
         else:
             made[name] = SameAs(first)
     return KVCacheBundle(sample.cache.request_id, made)
-
-
-def prefix_metadata(sample: Sample, tokens: int, rng: np.random.Generator) -> KVMetadata:
-    """Make other metadata for the first `tokens` tokens of a cache."""
-    return _metadata(sample.shape, tokens, rng)
 
 
 def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
@@ -151,19 +151,18 @@ def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:
     )
 
 
-def expected_empty(cache: KVCacheTransferData) -> dict[str, Any]:
-    """What a reader of an empty cache must find."""
-    return {**_metadata_fields(cache.metadata), "dtype": "", "block_ids": [], "digests": []}
-
-
-def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
-    """The metadata of a cache, and the SHA-256 of dtype, shape and bytes of each tensor."""
-    layers = zip(*cache.layer_blocks.values(), strict=True)
+def found_in(data: KVCacheTransferData | TensorTransferData) -> dict[str, Any]:
+    """The metadata and structure of a payload, and the SHA-256 of each tensor."""
+    if isinstance(data, TensorTransferData):
+        leaves = dict(_leaves(data.tree, ""))
+        digests = [_tensor_sha256(dense(tensor).contiguous()) for tensor in leaves.values()]
+        return {"metadata": data.metadata, "paths": list(leaves), "digests": digests}
+    layers = zip(*data.layer_blocks.values(), strict=True)
     tensors = [dense(part) for layer in layers for part in layer if part is not None]
     return {
-        **_metadata_fields(cache.metadata),
-        "dtype": cache.metadata.dtype,
-        "block_ids": list(cache.block_ids),
+        **_metadata_fields(data.metadata),
+        "dtype": data.metadata.dtype,
+        "block_ids": list(data.block_ids),
         "digests": list(map(_tensor_sha256, tensors)),
     }
 
@@ -171,7 +170,7 @@ def found_in(cache: KVCacheTransferData) -> dict[str, Any]:
 def make_tensor_sample(
     request_id: str, shape: Shape, rng: np.random.Generator, *, sources: Sources
 ) -> tuple[TensorTransferData, dict[str, Any]]:
-    """Make nested tensors of one dtype, and what a reader must find, see `found_in_tensors`."""
+    """Make nested tensors of one dtype, and what a reader must find, see `found_in`."""
     dtype, digests = torch_dtype(shape.dtype), list[str]()
 
     def leaf(*sizes: int) -> TensorView:
@@ -212,16 +211,6 @@ def make_tensor_sample(
     return TensorTransferData(request_id, tree, metadata), expected
 
 
-def found_in_tensors(data: TensorTransferData) -> dict[str, Any]:
-    """The metadata, the path of each tensor, and the SHA-256 of its dtype, shape and bytes."""
-    leaves = list(_leaves(data.tree, ""))
-    return {
-        "metadata": data.metadata,
-        "paths": [path for path, _ in leaves],
-        "digests": [_tensor_sha256(dense(tensor).contiguous()) for _, tensor in leaves],
-    }
-
-
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorView]]:
     if isinstance(node, dict):
         for key, child in node.items():
@@ -258,17 +247,10 @@ def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sa
         pools[0],
         values,
         block_size=BLOCK,
-        metadata=_metadata(shape, shape.tokens, rng),
+        metadata=make_metadata(shape, shape.tokens, rng),
         block_ids=block_ids.tolist(),
     )
     return Sample(cache, shape, rows)
-
-
-def _layer_rows(shape: Shape, rng: np.random.Generator, sources: Sources) -> list[Rows]:
-    if sources == "strided":
-        both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
-        return [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
-    return [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
 
 
 def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
@@ -276,7 +258,8 @@ def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:
     return numbers.view(np.uint8)[: rows * row].reshape(rows, row)
 
 
-def _metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
+def make_metadata(shape: Shape, tokens: int, rng: np.random.Generator) -> KVMetadata:
+    """Make metadata with random fields for a number of tokens."""
     return KVMetadata(
         kv_lens=(tokens,),
         ropes=(int(rng.integers(0, 1 << 20)),),

@@ -13,18 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from omni_kvlink.bench.baselines import BaselineReceiver, TcpReceiver, UcxReceiver, ZmqReceiver
-from omni_kvlink.bench.payloads import (
-    Shape,
-    Sources,
-    bytes_of,
-    found_in,
-    found_in_tensors,
-    make_sample,
-)
-from omni_kvlink.link import KVConsumer, KVLink, begin_get
+from omni_kvlink.bench.baselines import BufferTransfer, make_end
+from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
+from omni_kvlink.link import KVLink, begin_get
 from omni_kvlink.memory.region import PAGE
-from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import parts_of
 from omni_kvlink.testing.peer_harness import CommandSet, serve
@@ -37,17 +29,13 @@ def page_faults(*, own_thread: bool) -> int:
 
 
 class ReaderCommands(CommandSet):
-    """The commands of a benchmark's reader.
-
-    Args:
-        own_thread: the reader is a thread of the producer's process.
-    """
+    """The commands of a benchmark's reader, which may be a thread of the producer's process."""
 
     def __init__(self, *, own_thread: bool):
         super().__init__()
         self._own_thread = own_thread
-        self._link: KVConsumer | None = None
-        self._baselines: dict[str, BaselineReceiver] = {}
+        self._link: Any = None
+        self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
 
     def connect(self, url: str, timeout: float, threads: int) -> None:
@@ -61,12 +49,10 @@ class ReaderCommands(CommandSet):
     ) -> dict[str, int]:
         """Wait for a payload, touch every page of its views, and release it.
 
-        Returns:
-            When `get` returned and when the views were dropped; nanoseconds of its own steps; the
-            page faults of all.
+        The result has the moments, nanoseconds of the steps of `get`, and the page faults of all.
         """
         before = page_faults(own_thread=self._own_thread)
-        received = self._connected().get(key, timeout=timeout, verify=verify)
+        received = self._link.get(key, timeout=timeout, verify=verify)
         returned = time.monotonic_ns()
         with received as data:
             for part in parts_of(data).values():
@@ -85,13 +71,9 @@ class ReaderCommands(CommandSet):
         }
 
     def copy_out(self, key: str, timeout: float, at: int = 0, **targets: Any) -> int:
-        """Wait for a payload and copy it into warm tensors, not before the moment `at`.
-
-        Returns:
-            The moment at which the last byte was copied.
-        """
+        """Wait for a payload, and copy it out after the moment `at`; when it was copied."""
         layers = self._targets(**targets)
-        received = self._connected().get(key, timeout=timeout)
+        received = self._link.get(key, timeout=timeout)
         while time.monotonic_ns() < at:
             pass
         received.scatter([part for layer in layers for part in layer])
@@ -100,13 +82,9 @@ class ReaderCommands(CommandSet):
         return last
 
     def copy_layers_out(self, key: str, timeout: float, **targets: Any) -> dict[str, int]:
-        """Copy every layer of a stream into warm tensors as soon as it comes.
-
-        Returns:
-            The moments at which the first and the last layer were copied.
-        """
+        """Copy every layer of a stream out as soon as it comes; when the first and last were."""
         layers, first, last = self._targets(**targets), 0, 0
-        with self._connected().stream_get(key, timeout=timeout) as stream:
+        with self._link.stream_get(key, timeout=timeout) as stream:
             for layer in stream:
                 layer.scatter(*layers[layer.index])
                 last = time.monotonic_ns()
@@ -114,40 +92,31 @@ class ReaderCommands(CommandSet):
         return {"first": first, "last": last}
 
     def inspect(self, key: str, timeout: float) -> dict[str, Any]:
-        """Wait for a payload; what is in it, by branch, see `found_in` and `found_in_tensors`."""
-        with self._connected().get(key, timeout=timeout) as data:
-            return {
-                name: found_in_tensors(part)
-                if isinstance(part, TensorTransferData)
-                else found_in(part)
-                for name, part in parts_of(data).items()
-            }
+        """Wait for a payload; what is in it, by branch, see `found_in`."""
+        with self._link.get(key, timeout=timeout) as data:
+            return {name: found_in(part) for name, part in parts_of(data).items()}
 
     def idle(self, key: str, seconds: float) -> float:
         """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
-        pending = begin_get(self._connected(), key, timeout=1.0)
+        pending = begin_get(self._link, key, timeout=1.0)
         before = time.process_time()
         time.sleep(seconds)
         used = time.process_time() - before
         pending.cancel()
         return used
 
-    def open_tcp_baseline(self, name: str, port: int, nbytes: int) -> None:
-        """Connect the receiving end of a TCP baseline."""
-        self._baselines[name] = TcpReceiver(port, nbytes)
-
-    def open_ucx_baseline(self, name: str, address: str, nbytes: int, ucx_defaults: bool) -> str:
-        """Connect the receiving end of a UCX baseline; its address."""
-        self._baselines[name] = receiver = UcxReceiver(address, nbytes, ucx_defaults=ucx_defaults)
+    def open_baseline(self, name: str, address: str, nbytes: int) -> str:
+        """Connect the receiving end of a baseline; its address."""
+        self._baselines[name] = receiver = make_end(name, nbytes, is_sender=False)
+        receiver.connect(address)
         return receiver.address
-
-    def open_zmq_baseline(self, name: str, port: int) -> None:
-        """Connect the echoing end of a ZMQ baseline."""
-        self._baselines[name] = ZmqReceiver(port)
 
     def receive_baseline(self, name: str) -> int:
         """Receive once over a baseline; the moment of the last byte."""
-        return self._baselines[name].receive()
+        baseline = self._baselines[name]
+        baseline.receive()
+        baseline.wait()
+        return time.monotonic_ns()
 
     def close(self) -> None:
         """Close the link and the baselines."""
@@ -157,9 +126,7 @@ class ReaderCommands(CommandSet):
         if self._link is not None:
             self._link.close()
 
-    def close_all(self) -> None:
-        """Close the link and the baselines."""
-        self.close()
+    close_all = close
 
     def _targets(self, *, shape: dict[str, Any], paged: bool) -> list[list[TensorView]]:
         """Tensors of each layer to copy into; made once, every page touched."""
@@ -172,11 +139,6 @@ class ReaderCommands(CommandSet):
             parts = len(cache.layer_blocks)
             self._target_layers = [views[at : at + parts] for at in range(0, len(views), parts)]
         return self._target_layers
-
-    def _connected(self) -> KVConsumer:
-        if self._link is None:
-            raise RuntimeError("not connected")
-        return self._link
 
 
 def main() -> None:

@@ -1,20 +1,30 @@
-"""The output of a benchmark: tables and progress on the terminal, and the JSON document."""
+"""The output of a benchmark: tables, progress, the JSON document, or the error that ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.machine import one_line
+from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 SCHEMA = "kvlink-bench/1"
 WIDTH = 96
+Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Takes the name and number of steps; the function of its `with` block is called after each."""
+
+
+class BenchError(KVLinkError):
+    """The benchmark could not be set up, or its reader failed; its text is all that is printed."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,13 +32,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
     lines = []
-    for row in [head, ["─" * width for width in widths], *rows]:
+    for line in [head, ["─" * width for width in widths], *rows]:
         cells = [
             cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(row, widths, textual, strict=True)
+            for cell, width, is_text in zip(line, widths, textual, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def row(name: str, values: Iterable[float], what: str) -> list[str]:
+    """The cells of a measurement in a table of milliseconds."""
+    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), what]
 
 
 def wrapped(label: str, text: str) -> str:
@@ -47,32 +62,16 @@ def bar_line(one: dict[str, Any]) -> str:
     return wrapped("bar", f"{one['bar']}: {one['got']:g}, limit {one['limit']:g}: {state}")
 
 
-def document(
-    command: str, machine: dict[str, Any], setup: dict[str, Any], results: dict[str, Any]
-) -> dict[str, Any]:
-    """The JSON document, the same four parts for every command."""
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        "machine": machine,
-        "setup": setup,
-        "results": results,
-    }
-
-
-def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write a document to a file, or for "-" to standard output."""
-    text = json.dumps(content, indent=2) + "\n"
+def write_json(
+    path: str, command: str, machine: dict[str, Any], setup: dict[str, Any], results: dict[str, Any]
+) -> None:
+    """Write the document, the same parts for every command, to a file; "-": standard output."""
+    named = {"schema": SCHEMA, "command": command, "machine": machine}
+    text = json.dumps({**named, "setup": setup, "results": results}, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
     else:
-        with open(path, "w") as file:
-            file.write(text)
-
-
-def heading(command: str, machine: dict[str, Any]) -> str:
-    """The first lines of a report."""
-    return f"kvlink-bench {command}\n" + wrapped("machine", one_line(machine))
+        Path(path).write_text(text)
 
 
 def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
@@ -94,38 +93,31 @@ def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, *, quiet: bool = True) -> Iterator[Callable[[], None]]:
     """Show progress: a bar on a terminal, else a few lines; call the function after each step."""
-    bar = None if quiet or not sys.stdout.isatty() else _rich_bar(what, total)
-    if bar is not None:
-        with bar as advance:
-            yield advance
-    else:
+    display = None if quiet or not sys.stdout.isatty() else _rich_display()
+    if display is None:
         yield _lines(what, total, quiet)
+    else:
+        with display:
+            task = display.add_task(what, total=total)
+            yield lambda: display.advance(task)
 
 
-def _rich_bar(what: str, total: int) -> contextlib.AbstractContextManager[Any] | None:
+def _rich_display() -> Any:
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
     except ImportError:
         return None  # only the extra [bench] installs rich
-
-    @contextlib.contextmanager
-    def shown() -> Iterator[Callable[[], None]]:
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, transient=True) as display:
-            task = display.add_task(what, total=total)
-            yield lambda: display.advance(task)
-
-    return shown()
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, transient=True)
 
 
 def _lines(what: str, total: int, quiet: bool) -> Callable[[], None]:
-    done = 0
+    numbers = itertools.count(1)
 
     def advance() -> None:
-        nonlocal done
-        done += 1
+        done = next(numbers)
         if not quiet and (done == total or done % max(1, total // 4) == 0):
             print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
 

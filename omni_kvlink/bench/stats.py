@@ -1,4 +1,4 @@
-"""The summary of a few dozen measurements."""
+"""The measurements of all rounds, and their summaries."""
 
 from __future__ import annotations
 
@@ -30,3 +30,23 @@ class Summary:
     def to_dict(self) -> dict[str, float]:
         """The fields as JSON values, rounded to 6 digits."""
         return {name: round(value, 6) for name, value in dataclasses.asdict(self).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds of every measurement, round by round."""
+
+    seconds: dict[str, list[float]]
+
+    def milliseconds(self, name: str) -> Summary:
+        """Milliseconds of one measurement."""
+        return Summary.of([1e3 * value for value in self.seconds[name]])
+
+    def ratio_of(self, name: str, other: str) -> float:
+        """Median of one measurement over the median of another one."""
+        return self.milliseconds(name).p50 / self.milliseconds(other).p50
+
+    def ratio_by_round(self, name: str, other: str) -> Summary:
+        """One measurement over another one, round by round."""
+        pairs = zip(self.seconds[name], self.seconds[other], strict=True)
+        return Summary.of([value / base for value, base in pairs])

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.payloads import Sample, Shape, Sources, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.plain import PlainCopy
-from omni_kvlink.bench.report import bar, bar_line, table, wrapped
-from omni_kvlink.bench.stats import Summary
+from omni_kvlink.bench.payloads import Sample, Shape, bytes_of, make_sample, torch_dtype
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Future
-
-    from omni_kvlink.link import Allocation
 
 KEY = "bench"
 MEASUREMENTS = {
@@ -51,26 +48,16 @@ class StreamSetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamResult:
-    """Seconds of every measurement, round by round."""
+class StreamResult(Timings):
+    """Seconds of every one of the `MEASUREMENTS`."""
 
     setup: StreamSetup
-    seconds: dict[str, list[float]]
     copier: str
-
-    def milliseconds(self, name: str) -> Summary:
-        """Milliseconds of one measurement."""
-        return Summary.of([1e3 * value for value in self.seconds[name]])
 
     @property
     def ratio(self) -> float:
         """Streamed over sequential, medians of the same rounds."""
-        return self.milliseconds("streamed").p50 / self.milliseconds("sequential").p50
-
-    @property
-    def floor(self) -> float:
-        """Two copies at once over sequential: no stream can take less."""
-        return self.milliseconds("at_once").p50 / self.milliseconds("sequential").p50
+        return self.ratio_of("streamed", "sequential")
 
     @property
     def beyond_digest(self) -> float:
@@ -96,58 +83,57 @@ class StreamResult:
             "rounds": len(self.seconds["streamed"]),
             "milliseconds": {name: self.milliseconds(name).to_dict() for name in self.seconds},
             "streamed_over_sequential": round(self.ratio, 4),
-            "at_once_over_sequential": round(self.floor, 4),
+            "at_once_over_sequential": round(self.ratio_of("at_once", "sequential"), 4),
             "in_place_beyond_digest_ms": round(self.beyond_digest, 4),
             "bars": self.bars(),
         }
 
     def text(self) -> str:
         """Everything that was measured, at most 96 columns wide."""
-        rows = [self._row(name) for name in self.seconds]
         shape = self.setup.shape
-        lines = [
-            wrapped(
-                "ratio",
-                f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
-                f"machine's memory lets them, {self.floor:.2f} ×",
-            ),
-            wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
-        ]
-        lines += [bar_line(one) for one in self.bars()]
+        sides = "paged: random blocks" if self.setup.paged else "dense"
         head = [
             wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
-            wrapped(
-                "link",
-                f"{self.setup.connector}, copier {self.copier}, both sides "
-                f"{'paged: random blocks' if self.setup.paged else 'dense'}",
-            ),
+            wrapped("link", f"{self.setup.connector}, copier {self.copier}, both sides {sides}"),
         ]
         columns = ["ms", "p50", "min", "max", "what"]
+        summaries = {name: self.milliseconds(name) for name in self.seconds}
+        rows = [
+            row(name, (one.p50, one.min, one.max), MEASUREMENTS[name])
+            for name, one in summaries.items()
+        ]
+        ratio = (
+            f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
+            f"machine's memory lets them, {self.ratio_of('at_once', 'sequential'):.2f} ×"
+        )
+        lines = [
+            wrapped("ratio", ratio),
+            wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
+            *map(bar_line, self.bars()),
+        ]
         return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
 
-    def _row(self, name: str) -> list[str]:
-        summary = self.milliseconds(name)
-        values = (summary.p50, summary.min, summary.max)
-        return [name.replace("_", " "), *(f"{value:.3f}" for value in values), MEASUREMENTS[name]]
 
-
-def measure(setup: StreamSetup, step: Callable[[], None] = lambda: None) -> StreamResult:
-    """Run every measurement once a round; `step` is called after each round."""
-    sources: Sources = "paged" if setup.paged else "contiguous"
-    sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources=sources)
+def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
+    """Run every measurement once a round."""
+    sample = make_sample(
+        KEY, setup.shape, np.random.default_rng(0), sources="paged" if setup.paged else "contiguous"
+    )
     plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
-    seconds: dict[str, list[float]] = {name: [] for name in MEASUREMENTS}
     quota = 3 * setup.shape.nbytes + (64 << 20)
     own = Mapping.anonymous(sample.cache.plan().nbytes).region
-    with open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair:
-        for turn in range(setup.warmup + setup.rounds):
+    count, rounds = setup.warmup + setup.rounds, list[dict[str, float]]()
+    with (
+        open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
+        progress("rounds", count) as step,
+    ):
+        for _ in range(count):
             one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
             one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
-            if turn >= setup.warmup:
-                for name in MEASUREMENTS:
-                    seconds[name].append(one[name])
+            rounds.append(one)
             step()
-        return StreamResult(setup, seconds, copier.name)
+        seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in MEASUREMENTS}
+        return StreamResult(seconds, setup, copier.name)
 
 
 def _start_reader(pair: Pair, sample: Sample, command: str, **more: Any) -> Future[Any]:
@@ -202,7 +188,8 @@ def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
     found = {}
     for name, digests in (("in_place", True), ("in_place_bare", False)):
         allocation = pair.link.allocate(_blank(sample, "in-place"))
-        _fill(allocation, sample)
+        for raw, target in zip(sample.rows, allocation.data.tensors(), strict=True):
+            bytes_of(dense(target))[:] = raw.reshape(-1)
         start = time.perf_counter()
         receipt = pair.link.put(allocation.data, digests=digests)
         found[name] = time.perf_counter() - start
@@ -212,15 +199,7 @@ def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
     return found
 
 
-def _fill(allocation: Allocation, sample: Sample) -> None:
-    for row, target in zip(sample.rows, allocation.data.tensors(), strict=True):
-        bytes_of(dense(target))[:] = row.reshape(-1)
-
-
 def _blank(sample: Sample, key: str) -> KVCacheTransferData:
-    return KVCacheTransferData.blank(
-        key,
-        row=sample.shape.row,
-        dtype=torch_dtype(sample.shape.dtype),
-        metadata=sample.cache.metadata,
-    )
+    shape, metadata = sample.shape, sample.cache.metadata
+    dtype = torch_dtype(shape.dtype)
+    return KVCacheTransferData.blank(key, row=shape.row, dtype=dtype, metadata=metadata)

@@ -7,19 +7,33 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.bitflip import BitflipCopier
-from omni_kvlink.bench.cases import Case
+from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.report import table
-from omni_kvlink.copier import named_copier
+from omni_kvlink.bench.report import Progress, progress, table
 from omni_kvlink.errors import KVLinkError
+from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
 from omni_kvlink.testing.peer_harness import PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 
 MAX_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifySetup:
+    """What to send, and how; a bit of the case of the number `corrupt` is flipped on the way."""
+
+    connector: str
+    url: str = ""
+    mode: str = "pooled"
+    copier: str = "auto"
+    quick: bool = False
+    corrupt: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +63,19 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
-        return {
-            "cases": len(self.outcomes),
-            "passed": len(self.outcomes) - len(self.failed),
-            "failed": [
-                {"case": str(outcome.case), "problem": outcome.problem} for outcome in self.failed
-            ],
-            "bytes": self.nbytes,
-        }
+        failed = [{"case": str(one.case), "problem": one.problem} for one in self.failed]
+        count = len(self.outcomes)
+        passed = count - len(failed)
+        return {"cases": count, "passed": passed, "failed": failed, "bytes": self.nbytes}
 
     def text(self) -> str:
         """A table of passes by dtype and shape, then what failed."""
-        rows = list(dict.fromkeys(outcome.case.rows for outcome in self.outcomes))
-        dtypes = list(dict.fromkeys(outcome.case.shape.dtype for outcome in self.outcomes))
         total, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for outcome in self.outcomes:
             cell = (outcome.case.shape.dtype, outcome.case.rows)
             total[cell] += 1
             bad[cell] += bool(outcome.problem)
+        dtypes, rows = (list(dict.fromkeys(names)) for names in zip(*total, strict=True))
         lines = [
             [dtype, *(_cell(total[dtype, r], bad[dtype, r]) for r in rows)] for dtype in dtypes
         ]
@@ -79,36 +88,28 @@ class Verdict:
         return "\n\n".join([table(["cases", *rows], lines), *failed, summary])
 
 
-def run(
-    connector: str,
-    chosen: Sequence[Case],
-    step: Callable[[], None] = lambda: None,
-    *,
-    url: str = "",
-    copier: str = "auto",
-    mode: str = "pooled",
-    corrupt: int = -1,
+def measure(
+    setup: VerifySetup, progress: Progress = progress, chosen: Sequence[Case] = ()
 ) -> Verdict:
-    """Send each case and compare; an error of the transfer fails its case.
-
-    Args:
-        connector: the URL's scheme.
-        chosen: the cases.
-        step: called after each case.
-        url: the whole URL, for a connector that needs an address.
-        copier: the producer's.
-        mode: the producer's.
-        corrupt: the number of a case of which a bit is flipped, so that failing can be seen.
-    """
-    outcomes = []
-    bitflip = BitflipCopier(named_copier(copier))
-    chosen_copier = copier if corrupt < 0 else bitflip
-    with open_pair(connector, url=url, copier=chosen_copier, mode=mode) as pair:
+    """Send each case, all if none is chosen, and compare; an error of a transfer fails its case."""
+    outcomes, chosen = [], chosen or list(cases(quick=setup.quick))
+    tampering = TamperingCopier()
+    copier = setup.copier if setup.corrupt < 0 else tampering
+    with (
+        open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair,
+        progress("cases", len(chosen)) as step,
+    ):
         for case in chosen:
-            bitflip.armed = case.number == corrupt
+            tampering.tamper = _flip_last if case.number == setup.corrupt else do_nothing
             outcomes.append(_send(pair, case))
             step()
     return Verdict(outcomes)
+
+
+def _flip_last(manifest: Manifest, region: Region) -> None:
+    """Flip a bit in the middle of the last tensor with bytes."""
+    spec = next(spec for spec in reversed(manifest.tensors) if spec.nbytes)
+    region.view()[manifest.header_nbytes + (spec.start + spec.stop) // 2] ^= 1
 
 
 def _send(pair: Pair, case: Case) -> Outcome:

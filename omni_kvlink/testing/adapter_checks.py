@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -25,13 +26,9 @@ MakeCache = Callable[[Layers, Layers], C]
 def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """Run every check against one adapter of K and V caches.
 
-    Args:
-        adapter: the adapter.
-        make_cache: takes keys and values, one tensor of each a layer, and returns an engine's cache
-            of them; all are None for the empty cache that `load` fills.
-
-    Raises:
-        CheckFailed: names the first behaviour that is missing.
+    `make_cache` takes keys and values, one tensor of each a layer, and returns an engine's cache of
+    them; all are None for the empty cache that `load` fills. `CheckFailed` names the first
+    behaviour that is missing.
     """
     for check in (
         check_round_trip,
@@ -76,23 +73,16 @@ def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> 
         for part in (0, 1):
             both = [_layers(3, "float32"), _layers(3, "float32")]
             both[part][layer] = None
-            cache = make_cache(*both)
-            expect(
-                SchemaError,
-                lambda cache=cache: adapter.export(cache, request_id="r", metadata=_metadata(3)),  # type: ignore[misc]
-                mentions=(f"layer {layer}", "KV"[part]),
-            )
+            export = partial(adapter.export, make_cache(*both), request_id="r")
+            mentions = (f"layer {layer}", "KV"[part])
+            expect(SchemaError, export, metadata=_metadata(3), mentions=mentions)
 
 
 def check_contradictions(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
     """A cache that disagrees with its metadata is refused by `export`."""
     cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
-    wrong = (_metadata(3), KVMetadata((4,), (2,), 2), KVMetadata((0,), (0,), 2))
-    for metadata in wrong:
-        expect(
-            SchemaError,
-            lambda m=metadata: adapter.export(cache, request_id="r", metadata=m),  # type: ignore[misc]
-        )
+    for wrong in (_metadata(3), KVMetadata((4,), (2,), 2), KVMetadata((0,), (0,), 2)):
+        expect(SchemaError, adapter.export, cache, request_id="r", metadata=wrong)
 
 
 def check_load_into_another_size(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
@@ -100,8 +90,7 @@ def check_load_into_another_size(adapter: CacheAdapter[C], make_cache: MakeCache
     cache = make_cache(_layers(2, "float32"), _layers(2, "float32"))
     data = adapter.export(cache, request_id="r", metadata=_metadata(2))
     for layers in (1, 3):
-        other = make_cache([None] * layers, [None] * layers)
-        expect(SchemaError, lambda other=other: adapter.load(data, other))  # type: ignore[misc]
+        expect(SchemaError, adapter.load, data, make_cache([None] * layers, [None] * layers))
 
 
 def _metadata(layers: int) -> KVMetadata:

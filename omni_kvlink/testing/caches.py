@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -27,17 +28,8 @@ Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 class Recipe:
     """What two processes need to make the same payload; all are JSON values.
 
-    Args:
-        key: the request id.
-        seed: of the bytes.
-        bundle: several branches instead of one cache.
-        layers: of a cache.
-        tokens: of the cache, or of the bundle's longest branch; 0 for an empty one.
-        heads: of K and V.
-        dim: of a head, or of a latent.
-        dtype: of a cache.
-        latent: one tensor a layer instead of K and V; `heads` is not used then.
-        tensors: nested tensors of every dtype instead of a cache, or as a branch of the bundle.
+    A `bundle` has several branches instead of one cache, `latent` one tensor a layer instead of K
+    and V; `tensors` are nested ones of every dtype instead of a cache, or a branch of the bundle.
     """
 
     key: str
@@ -66,10 +58,7 @@ def random_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     """Make a tensor of random bytes: floats include NaNs with payloads; bools are 0 or 1."""
-    nbytes = torch.empty((), dtype=dtype).element_size()
-    for size in shape:
-        nbytes *= size
-    high = 2 if dtype == torch.bool else 256
+    high, nbytes = 2 if dtype == torch.bool else 256, math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).view(shape)
 
@@ -81,10 +70,10 @@ def make_cache(recipe: Recipe, *, salt: int = 0, tokens: int | None = None) -> K
     shape = (tokens, recipe.dim) if recipe.latent else (tokens, recipe.heads, recipe.dim)
     dtype = getattr(torch, recipe.dtype)
     names = ("latent_cache",) if recipe.latent else ("key_cache", "value_cache")
-    blocks: dict[str, list[torch.Tensor | None]] = {
-        name: [
-            random_tensor(shape, dtype, generator) if tokens else None for _ in range(recipe.layers)
-        ]
+    blocks = {
+        name: [random_tensor(shape, dtype, generator) for _ in range(recipe.layers)]
+        if tokens
+        else [None] * recipe.layers
         for name in names
     }
     metadata = KVMetadata(

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni_kvlink.testing import (
-    allocation_checks,
     delivery_checks,
-    direct_checks,
     ending_checks,
     memory_checks,
     scatter_checks,
     stream_checks,
-    stream_ending_checks,
     tensor_checks,
+    zero_copy_checks,
 )
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import Rig, run_checked
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 Check = Callable[[Rig], None]
 
 
-def _checks_of(*modules: ModuleType) -> tuple[Check, ...]:
-    return tuple(
-        function
-        for module in modules
-        for name, function in vars(module).items()
-        if name.startswith("check_") and inspect.getmodule(function) is module
-    )
-
-
-CONNECTOR_CHECKS = _checks_of(
+_MODULES = (
     delivery_checks,
     ending_checks,
     memory_checks,
     stream_checks,
-    stream_ending_checks,
     scatter_checks,
-    allocation_checks,
-    direct_checks,
+    zero_copy_checks,
     tensor_checks,
+)
+CONNECTOR_CHECKS: tuple[Check, ...] = tuple(
+    function
+    for module in _MODULES
+    for name, function in vars(module).items()
+    if name.startswith("check_") and inspect.getmodule(function) is module
 )
 """The checks of `check_connector`, in their order."""
 
@@ -77,12 +68,17 @@ def check_connector(
 
 
 def run_check(check: Check, rig: Rig) -> None:
-    """Run one check on a fresh rig, and close the rig.
+    """Run one check on a fresh rig, wait until all memory is free, and close the rig.
 
-    Raises:
-        CheckFailed: the check failed, or an error came out of it.
+    It raises `CheckFailed` if the check raises any error, or leaves memory in use.
     """
+
+    @functools.wraps(check)
+    def checked() -> None:
+        check(rig)
+        rig.until_freed()
+
     try:
-        run_checked(check, rig)
+        run_checked(checked)
     finally:
         rig.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,15 +24,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _FILL = 0xA5
-Layout = Callable[[torch.dtype, torch.Generator, int, int, int], torch.Tensor]
 
 
 def check_copier(copier: Copier) -> None:
-    """Run every check against one copier.
-
-    Raises:
-        CheckFailed: names the first behaviour that is missing.
-    """
+    """Run every check against one copier; `CheckFailed` names the first that does not hold."""
     for check in COPIER_CHECKS:
         run_checked(check, copier)
 
@@ -42,31 +37,30 @@ def check_gather_of_every_layout(copier: Copier) -> None:
     chance = random.Random(1)
     for name, layout in itertools.product(KV_DTYPES, LAYOUTS):
         sizes = [chance.randint(1, 7) for _ in range(3)]
-        sources = _sources(name, layout, *sizes)
-        _check_gather(copier, sources, f"{name}, {layout.__name__} {sizes}")
+        _check_gather(copier, _sources(name, layout, *sizes), f"{name}, {layout} {sizes}")
 
 
 def check_gather_of_random_shapes(copier: Copier) -> None:
     """Random dtypes, layouts and sizes."""
     chance = random.Random(2)
     for turn in range(60):
-        name, layout = chance.choice(list(KV_DTYPES)), chance.choice(LAYOUTS)
+        name, layout = chance.choice(list(KV_DTYPES)), chance.choice(list(LAYOUTS))
         sizes = [chance.randint(1, 60), chance.randint(1, 9), chance.randint(1, 130)]
         sources = _sources(name, layout, *sizes, layers=chance.randint(1, 3), seed=turn)
-        _check_gather(copier, sources, f"turn {turn}: {name}, {layout.__name__} {sizes}")
+        _check_gather(copier, sources, f"turn {turn}: {name}, {layout} {sizes}")
 
 
 def check_gather_around_a_digest_chunk(copier: Copier) -> None:
     """Tensors of one MiB, a row less or more, and with rows that do not divide one."""
-    for layout in (_contiguous, _heads_of_more, _every_second):
+    for layout in ("contiguous", "heads of more", "every second"):
         for tokens, row in ((1023, 1024), (1024, 1024), (1025, 1024), (2050, 1000), (3, MIB // 2)):
             sources = _sources("uint8", layout, tokens, 2, row // 2, layers=1)
-            _check_gather(copier, sources, f"{layout.__name__}, {tokens} rows of {row}")
+            _check_gather(copier, sources, f"{layout}, {tokens} rows of {row}")
 
 
 def check_digests_off(copier: Copier) -> None:
     """A plan without digests is gathered and verified without them."""
-    data = _cache(_sources("float32", _contiguous, 5, 2, 3))
+    data = _cache(_sources("float32", "contiguous", 5, 2, 3))
     plan = data.plan(digests=False)
     region = _region(plan)
     found = copier.gather(data.tensors(), plan, region)
@@ -80,64 +74,50 @@ def check_sources_are_only_read(copier: Copier) -> None:
     for layout in LAYOUTS:
         sources = _sources("bfloat16", layout, 6, 3, 5)
         before = [reference(source) for source in sources]
-        data = _cache(sources)
-        copier.gather(data.tensors(), data.plan(), _region(data.plan()))
-        assert [reference(source) for source in sources] == before, layout.__name__
+        _gathered(copier, sources)
+        assert [reference(source) for source in sources] == before, layout
 
 
 def check_scatter_into_every_layout(copier: Copier) -> None:
     """All bytes are copied out, also into strided tensors, whose gaps are not written."""
-    for name, layout in itertools.product(KV_DTYPES, (_contiguous, _transposed, _every_second)):
-        manifest, region, sources = _gathered(copier, _sources(name, _contiguous, 7, 3, 5))
+    for name, layout in itertools.product(KV_DTYPES, ("contiguous", "transposed", "every second")):
+        sources = _sources(name, "contiguous", 7, 3, 5)
         targets = _sources(name, layout, 7, 3, 5, seed=99)
         before = [_beside(target) for target in targets]
-        copier.scatter(manifest, region, targets)
-        for source, target in zip(sources, targets, strict=True):
-            assert reference(source) == reference(target), f"{name}, {layout.__name__}"
-        assert [_beside(target) for target in targets] == before, (
-            f"{name}: wrote outside the target"
-        )
+        _check_scatter(copier, sources, targets, f"{name}, {layout}")
+        assert [_beside(target) for target in targets] == before, f"{name}: wrote outside a target"
 
 
 def check_scatter_of_large_tensors(copier: Copier) -> None:
     """Tensors of more than one digest chunk are copied out, into strided ones, too."""
-    for layout in (_contiguous, _every_second):
-        sources = _sources("uint8", _contiguous, 1500, 2, 700, layers=1)
-        manifest, region, _ = _gathered(copier, sources)
+    for layout in ("contiguous", "every second"):
+        sources = _sources("uint8", "contiguous", 1500, 2, 700, layers=1)
         targets = _sources("uint8", layout, 1500, 2, 700, layers=1, seed=7)
-        copier.scatter(manifest, region, targets)
-        for source, target in zip(sources, targets, strict=True):
-            assert reference(source) == reference(target), layout.__name__
+        _check_scatter(copier, sources, targets, layout)
 
 
 def check_changed_bytes_are_named(copier: Copier) -> None:
     """`verify` and `scatter` find one flipped bit anywhere, and name layer, K or V, and the MiB."""
-    manifest, region, sources = _gathered(copier, _sources("uint8", _contiguous, 1500, 2, 700))
+    sources = _sources("uint8", "contiguous", 1500, 2, 700)
+    manifest, region = _gathered(copier, sources)
     copier.verify(manifest, region)
     targets = [torch.empty_like(source) for source in sources]
     copier.scatter(manifest, region, targets)
     for spec in manifest.tensors:
         _, layer, part = spec.name.split(".")
-        mentions = (f"layer {layer}", {"key": "K", "value": "V"}[part])
         for at in (0, MIB - 1, MIB, spec.nbytes - 1):
             view = region.view()
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
-            chunk = f"MiB {at // MIB} of"
-            expect(
-                IntegrityError, lambda: copier.verify(manifest, region), mentions=(*mentions, chunk)
-            )
-            expect(
-                IntegrityError,
-                lambda: copier.scatter(manifest, region, targets),
-                mentions=(*mentions, chunk),
-            )
+            mentions = (f"layer {layer}", part[0].upper(), f"MiB {at // MIB} of")
+            expect(IntegrityError, copier.verify, manifest, region, mentions=mentions)
+            expect(IntegrityError, copier.scatter, manifest, region, targets, mentions=mentions)
             view[manifest.header_nbytes + spec.start + at] ^= 0x01
     copier.verify(manifest, region)
 
 
 def check_misfits_are_refused(copier: Copier) -> None:
     """Wrong shape, dtype, number of tensors, or a region too short: SchemaError, nothing moved."""
-    sources = _sources("float16", _contiguous, 5, 2, 4)
+    sources = _sources("float16", "contiguous", 5, 2, 4)
     manifest = _cache(sources).plan()
     region = _region(manifest)
     before = bytes(region.view())
@@ -151,8 +131,8 @@ def check_misfits_are_refused(copier: Copier) -> None:
         (sources, region.slice(0, manifest.nbytes - 1)),
     ]
     for tensors, other in misfits:
-        expect(SchemaError, lambda t=tensors, p=other: copier.gather(t, manifest, p))  # type: ignore[misc]
-        expect(SchemaError, lambda t=tensors, p=other: copier.scatter(manifest, p, t))  # type: ignore[misc]
+        expect(SchemaError, copier.gather, tensors, manifest, other)
+        expect(SchemaError, copier.scatter, manifest, other, tensors)
     assert bytes(region.view()) == before
 
 
@@ -199,13 +179,19 @@ def _compare(plan: Manifest, region: Region, sources: Sequence[torch.Tensor]) ->
     assert set(payload[at:]) <= {_FILL}, "wrote beyond the payload"
 
 
-def _gathered(
-    copier: Copier, sources: list[torch.Tensor]
-) -> tuple[Manifest, Region, list[torch.Tensor]]:
+def _check_scatter(
+    copier: Copier, sources: list[torch.Tensor], targets: list[torch.Tensor], what: str
+) -> None:
+    manifest, region = _gathered(copier, sources)
+    copier.scatter(manifest, region, targets)
+    assert [*map(reference, sources)] == [*map(reference, targets)], what
+
+
+def _gathered(copier: Copier, sources: list[torch.Tensor]) -> tuple[Manifest, Region]:
     data = _cache(sources)
     plan = data.plan()
     region = _region(plan)
-    return plan.with_digests(copier.gather(data.tensors(), plan, region)), region, sources
+    return plan.with_digests(copier.gather(data.tensors(), plan, region)), region
 
 
 def _region(plan: Manifest) -> Region:
@@ -222,77 +208,40 @@ def _cache(sources: list[torch.Tensor]) -> KVCacheTransferData:
 
 
 def _sources(
-    dtype: str, layout: Layout, tokens: int, heads: int, dim: int, *, layers: int = 2, seed: int = 0
+    dtype: str, layout: str, tokens: int, heads: int, dim: int, *, layers: int = 2, seed: int = 0
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    kind = getattr(torch, dtype)
-    return [layout(kind, generator, tokens, heads, dim) for _ in range(2 * layers)]
+
+    def make(*shape: int) -> torch.Tensor:
+        return random_tensor(shape, getattr(torch, dtype), generator)
+
+    return [LAYOUTS[layout](make, tokens, heads, dim) for _ in range(2 * layers)]
 
 
 def _beside(tensor: torch.Tensor) -> bytes:
     """The bytes of the tensor's storage that are not the tensor's."""
-    storage = tensor.untyped_storage()
+    storage, size = tensor.untyped_storage(), tensor.element_size()
     whole = bytearray(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
-    for start, stop in _spans(tensor):
-        whole[start:stop] = bytes(stop - start)
-    return bytes(whole)
-
-
-def _spans(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    size = tensor.element_size()
     for index in itertools.product(*map(range, tensor.shape)):
         steps = zip(index, tensor.stride(), strict=True)
         at = int(tensor.storage_offset() + sum(i * stride for i, stride in steps)) * size
-        yield at, at + size
+        whole[at : at + size] = bytes(size)
+    return bytes(whole)
 
 
-def _contiguous(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((t, h, d), dtype, g)
-
-
-def _transposed(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((h, t, d), dtype, g).transpose(0, 1)
-
-
-def _turned_over(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((d, h, t), dtype, g).permute(2, 1, 0)
-
-
-def _heads_of_more(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((t, h + 3, d), dtype, g)[:, 1 : 1 + h]
-
-
-def _middle(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((t + 2, h + 1, d + 3), dtype, g)[1 : 1 + t, 1:, 2 : 2 + d]
-
-
-def _every_second(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((2 * t, h, d), dtype, g)[::2]
-
-
-def _columns(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((t, h, 3 * d), dtype, g)[:, :, ::3]
-
-
-def _one_head(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((t, 1, d), dtype, g).expand(t, h, d)
-
-
-def _one_token(dtype: torch.dtype, g: torch.Generator, t: int, h: int, d: int) -> torch.Tensor:
-    return random_tensor((1, h, d), dtype, g).expand(t, h, d)
-
-
-LAYOUTS: tuple[Layout, ...] = (
-    _contiguous,
-    _transposed,
-    _turned_over,
-    _heads_of_more,
-    _middle,
-    _every_second,
-    _columns,
-    _one_head,
-    _one_token,
-)
+Layout = Callable[[Callable[..., torch.Tensor], int, int, int], torch.Tensor]
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda make, t, h, d: make(t, h, d),
+    "transposed": lambda make, t, h, d: make(h, t, d).transpose(0, 1),
+    "turned over": lambda make, t, h, d: make(d, h, t).permute(2, 1, 0),
+    "heads of more": lambda make, t, h, d: make(t, h + 3, d)[:, 1 : 1 + h],
+    "middle": lambda make, t, h, d: make(t + 2, h + 1, d + 3)[1 : 1 + t, 1:, 2 : 2 + d],
+    "every second": lambda make, t, h, d: make(2 * t, h, d)[::2],
+    "columns": lambda make, t, h, d: make(t, h, 3 * d)[:, :, ::3],
+    "one head": lambda make, t, h, d: make(t, 1, d).expand(t, h, d),
+    "one token": lambda make, t, h, d: make(1, h, d).expand(t, h, d),
+}
+"""Views of `t` tokens, `h` heads and `d` elements, of tensors that `make` makes in a shape."""
 
 COPIER_CHECKS: tuple[Callable[[Copier], None], ...] = tuple(
     function

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import DuplicateKeyError, TransferTimeout
 from omni_kvlink.link import begin_get
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, expect, until, until_freed
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, receive, until, until_requested
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:
     """One cache of each dtype, random bytes with NaNs, bit for bit."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in every_dtype("dtype"):
-        data = recipe.make()
-        receipt = producer.put(data)
-        assert reader.call("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
-        receipt.wait(timeout=5)
+        deliver(producer, reader, recipe.make())
 
 
 def check_every_shape_arrives(rig: Rig) -> None:
     """Odd sizes, many layers, latent layers, an empty cache, and more than one digest chunk."""
     producer, reader = rig.serve(), rig.connect()
-    recipes = [
+    for recipe in (
         Recipe("one byte", layers=1, tokens=1, heads=1, dim=1, dtype="uint8"),
         Recipe("odd", layers=3, tokens=7, heads=3, dim=5, dtype="float16"),
         Recipe("deep", layers=40, tokens=2, heads=1, dim=3, dtype="int8"),
@@ -36,22 +29,16 @@ def check_every_shape_arrives(rig: Rig) -> None:
         Recipe("empty", layers=3, tokens=0),
         Recipe("ключ/%00 ?&#", tokens=1),
         Recipe("over a chunk", layers=1, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
-    ]
-    for recipe in recipes:
-        data = recipe.make()
-        receipt = producer.put(data)
-        assert reader.call("get", key=recipe.key, timeout=5) == fingerprint(data), recipe
-        receipt.wait(timeout=5)
+    ):
+        deliver(producer, reader, recipe.make())
 
 
 def check_bundle_arrives(rig: Rig) -> None:
     """Prefix, same, own and empty branches as one transfer, and no byte sent twice."""
     producer, reader = rig.serve(), rig.connect()
-    recipe = Recipe("bundle", bundle=True, tokens=9, dtype="float32")
-    data = recipe.make()
+    data = Recipe("bundle", bundle=True, tokens=9, dtype="float32").make()
     receipt = producer.put(data)
-    assert reader.call("get", key="bundle", timeout=5) == fingerprint(data)
-    receipt.wait(timeout=5)
+    receive(reader, receipt, data)
     assert receipt.ledger.reused_nbytes > 0
     sent = sum(tensor.nbytes for tensor in data.tensors())
     assert receipt.ledger.nbytes < sent + (16 << 10), "a declared branch was sent again"
@@ -61,10 +48,9 @@ def check_get_before_put(rig: Rig) -> None:
     """A waiting get returns at the commit, not at the next poll."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
-        recipe = Recipe(f"early-{number}", seed=number)
-        waiting = reader.submit("get", key=recipe.key, timeout=PATIENCE)
-        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
-        data = recipe.make()
+        data = Recipe(f"early-{number}", seed=number).make()
+        waiting = reader.submit("get", key=data.request_id, timeout=PATIENCE)
+        until_requested(producer, 1)
         receipt = producer.put(data)
         committed = time.monotonic()
         found = waiting.result(PATIENCE)
@@ -76,13 +62,11 @@ def check_get_before_put(rig: Rig) -> None:
 def check_get_after_put(rig: Rig) -> None:
     """A payload is kept for its reader, which may connect later."""
     producer = rig.serve()
-    recipe = Recipe("late")
-    receipt = producer.put(recipe.make())
+    data = Recipe("late").make()
+    receipt = producer.put(data)
     assert receipt.state == "committed"
     assert not receipt.done
-    reader = rig.connect()
-    assert reader.call("get", key="late", timeout=5) == fingerprint(recipe.make())
-    receipt.wait(timeout=5)
+    receive(rig.connect(), receipt, data)
     assert receipt.state == "released"
 
 
@@ -90,33 +74,30 @@ def check_either_side_starts_first(rig: Rig) -> None:
     """A reader that connects first waits for the producer to appear."""
     reader = rig.begin_connect()
     connecting = reader.submit("connect", url=rig.url, timeout=PATIENCE, **rig.options)
-    expect(TimeoutError, lambda: connecting.result(0.1))
+    expect(TimeoutError, connecting.result, 0.1)
     producer = rig.serve()
     started = time.monotonic()
     connecting.result(PATIENCE)
     assert time.monotonic() - started < SLACK, "the producer was found late"
-    producer.put(Recipe("first").make())
-    reader.call("get", key="first", timeout=5)
+    deliver(producer, reader, Recipe("first").make())
 
 
 def check_connect_times_out(rig: Rig) -> None:
     """Without a producer, `connect` raises TransferTimeout at the deadline."""
-    reader = rig.begin_connect()
-    call = reader.submit("connect", url=rig.url, timeout=0.2, **rig.options)
-    expect(TransferTimeout, lambda: call.result(PATIENCE), within=0.2 + SLACK)
+    call = rig.begin_connect().submit("connect", url=rig.url, timeout=0.2, **rig.options)
+    expect(TransferTimeout, call.result, PATIENCE, within=0.2 + SLACK)
 
 
 def check_several_readers(rig: Rig) -> None:
     """A payload for three readers is done when the last of them releases it."""
     producer = rig.serve()
     readers = [rig.connect() for _ in range(3)]
-    recipe = Recipe("shared")
-    receipt = producer.put(recipe.make(), readers=3)
+    data = Recipe("shared").make()
+    receipt = producer.put(data, readers=3)
     for reader in readers:
         assert not receipt.done
-        assert reader.call("get", key="shared", timeout=5) == fingerprint(recipe.make())
+        assert reader.call("get", key="shared", timeout=5) == fingerprint(data)
     receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_one_get_too_many(rig: Rig) -> None:
@@ -124,11 +105,9 @@ def check_one_get_too_many(rig: Rig) -> None:
     producer = rig.serve()
     reader, late = rig.connect(), rig.connect()
     receipt = producer.put(Recipe("two").make(), readers=2)
-    for number in (1, 2):
-        reader.call("hold" if number == 1 else "get", key="two", timeout=5)
-    error = expect(
-        TransferTimeout, lambda: late.call("get", key="two", timeout=0.3), within=0.3 + SLACK
-    )
+    reader.call("hold", key="two", timeout=5)
+    reader.call("get", key="two", timeout=5)
+    error = expect(TransferTimeout, late.call, "get", key="two", timeout=0.3, within=0.3 + SLACK)
     assert "every declared reader has it" in error.phase, error.phase
     assert error.key == "two"
     assert 0.29 < error.waited < 0.3 + SLACK
@@ -141,25 +120,20 @@ def check_timeout_names_the_phase(rig: Rig) -> None:
     rig.serve()
     reader = rig.connect()
     for timeout in (0.0, 0.05, 0.4):
-        error = expect(
-            TransferTimeout,
-            lambda timeout=timeout: reader.call("get", key="never", timeout=timeout),  # type: ignore[misc]
-            within=timeout + SLACK,
-            mentions=("never",),
-        )
+        call = reader.submit("get", key="never", timeout=timeout)
+        within = timeout + SLACK
+        error = expect(TransferTimeout, call.result, PATIENCE, within=within, mentions=("never",))
         assert "never announced" in error.phase, error.phase
 
 
 def check_duplicate_key(rig: Rig) -> None:
     """A live key is refused, whatever its state, and the first payload is unharmed."""
     producer, reader = rig.serve(), rig.connect()
-    first = Recipe("twice", seed=1).make()
+    first, second = Recipe("twice", seed=1).make(), Recipe("twice", seed=2).make()
     receipt = producer.put(first)
-    expect(
-        DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()), mentions=("twice",)
-    )
+    expect(DuplicateKeyError, producer.put, second, mentions=("twice",))
     assert reader.call("hold", key="twice", timeout=5) == fingerprint(first)
-    expect(DuplicateKeyError, lambda: producer.put(Recipe("twice", seed=2).make()))
+    expect(DuplicateKeyError, producer.put, second)
     assert not receipt.done
     reader.peer.call("release", key="twice")
     receipt.wait(timeout=5)
@@ -169,10 +143,7 @@ def check_key_is_reusable(rig: Rig) -> None:
     """After its release a key names the next payload, never the last one."""
     producer, reader = rig.serve(), rig.connect()
     for seed in range(4):
-        data = Recipe("again", seed=seed).make()
-        receipt = producer.put(data)
-        assert reader.call("get", key="again", timeout=5) == fingerprint(data)
-        receipt.wait(timeout=5)
+        deliver(producer, reader, Recipe("again", seed=seed).make())
 
 
 def check_timed_out_get_takes_nothing(rig: Rig) -> None:
@@ -180,44 +151,39 @@ def check_timed_out_get_takes_nothing(rig: Rig) -> None:
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     for number in range(3):
         key = f"timed-out-{number}"
-        expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))  # type: ignore[misc]
+        expect(TransferTimeout, reader.call, "get", key=key, timeout=0.05)
         until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the request was cancelled")
-        receipt = producer.put(Recipe(key).make())
-        assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
-        receipt.wait(timeout=5)
+        deliver(producer, other, Recipe(key).make())
 
 
 def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
     """A get that is cancelled as the payload comes leaves it unread, for another reader."""
     producer, here, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
-        key = f"cancelled-{number}"
-        pending = begin_get(here, key, timeout=5)
+        data = Recipe(f"cancelled-{number}").make()
+        pending = begin_get(here, data.request_id, timeout=5)
         if number % 2:
-            until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the request arrived")
-        receipt = producer.put(Recipe(key).make())
+            until_requested(producer, 1)
+        receipt = producer.put(data)
         pending.cancel()
-        assert other.call("get", key=key, timeout=5) == fingerprint(Recipe(key).make())
-        receipt.wait(timeout=5)
-    until_freed(producer)
+        receive(other, receipt, data)
 
 
 def check_concurrent_threads(rig: Rig) -> None:
     """Many puts and gets at once: each reader gets its own payload, nothing lost or doubled."""
     producer, readers = rig.serve(), [rig.connect(), rig.connect()]
-    recipes = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7) for n in range(24)]
-    expected = {recipe.key: fingerprint(recipe.make()) for recipe in recipes}
-    gets: dict[str, Future[Any]] = {
-        recipe.key: readers[n % 2].submit("get", key=recipe.key, timeout=PATIENCE)
-        for n, recipe in enumerate(recipes)
+    payloads = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7).make() for n in range(24)]
+    expected = {data.request_id: fingerprint(data) for data in payloads}
+    gets = {
+        key: readers[n % 2].submit("get", key=key, timeout=PATIENCE)
+        for n, key in enumerate(expected)
     }
-    receipts = [producer.put(recipe.make()) for recipe in reversed(recipes)]
+    receipts = [producer.put(data) for data in reversed(payloads)]
     for key, future in gets.items():
         assert future.result(PATIENCE) == expected[key], key
     for receipt in receipts:
         receipt.wait(timeout=5)
-    assert producer.stats()["transfers"]["released"] == len(recipes)
-    until_freed(producer)
+    assert producer.stats()["transfers"]["released"] == len(payloads)
 
 
 def check_ends_have_their_own_methods(rig: Rig) -> None:

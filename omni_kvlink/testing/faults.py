@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 
 def armed(faults: Mapping[str, str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment in which a child process acts at the fault points of `faults`.
+    """`env`, or this process's environment, with actions by the name of a fault point.
 
-    Args:
-        faults: actions by the name of a point.
-        env: what is extended; this process's environment by default.
-
-    Raises:
-        ValueError: there is no such point.
+    It raises `ValueError` for a name that is no fault point.
     """
     text = ",".join(f"{name}={action}" for name, action in faults.items())
     parse(text)

@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.link import (
-    KVConsumer,
-    KVLink,
-    KVProducer,
-    PutStream,
-    Received,
-    ReceivedStream,
-)
-from omni_kvlink.testing.caches import (
-    Layers,
-    Recipe,
-    fingerprint,
-    hash_tensors,
-    layers_of,
-    parts_of,
-)
+from omni_kvlink.link import KVLink, PutStream, Received, ReceivedStream
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of, parts_of
 from omni_kvlink.testing.peer_harness import CommandSet
 
 if TYPE_CHECKING:
@@ -35,6 +21,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer_table import Receipt
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.views import TensorView
+    from omni_kvlink.testing.caches import Layers
 
 
 class LinkCommands(CommandSet):
@@ -46,7 +33,7 @@ class LinkCommands(CommandSet):
 
     def __init__(self) -> None:
         super().__init__()
-        self._links: dict[str, KVProducer | KVConsumer] = {}
+        self._links: dict[str, Any] = {}  # a `KVProducer` or a `KVConsumer`
         self._receipts: dict[str, Receipt] = {}
         self._held: dict[str, list[TensorView]] = {}
         self._open: dict[str, Received] = {}
@@ -74,7 +61,7 @@ class LinkCommands(CommandSet):
     def put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
         """Put the payload of a recipe, and keep its receipt."""
         data = Recipe(**recipe).make()
-        self._receipts[data.request_id] = self._producer(link).put(data, **options)
+        self._receipts[data.request_id] = self._links[link].put(data, **options)
 
     def wait(self, key: str, timeout: float) -> None:
         """Wait for the receipt of a payload that was put."""
@@ -82,24 +69,24 @@ class LinkCommands(CommandSet):
 
     def get(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload and release it; its fingerprint."""
-        with self._consumer(link).get(key, **options) as data:
+        with self._links[link].get(key, **options) as data:
             return fingerprint(data)
 
     def hold(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload, and keep its tensors beyond the `with` block; its fingerprint."""
-        with self._consumer(link).get(key, **options) as data:
+        with self._links[link].get(key, **options) as data:
             self._held[key] = _tensors(data)
             return fingerprint(data)
 
     def open(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload, and stay inside the `with` block; its fingerprint."""
-        received = self._open[key] = self._consumer(link).get(key, **options)
+        received = self._open[key] = self._links[link].get(key, **options)
         return fingerprint(received.data)
 
     def stream_put(self, link: str, recipe: dict[str, Any], **options: Any) -> None:
         """Begin a stream for `write`, `commit` and `fail_stream`."""
         data = Recipe(**recipe).make()
-        out = self._producer(link).stream_put(data, **options)
+        out = self._links[link].stream_put(data, **options)
         self._writing[data.request_id] = out, layers_of(data)
 
     def write(self, key: str, layer: int, branch: str = "kv") -> None:
@@ -117,21 +104,16 @@ class LinkCommands(CommandSet):
 
     def stream_get(self, link: str, key: str, **options: Any) -> list[list[Any]]:
         """Wait until a stream begins, and keep it; the names of its layers."""
-        stream = self._streams[key] = self._consumer(link).stream_get(key, **options)
+        stream = self._streams[key] = self._links[link].stream_get(key, **options)
         return list(map(list, stream.names()))
 
-    def wait_layer(
-        self, key: str, layer: int, branch: str = "", timeout: float | None = None
-    ) -> str:
+    def wait_layer(self, key: str, layer: int, **options: Any) -> str:
         """Wait for one layer of a stream; the hash of its tensors."""
-        stream = self._streams[key]
-        return hash_tensors(stream.wait_for_layer(layer, branch=branch, timeout=timeout).tensors)
+        return hash_tensors(self._streams[key].wait_for_layer(layer, **options).tensors)
 
-    def scatter_layer(
-        self, key: str, layer: int, branch: str = "", timeout: float | None = None
-    ) -> str:
+    def scatter_layer(self, key: str, layer: int, **options: Any) -> str:
         """Wait for one layer of a stream and copy it out; the hash of the copies."""
-        found = self._streams[key].wait_for_layer(layer, branch=branch, timeout=timeout)
+        found = self._streams[key].wait_for_layer(layer, **options)
         targets = [torch.zeros_like(tensor) for tensor in found.tensors]
         found.scatter(*targets)
         return hash_tensors(targets)
@@ -158,20 +140,20 @@ class LinkCommands(CommandSet):
 
     def use_after_block(self, link: str, key: str, **options: Any) -> None:
         """Use a payload after its `with` block."""
-        received = self._consumer(link).get(key, **options)
+        received = self._links[link].get(key, **options)
         with received as data:
             pass
         _tensors(data)
 
     def fail(self, link: str, key: str, reason: str) -> None:
         """Call `fail` of a link."""
-        self._producer(link).fail(key, reason)
+        self._links[link].fail(key, reason)
 
     def abort(self, link: str, key: str, reason: str) -> None:
         """Call `abort` of a link."""
         self._links[link].abort(key, reason)
 
-    def stats(self, link: str) -> dict[str, Any]:
+    def stats(self, link: str) -> Any:
         """The statistics of a link."""
         return self._links[link].stats()
 
@@ -214,18 +196,8 @@ class LinkCommands(CommandSet):
             names: dict[str, str] = json.loads(pipe.read())
         return {**names, "pid": str(child)}
 
-    def _producer(self, link: str) -> KVProducer:
-        found = self._links[link]
-        assert isinstance(found, KVProducer)
-        return found
-
-    def _consumer(self, link: str) -> KVConsumer:
-        found = self._links[link]
-        assert isinstance(found, KVConsumer)
-        return found
-
     def _errors_in_child(self, link: str) -> dict[str, str]:
-        parent_link: Any = self._links[link]
+        parent_link = self._links[link]
         data = Recipe("of-the-child").make()
         methods: dict[str, Callable[[], Any]] = {
             "put": lambda: parent_link.put(data),

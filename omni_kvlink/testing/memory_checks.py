@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.copier import TorchCopier
@@ -16,13 +17,13 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
+from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, receive, until_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 MIB = 1 << 20
@@ -38,10 +39,10 @@ def check_release_frees(rig: Rig) -> None:
     """After every reader released a payload, none of the producer's memory is used."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
-        receipt = producer.put(Recipe(f"k{number}").make())
+        data = Recipe(f"k{number}").make()
+        receipt = producer.put(data)
         assert producer.stats()["memory"]["used"] > 0
-        reader.call("get", key=f"k{number}", timeout=5)
-        receipt.wait(timeout=5)
+        receive(reader, receipt, data)
         until_freed(producer)
 
 
@@ -51,9 +52,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     receipt = producer.put(Recipe("v").make())
     reader.call("hold", key="v", timeout=5)
     before = reader.peer.call("hash_held", key="v")
-    other = producer.put(sized("w", MIB, seed=3).make())
-    reader.call("get", key="w", timeout=5)
-    other.wait(timeout=5)
+    deliver(producer, reader, sized("w", MIB, seed=3).make())
     assert reader.peer.call("hash_held", key="v") == before
     left = 1
     while left:
@@ -61,7 +60,6 @@ def check_views_outlive_the_block(rig: Rig) -> None:
         assert producer.stats()["memory"]["used"] > 0
         left = reader.peer.call("release_one", key="v")
     receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_data_is_closed_after_the_block(rig: Rig) -> None:
@@ -69,11 +67,8 @@ def check_data_is_closed_after_the_block(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("c"), Recipe("b", bundle=True)):
         receipt = producer.put(recipe.make())
-        expect(
-            ClosedError,
-            lambda key=recipe.key: reader.call("use_after_block", key=key, timeout=5),  # type: ignore[misc]
-            mentions=("with",),
-        )
+        use = reader.submit("use_after_block", key=recipe.key, timeout=5)
+        expect(ClosedError, use.result, PATIENCE, mentions=("with",))
         receipt.wait(timeout=5)
 
 
@@ -82,119 +77,88 @@ def check_put_waits_for_memory(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
     reader.call("hold", key="first", timeout=5)
-    ended: list[float] = []
     data = sized("second", 1200 << 10, seed=1).make()
-
-    def put() -> None:
-        producer.put(data, timeout=PATIENCE)
-        ended.append(time.monotonic())
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive(), "put did not wait for memory"
-    dropped = time.monotonic()
-    reader.peer.call("release", key="first")
-    thread.join(PATIENCE)
-    assert ended, "put did not return"
-    assert ended[0] - dropped < SLACK, "put was woken late"
-    assert reader.call("get", key="second", timeout=5) == fingerprint(data)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(producer.put, data, timeout=PATIENCE)
+        time.sleep(0.2)
+        assert not putting.done(), "put did not wait for memory"
+        dropped = time.monotonic()
+        reader.peer.call("release", key="first")
+        receipt = putting.result(PATIENCE)
+        assert time.monotonic() - dropped < SLACK, "put was woken late"
+    receive(reader, receipt, data)
 
 
 def check_put_times_out_without_memory(rig: Rig) -> None:
     """With a full quota `put` raises at its deadline, and names bytes requested and free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
-    first = producer.put(sized("first", 1200 << 10).make())
-    data = sized("second", 1200 << 10).make()
+    first, second = sized("first", 1200 << 10).make(), sized("second", 1200 << 10).make()
+    receipt = producer.put(first)
+    within, mentions = 0.3 + SLACK, ("second",)
     error = expect(
-        CapacityError,
-        lambda: producer.put(data, timeout=0.3),
-        within=0.3 + SLACK,
-        mentions=("second",),
+        CapacityError, producer.put, second, timeout=0.3, within=within, mentions=mentions
     )
     assert error.requested > 1200 << 10
     assert 0 < error.free < error.requested
-    reader.call("get", key="first", timeout=5)
-    first.wait(timeout=5)
-    second = producer.put(data, timeout=1)
-    reader.call("get", key="second", timeout=5)
-    second.wait(timeout=5)
-    until_freed(producer)
+    receive(reader, receipt, first)
+    deliver(producer, reader, second, timeout=1)
 
 
 def check_larger_than_the_quota(rig: Rig) -> None:
     """A payload larger than the quota is refused at once, and its key stays free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
-    error = expect(CapacityError, lambda: producer.put(data, timeout=PATIENCE), within=SLACK)
+    error = expect(CapacityError, producer.put, data, timeout=PATIENCE, within=SLACK)
     assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
-    small = producer.put(Recipe("huge").make())
-    reader.call("get", key="huge", timeout=5)
-    small.wait(timeout=5)
+    deliver(producer, reader, Recipe("huge").make())
 
 
 def check_memory_does_not_fragment(rig: Rig) -> None:
     """After many sizes in many orders of release, the whole quota can be used."""
     producer, reader = rig.serve(quota=4 * MIB), rig.connect()
-    sizes = [100, 700, 300, 900, 60, 500, 1100]
     for turn in range(3):
-        keys = [f"{turn}-{n}" for n in range(len(sizes))]
-        receipts = [
-            producer.put(sized(key, size << 10).make())
-            for key, size in zip(keys, sizes, strict=True)
-        ]
-        for key in sorted(keys, key=lambda key: hash(key) % 17):
+        sizes = {f"{turn}-{n}": n for n in (100, 700, 300, 900, 60, 500, 1100)}
+        receipts = [producer.put(sized(key, size << 10).make()) for key, size in sizes.items()]
+        for key in sorted(sizes, key=lambda key: hash(key) % 17):
             reader.call("get", key=key, timeout=5)
         for receipt in receipts:
             receipt.wait(timeout=5)
     until_freed(producer)
-    whole = producer.put(sized("whole", 3900 << 10).make(), timeout=1)
-    reader.call("get", key="whole", timeout=5)
-    whole.wait(timeout=5)
+    deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=1)
 
 
 def check_refused_puts_use_nothing(rig: Rig) -> None:
     """A put with wrong arguments uses neither memory nor the key."""
     producer, reader = rig.serve(), rig.connect()
     data = Recipe("k").make()
-    for how in (
-        {"readers": 0},
-        {"readers": -1},
-        {"ttl": 0.0},
-        {"ttl": -1.0},
-        {"ttl": float("nan")},
-    ):
-        expect(SchemaError, lambda how=how: producer.put(data, **how))  # type: ignore[misc]
+    for readers in (0, -1):
+        expect(SchemaError, producer.put, data, readers=readers)
+    for ttl in (0.0, -1.0, float("nan")):
+        expect(SchemaError, producer.put, data, ttl=ttl)
     assert producer.stats()["memory"]["used"] == 0
-    receipt = producer.put(data)
-    reader.call("get", key="k", timeout=5)
-    receipt.wait(timeout=5)
+    deliver(producer, reader, data)
 
 
 def check_corruption_is_found(rig: Rig) -> None:
     """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
-    cases: list[tuple[Callable[[Manifest, Region], None], tuple[str, ...]]] = [
-        (flip_bit("kv.0.key", 0), ("layer 0", "K")),
-        (flip_bit("kv.1.value", -1), ("layer 1", "V")),
-        (swap_tokens("kv.1.key", "kv.1.value"), ("layer 1", "K")),
-        (swap_tensors("kv.0.key", "kv.0.value"), ("layer 0", "K")),
-        (swap_tensors("kv.0.value", "kv.1.value"), ("layer 0", "V")),
-    ]
-    for number, (tamper, mentions) in enumerate(cases):
+    tampered = (
+        (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
+        (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
+        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1", "K")),
+        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0", "K")),
+        (partial(swap_tensors, "kv.0.value", "kv.1.value"), ("layer 0", "V")),
+    )
+    for number, (tamper, mentions) in enumerate(tampered):
         key = f"bad-{number}"
         copier.tamper = tamper
         receipt = producer.put(Recipe(key, seed=number).make())
-        expect(
-            IntegrityError,
-            lambda key=key: reader.call("get", key=key, timeout=5, verify="full"),  # type: ignore[misc]
-            mentions=("branch", *mentions),
-        )
-        expect(TransferFailed, lambda r=receipt: r.wait(timeout=5), mentions=("rejected",))  # type: ignore[misc]
-        expect(TransferFailed, lambda key=key: other.call("get", key=key, timeout=5), within=SLACK)  # type: ignore[misc]
-    until_freed(producer)
+        get = reader.submit("get", key=key, timeout=5, verify="full")
+        expect(IntegrityError, get.result, PATIENCE, mentions=("branch", *mentions))
+        expect(TransferFailed, receipt.wait, timeout=5, mentions=("rejected",))
+        expect(TransferFailed, other.call, "get", key=key, timeout=5, within=SLACK)
 
 
 def check_no_torn_reads(rig: Rig) -> None:
@@ -209,14 +173,17 @@ def check_no_torn_reads(rig: Rig) -> None:
         producer.put(recipe.make(), timeout=PATIENCE)
     for recipe, get in zip(recipes, gets, strict=True):
         assert get.result(PATIENCE) == fingerprint(recipe.make()), recipe.key
-    until_freed(producer)
+
+
+def do_nothing(manifest: Manifest, region: Region) -> None:
+    """A change that changes nothing."""
 
 
 class TamperingCopier(TorchCopier):
     """Computes true digests, then changes the payload, as a fault of the transport would."""
 
     def __init__(self) -> None:
-        self.tamper: Callable[[Manifest, Region], None] = lambda manifest, region: None
+        self.tamper: Callable[[Manifest, Region], None] = do_nothing
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -227,40 +194,30 @@ class TamperingCopier(TorchCopier):
         return digests
 
 
-def _bytes_of(manifest: Manifest, region: Region, name: str) -> memoryview:
-    spec = next(spec for spec in manifest.tensors if spec.name == name)
-    start = manifest.header_nbytes + spec.start
-    return region.view()[start : start + spec.nbytes]
+def _named(
+    manifest: Manifest, region: Region, *names: str
+) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """The tensors of some names and their bytes; a layer of a stream has only some of them."""
+    for spec in manifest.tensors:
+        if spec.name in names:
+            start = manifest.header_nbytes + spec.start
+            yield spec, region.view()[start : start + spec.nbytes]
 
 
-def flip_bit(name: str, at: int) -> Callable[[Manifest, Region], None]:
-    """A change that flips a bit of one tensor."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        _bytes_of(manifest, region, name)[at] ^= 0x10
-
-    return tamper
+def flip_bit(name: str, at: int, manifest: Manifest, region: Region) -> None:
+    """Flip a bit of one byte of one tensor."""
+    for _, found in _named(manifest, region, name):
+        found[at] ^= 0x10
 
 
-def swap_tokens(*names: str) -> Callable[[Manifest, Region], None]:
-    """A change that swaps the first two tokens in each tensor: sums of bytes stay the same."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        for name in names:
-            found = _bytes_of(manifest, region, name)
-            spec = next(spec for spec in manifest.tensors if spec.name == name)
-            row = spec.nbytes // spec.shape[0]
-            first, second = bytes(found[:row]), bytes(found[row : 2 * row])
-            found[: 2 * row] = second + first
-
-    return tamper
+def swap_tokens(names: Sequence[str], manifest: Manifest, region: Region) -> None:
+    """Swap the first two tokens in each tensor: sums of bytes stay the same."""
+    for spec, found in _named(manifest, region, *names):
+        row = spec.nbytes // spec.shape[0]
+        found[: 2 * row] = bytes(found[row : 2 * row]) + bytes(found[:row])
 
 
-def swap_tensors(one: str, other: str) -> Callable[[Manifest, Region], None]:
-    """A change that swaps two tensors."""
-
-    def tamper(manifest: Manifest, region: Region) -> None:
-        a, b = _bytes_of(manifest, region, one), _bytes_of(manifest, region, other)
-        a[:], b[:] = bytes(b), bytes(a)
-
-    return tamper
+def swap_tensors(one: str, other: str, manifest: Manifest, region: Region) -> None:
+    """Swap two tensors."""
+    (_, a), (_, b) = _named(manifest, region, one, other)
+    a[:], b[:] = bytes(b), bytes(a)

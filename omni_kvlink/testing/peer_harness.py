@@ -61,10 +61,8 @@ class CommandSet:
 def serve(commands: CommandSet, *, concurrent: bool) -> None:
     """Run the commands that standard input has, until it ends.
 
-    Args:
-        commands: what can be called.
-        concurrent: run each in a thread of its own, so that others can abort, close or kill while
-            it waits; False runs them in turn in this thread.
+    With `concurrent` each has a thread of its own, so that others can abort, close or kill while
+    it waits; without, they run in turn in this thread.
     """
     lock = threading.Lock()
 
@@ -93,22 +91,12 @@ def _reply(commands: CommandSet, request: dict[str, Any]) -> dict[str, Any]:
         return {"id": number, "error": "", "text": repr(error), "attributes": {}}
 
 
-def _rebuilt(reply: dict[str, Any]) -> Exception:
-    error: Exception = _ERRORS.get(reply["error"], PeerError)(reply["text"])
-    vars(error).update(reply["attributes"])
-    return error
-
-
 class Peer(ABC):
     """Runs the commands of a `CommandSet` somewhere."""
 
     @abstractmethod
     def submit(self, command: str, **arguments: Any) -> Future[Any]:
-        """Begin a command; the future has its result or its error.
-
-        Raises:
-            PeerExited: the peer's process has ended.
-        """
+        """Begin a command: a future of its result or error. `PeerExited`: the process has ended."""
 
     def call(self, command: str, **arguments: Any) -> Any:
         """Run a command, and wait for its result at most `PATIENCE` seconds."""
@@ -120,12 +108,7 @@ class Peer(ABC):
 
 
 class ThreadPeer(Peer):
-    """A peer in this process.
-
-    Args:
-        commands: what it can do; `close` closes them.
-        concurrent: every command runs in a thread of its own; False: all in one, in turn.
-    """
+    """A peer in this process; if not `concurrent`, one thread runs all commands in turn."""
 
     def __init__(self, commands: CommandSet, *, concurrent: bool = True):
         self._commands, self._concurrent = commands, concurrent
@@ -173,16 +156,10 @@ class ThreadPeer(Peer):
 class ProcessPeer(Peer):
     """A peer in a process of its own, whose imports are done when the constructor returns.
 
-    Attributes:
-        process: the process, which a test may stop or kill.
-
-    Args:
-        env: the process's environment; this process's by default.
-        prefix: of its command: `("ip", "netns", "exec", "other")` makes it another host's.
-        module: what the process runs; it calls `serve`.
-        concurrent: a thread of this process receives the replies, so that futures complete by
-            themselves; False: only `result` reads them, in its caller's thread, and nothing else
-            of this process runs while a command is timed.
+    A test may stop or kill `process`. It runs `module`, which calls `serve`; a `prefix` such as
+    `("ip", "netns", "exec", "other")` makes it another host's. If `concurrent`, a thread of this
+    process receives the replies; if not, only `result` reads them, in its caller's thread, and
+    nothing else of this process runs while a command is timed.
     """
 
     def __init__(
@@ -191,13 +168,14 @@ class ProcessPeer(Peer):
         prefix: Sequence[str] = (),
         *,
         module: str = "omni_kvlink.testing",
+        arguments: Sequence[str] = (),
         concurrent: bool = True,
     ):
         env = os.environ if env is None else env
         root = str(Path(omni_kvlink.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module],
+            [*prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**env, "PYTHONPATH": path},
@@ -238,10 +216,7 @@ class ProcessPeer(Peer):
         return future
 
     def close(self) -> None:
-        """Close the process's input, and kill it if it has not ended after 5 seconds.
-
-        It may have been killed before.
-        """
+        """Close the process's input, and kill it if it has not ended after 5 seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
@@ -276,7 +251,9 @@ class ProcessPeer(Peer):
             with self._lock:
                 future = self._pending.pop(reply["id"])
             if "error" in reply:
-                future.set_exception(_rebuilt(reply))
+                error: Exception = _ERRORS.get(reply["error"], PeerError)(reply["text"])
+                vars(error).update(reply["attributes"])
+                future.set_exception(error)
             else:
                 future.set_result(reply["result"])
         if not data:

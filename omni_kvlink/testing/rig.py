@@ -6,10 +6,14 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.link import KVConsumer, KVLink, KVProducer
+from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.link import Payload
 
 SLACK = 0.25
 """Seconds by which no call may outlive its deadline, and in which every wake-up must come."""
@@ -18,11 +22,7 @@ Raised = TypeVar("Raised", bound=BaseException)
 
 
 class CheckFailed(AssertionError):
-    """A behaviour is missing.
-
-    Attributes:
-        check: the name of the function that checks it.
-    """
+    """A behaviour is missing; `check` is the name of the function that checks it."""
 
     def __init__(self, check: str, why: str):
         super().__init__(f"{check}: {why}")
@@ -30,11 +30,7 @@ class CheckFailed(AssertionError):
 
 
 def run_checked(check: Callable[..., None], *arguments: Any) -> None:
-    """Call a check.
-
-    Raises:
-        CheckFailed: the check raised an error.
-    """
+    """Call a check; any error that it raises becomes `CheckFailed`."""
     try:
         check(*arguments)
     except Exception as error:
@@ -45,29 +41,26 @@ def run_checked(check: Callable[..., None], *arguments: Any) -> None:
 class Rig:
     """The set-up of one check: links of one URL, which `close` closes.
 
-    Args:
-        make_url: returns a fresh URL at each call.
-        options: of every link, such as `{"mode": "sealed"}`.
-        peer: where the readers are; it has the commands of `LinkCommands`.
+    `options` are of every link; `peer` has the commands of `LinkCommands` and runs the readers.
     """
 
     def __init__(self, make_url: Callable[[], str], options: Mapping[str, Any], peer: Peer):
         self.url = make_url()
-        self._options = {"quota": 8 << 20, **options}
+        self.options = {"quota": 8 << 20, **options}
         self._peer = peer
         self._links: list[KVProducer | KVConsumer] = []
         self._remotes: list[RemoteLink] = []
 
     def serve(self, **options: Any) -> KVProducer:
         """Make a producer in this process."""
-        link = KVLink.serve(self.url, **{**self._options, **options})
+        link = KVLink.serve(self.url, **{**self.options, **options})
         self._links.append(link)
         return link
 
     def connect(self, *, timeout: float = PATIENCE, **options: Any) -> RemoteLink:
         """Make a reader of the peer, and wait until it is connected."""
         remote = self.begin_connect()
-        remote.call("connect", url=self.url, timeout=timeout, **{**self._options, **options})
+        remote.call("connect", url=self.url, timeout=timeout, **{**self.options, **options})
         return remote
 
     def begin_connect(self) -> RemoteLink:
@@ -78,14 +71,15 @@ class Rig:
 
     def connect_here(self, *, timeout: float = PATIENCE) -> KVConsumer:
         """Make a reader in this process, for a check that needs its objects."""
-        link = KVLink.connect(self.url, timeout=timeout, **self._options)
+        link = KVLink.connect(self.url, timeout=timeout, **self.options)
         self._links.append(link)
         return link
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of every link."""
-        return dict(self._options)
+    def until_freed(self) -> None:
+        """Wait until every open producer's memory is free."""
+        for link in self._links:
+            if isinstance(link, KVProducer) and not link.stats()["closed"]:
+                until_freed(link)
 
     def close(self) -> None:
         """Close every link."""
@@ -97,11 +91,7 @@ class Rig:
 
 
 def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
-    """Wait for something that no event announces, by looking every 2 ms.
-
-    Raises:
-        AssertionError: it has not come after `timeout` seconds; the text has `what`.
-    """
+    """Wait at most `timeout` seconds for something that no event announces; look every 2 ms."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -126,46 +116,61 @@ def until_requested(producer: KVProducer, readers: int) -> None:
 
 def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:
     """Wait until no byte of the producer's memory is in use."""
-
-    def is_free() -> bool:
-        used: int = producer.stats()["memory"]["used"]
-        return used == 0
-
     try:
-        until(is_free, "no memory used", timeout)
+        until(lambda: not producer.stats()["memory"]["used"], "no memory used", timeout)
     except AssertionError as error:
         raise AssertionError(f"{error}: {producer.stats()}") from None
 
 
+def receive(reader: RemoteLink, receipt: Receipt, data: Payload, **options: Any) -> None:
+    """Let a reader get a payload that was put: it equals `data`, and its receipt is done."""
+    found = reader.call("get", key=data.request_id, timeout=5, **options)
+    assert found == fingerprint(data), f"{data.request_id!r} arrived with other content"
+    receipt.wait(timeout=5)
+
+
+def deliver(
+    producer: KVProducer,
+    reader: RemoteLink,
+    data: Payload,
+    expected: Payload | None = None,
+    *,
+    verify: str = "auto",
+    copies: int | None = None,
+    **options: Any,
+) -> None:
+    """Put a payload with the options of `put`, and let a reader `receive` it as `expected`.
+
+    `copies` is how often the producer must have copied it.
+    """
+    receipt = producer.put(data, **options)
+    receive(reader, receipt, data if expected is None else expected, verify=verify)
+    assert copies in (None, receipt.ledger.copies), receipt.ledger
+    assert options.get("digests") in (None, receipt.ledger.digests != "off"), receipt.ledger
+
+
 def expect(
     kind: type[Raised],
-    call: Callable[[], Any],
-    *,
+    call: Callable[..., Any],
+    *arguments: Any,
     within: float = PATIENCE,
     mentions: tuple[str, ...] = (),
+    **options: Any,
 ) -> Raised:
-    """Call `call`, which must raise `kind`, and return that error.
+    """Call `call` with the other arguments: it must raise exactly `kind`, which is returned.
 
-    Args:
-        kind: the error's exact type; a subclass is wrong.
-        call: what must fail.
-        within: seconds in which it must fail.
-        mentions: what the error's text must contain.
-
-    Raises:
-        AssertionError: the call returned, or its error is another one or late.
+    It must do so within `within` seconds, and the error's text must contain all of `mentions`.
     """
     started = time.monotonic()
     try:
-        result = call()
+        result = call(*arguments, **options)
     except kind as error:
         seconds = time.monotonic() - started
         if type(error) is not kind:
             raise AssertionError(f"wanted {kind.__name__}, got {error!r}") from error
         if seconds > within:
-            raise AssertionError(
-                f"{kind.__name__} came after {seconds:.3f} s, not {within:.3f}"
-            ) from error
+            late = f"{kind.__name__} came after {seconds:.3f} s, not {within:.3f}"
+            raise AssertionError(late) from error
         for text in mentions:
             if text not in str(error):
                 raise AssertionError(f"{text!r} is missing in: {error}") from error

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.link import Payload
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import Recipe, hash_tensors
+from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
-from omni_kvlink.testing.stream_checks import begin, write
-
-if TYPE_CHECKING:
-    from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.testing.stream_checks import begin, finish, write, write_all
 
 ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
 SIZE = 4
@@ -50,7 +46,6 @@ def check_scatter_into_any_target(rig: Rig) -> None:
             assert hash_tensors(targets) == hash_tensors(data.tensors()), make
             assert all(is_clean() for _, is_clean in pairs), f"{make}: written outside the target"
             receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_scatter_of_a_stream(rig: Rig) -> None:
@@ -60,14 +55,9 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
         recipe = Recipe("s", bundle=True, tokens=9)
         out, layers = begin(producer, recipe)
         reader.call("stream_get", key="s", timeout=5)
-        for (branch, layer), views in layers.items():
-            write(out, layers, (branch, layer))
-            found = reader.peer.call(
-                "scatter_layer", key="s", layer=layer, branch=branch, timeout=5
-            )
-            assert found == hash_tensors(views), (branch, layer)
+        write_all(out, layers, reader, "s", "scatter_layer")
         receipt = out.commit()
-        reader.peer.call("release", key="s")
+        finish(reader, recipe.make())
         receipt.wait(timeout=5)
         until_freed(producer)
         producer.close()
@@ -77,11 +67,12 @@ def check_scatter_into_a_cache(rig: Rig) -> None:
     """The targets may be a payload of the reader's own."""
     producer, here = rig.serve(), rig.connect_here()
     for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True)):
-        receipt = producer.put(recipe.make())
+        data = recipe.make()
+        receipt = producer.put(data)
         received = here.get(recipe.key, timeout=5)
-        own = Recipe(**{**recipe.to_dict(), "seed": 7}).make()
+        own = dataclasses.replace(recipe, seed=7).make()
         received.scatter(own)
-        assert hash_tensors(own.tensors()) == hash_tensors(recipe.make().tensors())
+        assert hash_tensors(own.tensors()) == hash_tensors(data.tensors())
         received.release()
         receipt.wait(timeout=5)
 
@@ -97,7 +88,7 @@ def check_wrong_targets(rig: Rig) -> None:
         targets = [target for target, _ in pairs]
         before = hash_tensors(targets)
         wrong = make_wrong(targets, received.data.tensors())
-        expect(SchemaError, lambda wrong=wrong: received.scatter(wrong))  # type: ignore[misc]
+        expect(SchemaError, received.scatter, wrong)
         assert hash_tensors(targets) == before, "written before it was refused"
         assert all(is_clean() for _, is_clean in pairs)
         del wrong
@@ -105,34 +96,29 @@ def check_wrong_targets(rig: Rig) -> None:
     received.scatter(targets)
     assert hash_tensors(targets) == hash_tensors(data.tensors())
     received.release()
-    expect(ClosedError, lambda: received.scatter(targets))
+    expect(ClosedError, received.scatter, targets)
     receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
     """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
-    copier = FlippingCopier()
+    copier = TamperingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
-        copier.flip = name
+        copier.tamper = partial(flip_bit, name, -1)
         data = ODD.make()
         targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
         receipt = producer.put(data)
-        received = here.get("s", timeout=5)
-        expect(IntegrityError, lambda r=received, t=targets: r.scatter(t), mentions=mentions)  # type: ignore[misc]
-        wait = partial(receipt.wait, timeout=5)
-        expect(TransferFailed, wait, mentions=("rejected", *mentions))
-        expect(TransferFailed, lambda: other.call("get", key="s", timeout=5), within=SLACK)
-        del received
-    until_freed(producer)
+        expect(IntegrityError, here.get("s", timeout=5).scatter, targets, mentions=mentions)
+        expect(TransferFailed, receipt.wait, timeout=5, mentions=("rejected", *mentions))
+        expect(TransferFailed, other.call, "get", key="s", timeout=5, within=SLACK)
 
 
 def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     """After a layer was rejected, the writer's next layer raises, and so does every reader."""
-    copier = FlippingCopier()
+    copier = TamperingCopier()
     producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
-    copier.flip = "kv.1.value"
+    copier.tamper = partial(flip_bit, "kv.1.value", -1)
     out, layers = begin(producer, ODD, readers=2)
     waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = here.stream_get("s", timeout=5)
@@ -141,32 +127,11 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     stream.wait_for_layer(0).scatter(*targets)
     assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
     mentions = ("layer 1", "V")
-    expect(IntegrityError, lambda: stream.wait_for_layer(1).scatter(*targets), mentions=mentions)
-    expect(TransferFailed, lambda: waiting.result(PATIENCE), within=SLACK, mentions=mentions)
-    expect(
-        TransferFailed,
-        lambda: write(out, layers, ("kv", 2)),
-        mentions=("rejected", *mentions),
-    )
-    expect(TransferFailed, lambda: stream.wait_for_layer(2), within=SLACK, mentions=mentions)
+    expect(IntegrityError, stream.wait_for_layer(1).scatter, *targets, mentions=mentions)
+    expect(TransferFailed, waiting.result, PATIENCE, within=SLACK, mentions=mentions)
+    expect(TransferFailed, write, out, layers, ("kv", 2), mentions=("rejected", *mentions))
+    expect(TransferFailed, stream.wait_for_layer, 2, within=SLACK, mentions=mentions)
     out.fail("the writer left its block")
-    until_freed(producer)
-
-
-class FlippingCopier(TorchCopier):
-    """Computes true digests, then flips a bit of one tensor, as a fault of the transport would."""
-
-    flip = ""
-
-    def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> list[str]:
-        """Gather, then flip a bit of the tensor whose name is `flip`."""
-        digests = super().gather(sources, manifest, region)
-        for spec in manifest.tensors:
-            if spec.name == self.flip:
-                region.view()[manifest.header_nbytes + spec.stop - 1] ^= 0x04
-        return digests
 
 
 Target = tuple[TensorView, Callable[[], bool]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from omni_kvlink.errors import ClosedError, IntegrityError, SchemaError, Transfe
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import dense
-from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.direct_checks import can_put_direct
+from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, expect, until_freed
-from omni_kvlink.testing.scatter_checks import FlippingCopier
-from omni_kvlink.testing.stream_checks import write
+from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, until_freed
+from omni_kvlink.testing.stream_checks import finish, write_all
+from omni_kvlink.testing.zero_copy_checks import can_put_direct, deliver_direct, fill
 
 NESTED = Recipe("t", tensors=True, tokens=11)
 MIXED = Recipe("t", tensors=True, bundle=True, tokens=9)
@@ -38,12 +37,7 @@ def check_tensors_arrive(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for recipe in RECIPES:
         for digests in (True, False):
-            data = recipe.make()
-            receipt = producer.put(data, digests=digests)
-            found = reader.call("get", key="t", timeout=5, verify="full")
-            assert found == fingerprint(data), recipe
-            receipt.wait(timeout=5)
-    until_freed(producer)
+            deliver(producer, reader, recipe.make(), verify="full", digests=digests)
 
 
 def check_tensors_have_their_structure(rig: Rig) -> None:
@@ -66,7 +60,6 @@ def check_tensors_have_their_structure(rig: Rig) -> None:
         expect(ClosedError, found.tensors)
         del found
         receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_tensors_by_asyncio(rig: Rig) -> None:
@@ -95,32 +88,21 @@ def check_direct_put_of_tensors(rig: Rig) -> None:
     if not can_put_direct(producer):
         return
     for recipe in RECIPES:
-        data = recipe.make(contiguous=True)
-        waiting = reader.submit("get", key="t", timeout=PATIENCE, verify="full")
-        with ThreadPoolExecutor(1) as pool:
-            receipt = pool.submit(producer.put, data, direct=True).result(PATIENCE)
-        assert waiting.result(PATIENCE) == fingerprint(recipe.make(contiguous=True))
-        assert receipt.ledger.copies == 0
-        receipt.wait(timeout=5)
-    until_freed(producer)
+        deliver_direct(producer, reader, recipe.make(contiguous=True))
 
 
 def check_tensors_written_in_place(rig: Rig) -> None:
     """Into memory that `allocate` gave, planned from sizes alone; nothing is copied."""
     producer, reader = rig.serve(), rig.connect()
     for recipe in RECIPES:
-        data = recipe.make()
-        plan = data
+        data = plan = recipe.make()
         if isinstance(data, TensorTransferData):
             plan = TensorTransferData.blank("t", data.tree, data.metadata)
-            expect(SchemaError, partial(producer.put, plan), mentions=("t",))
+            expect(SchemaError, producer.put, plan, mentions=("t",))
         allocation = producer.allocate(plan)
         fill(allocation, data)
-        receipt = producer.put(allocation.data)
-        assert receipt.ledger.copies == 0
-        assert reader.call("get", key="t", timeout=5, verify="full") == fingerprint(data)
+        deliver(producer, reader, allocation.data, data, verify="full", copies=0)
         del allocation
-        receipt.wait(timeout=5)
         until_freed(producer)
 
 
@@ -134,12 +116,11 @@ def check_scatter_of_tensors(rig: Rig) -> None:
         targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
         received.scatter(targets)
         assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
-        other = Recipe(**{**recipe.to_dict(), "seed": 7}).make(contiguous=True)
+        other = dataclasses.replace(recipe, seed=7).make(contiguous=True)
         received.scatter(other)
         assert hash_tensors(other.tensors()) == hash_tensors(data.tensors()), recipe
         received.release()
         receipt.wait(timeout=5)
-    until_freed(producer)
 
 
 def check_stream_of_tensors(rig: Rig) -> None:
@@ -150,33 +131,24 @@ def check_stream_of_tensors(rig: Rig) -> None:
         layers = layers_of(data)
         with producer.stream_put(data) as out:
             assert reader.call("stream_get", key="t", timeout=5) == [list(name) for name in layers]
-            for branch, layer in layers:
-                write(out, layers, (branch, layer))
-                found = reader.peer.call(
-                    "wait_layer", key="t", layer=layer, branch=branch, timeout=5
-                )
-                assert found == hash_tensors(layers[branch, layer]), (branch, layer)
-        assert reader.peer.call("wait_stream", key="t", timeout=5) == fingerprint(data)
-        reader.peer.call("release", key="t")
+            write_all(out, layers, reader, "t")
+        finish(reader, data)
         out.commit().wait(timeout=5)
-    until_freed(producer)
 
 
 def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
     """`get` and `scatter` name the tensor by its path, and the receipt fails."""
-    copier = FlippingCopier()
+    copier = TamperingCopier()
     producer, reader, here = rig.serve(copier=copier), rig.connect(), rig.connect_here()
     for name, recipe in (("tensors/nested/0", NESTED), ("extra/nested/1/mask", MIXED)):
         path = name.partition("/")[2]
-        copier.flip = name
-        receipt = producer.put(recipe.make())
-        get = partial(reader.call, "get", key="t", timeout=5, verify="full")
-        expect(IntegrityError, get, mentions=(path,))
-        expect(TransferFailed, partial(receipt.wait, timeout=5), mentions=("rejected", path))
-        receipt = producer.put(recipe.make())
-        received = here.get("t", timeout=5)
-        targets = [torch.zeros_like(dense(tensor)) for tensor in recipe.make().tensors()]
-        expect(IntegrityError, partial(received.scatter, targets), mentions=(path,))
-        expect(TransferFailed, partial(receipt.wait, timeout=5), within=5 + SLACK)
-        del received
-    until_freed(producer)
+        copier.tamper = partial(flip_bit, name, -1)
+        data = recipe.make()
+        receipt = producer.put(data)
+        get = reader.submit("get", key="t", timeout=5, verify="full")
+        expect(IntegrityError, get.result, PATIENCE, mentions=(path,))
+        expect(TransferFailed, receipt.wait, timeout=5, mentions=("rejected", path))
+        receipt = producer.put(data)
+        targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
+        expect(IntegrityError, here.get("t", timeout=5).scatter, targets, mentions=(path,))
+        expect(TransferFailed, receipt.wait, timeout=5, within=5 + SLACK)

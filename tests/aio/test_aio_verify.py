@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from aio_fixtures import THREE, BlockingCopier, Test, entered, freed
 from omni_kvlink import IntegrityError, TransferFailed
 from omni_kvlink.aio.consumer import _Verification
 from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.scatter_checks import FlippingCopier
+from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +61,8 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
 
 def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        copier = producer.link._copier = FlippingCopier()
-        copier.flip = "kv.2.value"
+        copier = producer.link._copier = TamperingCopier()
+        copier.tamper = partial(flip_bit, "kv.2.value", -1)
         receipt = await producer.put(THREE.make())
         with pytest.raises(IntegrityError, match="layer 2, V"):
             await consumer.get("s", timeout=5, verify="full")

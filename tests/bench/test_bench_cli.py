@@ -10,8 +10,8 @@ import pytest
 
 from omni_kvlink import TransferTimeout
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.errors import BenchError
 from omni_kvlink.bench.pair import open_pair
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.testing.peer_harness import PeerError, PeerExited, ProcessPeer
 
 

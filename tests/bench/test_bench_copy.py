@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from omni_kvlink.bench import copy_methods, membench, report
+from omni_kvlink.bench import membench, report
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.copy_methods import CopyMethod, FirstTouchMethod, make_copy_methods
+from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_methods
 from omni_kvlink.bench.payloads import Shape
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.region import Mapping
@@ -183,7 +183,7 @@ def test_memory_is_fresh_each_time(methods: list[CopyMethod]) -> None:
 
 
 def test_only_the_second_is_populated_before() -> None:
-    untouched = copy_methods._untouched("t", 1 << 20)
+    untouched = membench._untouched("t", 1 << 20)
     assert _resident(untouched.fd) == 0
     assert _resident(Mapping.shared("t", 1 << 20).fd) == 1 << 20
 

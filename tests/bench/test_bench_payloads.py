@@ -11,7 +11,6 @@ from omni_kvlink.bench.payloads import (
     Shape,
     Sources,
     found_in,
-    found_in_tensors,
     make_bundle,
     make_sample,
     make_tensor_sample,
@@ -58,7 +57,7 @@ def test_a_paged_sample_is_in_blocks_out_of_order(dtype: str, heads: int) -> Non
 def test_nested_tensors_are_what_is_expected(dtype: str, sources: Sources) -> None:
     shape = Shape(2, 37, 3, 8, dtype)
     data, expected = make_tensor_sample("k", shape, np.random.default_rng(0), sources=sources)
-    assert found_in_tensors(data) == expected
+    assert found_in(data) == expected
     assert any(isinstance(view, PagedTensor) for view in data.tensors()) is (sources == "paged")
 
 

@@ -9,6 +9,7 @@ import pytest
 from omni_kvlink.bench import verify
 from omni_kvlink.bench.cases import TENSORS, cases
 from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.verify import VerifySetup
 
 
 def test_everything_arrives_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +34,7 @@ def test_one_flipped_bit_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("connector", ["shm", "inproc"])
 def test_only_the_corrupt_case_fails(connector: str) -> None:
     chosen = list(cases(quick=True))[:12]
-    verdict = verify.run(connector, chosen, corrupt=7)
+    verdict = verify.measure(VerifySetup(connector, corrupt=7), chosen=chosen)
     assert [outcome.case.number for outcome in verdict.failed] == [7]
     assert "FAILED" in verdict.text()
 
@@ -42,7 +43,7 @@ def test_only_the_corrupt_case_fails(connector: str) -> None:
 def test_a_flipped_bit_of_nested_tensors_is_reported(connector: str) -> None:
     tensors = [case for case in cases(quick=True) if case.rows == TENSORS]
     for chosen in (tensors[30:34], [case for case in tensors if case.branching != "single"][:4]):
-        verdict = verify.run(connector, chosen, corrupt=chosen[1].number)
+        verdict = verify.measure(VerifySetup(connector, corrupt=chosen[1].number), chosen=chosen)
         assert [outcome.case for outcome in verdict.failed] == [chosen[1]]
         assert "tensors [" in verdict.failed[0].problem
 
@@ -54,7 +55,8 @@ def test_a_put_that_fails_fails_its_case_only() -> None:
     chosen = [by_size[0], by_size[-1], by_size[1]]
     quota = by_size[-1].shape.nbytes
     assert quota > 4 * by_size[1].shape.nbytes + (1 << 16)
-    verdict = verify.run("inproc", chosen, url=f"inproc://small?quota={quota}")
+    setup = VerifySetup("inproc", url=f"inproc://small?quota={quota}")
+    verdict = verify.measure(setup, chosen=chosen)
     assert [outcome.case for outcome in verdict.failed] == [by_size[-1]]
     assert verdict.failed[0].problem.startswith("put: key ")
     assert f"free of a quota of {quota}" in verdict.failed[0].problem

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
-from omni_kvlink.testing.allocation_checks import fill
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import SLACK, expect, until_freed
+from omni_kvlink.testing.zero_copy_checks import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,7 +188,7 @@ def test_other_bytes_are_not_taken_for_those_of_the_plan(ends: Ends) -> None:
     with producer.stream_put(allocation.data) as out:
         (key, value), *others = layers_of(allocation.data).values()
         for wrong in (key.view(torch.float16), key[:-1]):  # type: ignore[union-attr, index]
-            expect(SchemaError, lambda w=wrong: out.write_layer(0, w, value))  # type: ignore[misc]
+            expect(SchemaError, lambda w=wrong: out.write_layer(0, w, value))
         out.write_layer(0, key, value)
         for layer, views in enumerate(others, 1):
             out.write_layer(layer, *views)

@@ -13,12 +13,7 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
-from omni_kvlink.testing import (
-    CONNECTOR_CHECKS,
-    delivery_checks,
-    stream_checks,
-    stream_ending_checks,
-)
+from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, stream_checks
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
@@ -65,7 +60,7 @@ def test_connector(check: Check, rig: Rig) -> None:
 IN_BITS = [
     check
     for check in CONNECTOR_CHECKS
-    if inspect.getmodule(check) in (delivery_checks, stream_checks, stream_ending_checks)
+    if inspect.getmodule(check) in (delivery_checks, stream_checks)
     and check is not stream_checks.check_readers_wait_for_a_large_put  # a hundred thousand bits
 ]
 

@@ -109,7 +109,7 @@ def test_a_get_that_times_out_waiting_for_memory_leaves_nothing(
         producer.put(sized(key, 3 * MIB).make())
     reader.call("hold", key="one", timeout=5)
     for key in ("two", "three"):
-        expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))  # type: ignore[misc]
+        expect(TransferTimeout, lambda key=key: reader.call("get", key=key, timeout=0.05))
     until(lambda: producer.stats()["transfers"]["leased"] == 1, "they went back")
     threads.call("release", key="one")
     for key in ("three", "two"):
