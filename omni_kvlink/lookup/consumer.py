@@ -56,11 +56,7 @@ class _RemoteStore:
         self._last_question: Receipt | None = None
 
     def send(self, question: messages.Question, prompt: bytes, deadline: float) -> _PendingAnswer:
-        """Send a question to the producer.
-
-        Raises:
-            PeerLostError: the producer is gone.
-        """
+        """Send a question to the producer; PeerLostError if it is gone."""
         if time.monotonic() < self._retry_at:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
         timeout = min(RECONNECT_TIMEOUT, deadline - time.monotonic())
@@ -71,7 +67,7 @@ class _RemoteStore:
                 self._read_hello(deadline)
                 if self._last_question is not None:  # one at a time: they share the inbox's key
                     self._last_question.wait(timeout=deadline - time.monotonic())
-                payload = messages.question_payload(self._inbox, question, prompt)
+                payload = messages.message_payload(self._inbox, question, prompt)
                 self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT)
         except BaseException:
             get.cancel()
