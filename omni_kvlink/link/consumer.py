@@ -25,6 +25,7 @@ from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Branch, Manifest
 from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ LayerKey: TypeAlias = tuple[str, int]
 
 
 class KVConsumer(LinkEnd):
-    """The end of a link that payloads arrive at; thread-safe; a context manager.
-
-    Opened by `KVLink.connect`.
-    """
+    """The receiving end of a link, from `KVLink.connect`; thread-safe; a context manager."""
 
     _end: Consumer
 
@@ -73,20 +71,15 @@ class KVConsumer(LinkEnd):
         check_verify(verify)
         started = time.perf_counter()
         delivery = self._receive(request_id, min(timeout, MAX_TIMEOUT), streamed=False)
-        return Received.open(delivery, self._copier, started=started, verify=verify)
+        return Received(delivery, self._copier, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
 
         `for layer in consumer.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. A
-        payload that was put as a whole comes as a stream whose layers are all there.
-
-        Args:
-            request_id: under which it is put.
-            timeout: seconds to wait for the announcement, and again for each layer.
-
-        Raises:
-            KVLinkError: the errors of `get`.
+        payload that was put as a whole comes as a stream whose layers are all there. `timeout` is
+        the seconds to wait for the announcement, and again for each layer. Raises the errors of
+        `get`.
         """
         started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
         delivery = self._receive(request_id, timeout, streamed=True)
@@ -135,13 +128,9 @@ class GetAttempts:
 def begin_get(
     consumer: KVConsumer, request_id: str, *, timeout: float, streamed: bool = False
 ) -> PendingGet:
-    """Request a payload without waiting for it.
+    """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
 
-    Args:
-        consumer: the end that requests it.
-        request_id: under which it is put.
-        timeout: seconds that a reconnection may take; it bounds nothing else.
-        streamed: deliver the payload while it is being written; open it with `open_stream`.
+    With `streamed`, it is delivered while it is being written: open it with `open_stream`.
 
     Raises:
         PeerLostError: the producer is gone and did not come back in time.
@@ -165,54 +154,22 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
 def open_delivery(
     consumer: KVConsumer, delivery: Delivery, *, started: float, verify: Verify = "auto"
 ) -> Received:
-    """Check a delivery and make views of it; a bad one is rejected at its producer.
+    """Check what `PendingGet.wait` returned and make views of it; `verify` as for `KVConsumer.get`.
 
-    Args:
-        consumer: the end that it arrived at.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        verify: as for `KVConsumer.get`.
-
-    Raises:
-        IntegrityError: the bytes are not the ones that were committed.
-        VersionError: the producer speaks another major version.
-        WireError: this is not a valid payload.
+    `started` is when the get began, on the clock of `time.perf_counter`; for the ledger. A payload
+    that raises IntegrityError, VersionError or WireError is rejected at its producer.
     """
-    return Received.open(delivery, consumer._copier, started=started, verify=verify)
+    return Received(delivery, consumer._copier, started=started, verify=verify)
 
 
 def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
-    """Open a delivery of `begin_get(…, streamed=True)` as a stream of layers.
+    """Open a delivery of `begin_get(…, streamed=True)`; `timeout` is the seconds for each layer.
 
-    Args:
-        consumer: the end that it arrived at.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        timeout: seconds to wait for each layer.
-
-    Raises:
-        WireError: this is not a valid payload.
+    The rest as for `open_delivery`.
     """
     return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
-
-
-def check_request_id(request_id: str) -> str:
-    """Return a valid request id.
-
-    A peer would treat another one as a protocol violation and close the connection.
-
-    Raises:
-        SchemaError: it is not a string of 1 to 1024 encodable characters.
-    """
-    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
-        raise SchemaError("request_id: a string of 1 to 1024 characters")
-    try:
-        request_id.encode()
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"request_id: no text: {error}") from None
-    return request_id
 
 
 class Received:
@@ -224,41 +181,30 @@ class Received:
         ledger: what the receipt of it cost on this side.
     """
 
-    def __init__(
-        self, data: Payload, delivery: Delivery, manifest: Manifest, ledger: Ledger, copier: Copier
-    ):
-        self.data = data
-        self.manifest, self.ledger = manifest, ledger
-        self._delivery, self._copier = delivery, copier
+    data: Payload
 
-    @classmethod
-    def open(
-        cls, delivery: Delivery, copier: Copier, *, started: float, verify: Verify
-    ) -> Received:
-        """Check a delivery and make views of it; see `open_delivery`."""
-        ledger = Ledger()
+    def __init__(self, delivery: Delivery, copier: Copier, *, started: float, verify: Verify):
+        self.ledger = ledger = Ledger()
+        self._delivery, self._copier = delivery, copier
         ledger.seconds["wait"] = time.perf_counter() - started
         try:
             check_verify(verify)
             with ledger.phase("view"):
                 region = region_of(delivery)
-                manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
-                data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
+                self.manifest = manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
+                self.data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
-            received = cls(data, delivery, manifest, ledger, copier)
             if verify == "full":
-                received.verify()
+                self.verify()
         except BaseException as error:  # released without a reason, it would count as read
             delivery.reject(str(error) or repr(error))
             raise
-        return received
 
     def verify(self) -> None:
         """Check every byte against its digest, if there are digests.
 
-        Raises:
-            IntegrityError: these are not the bytes committed; the producer's receipt says so.
+        IntegrityError if these are not the bytes committed; the producer's receipt says so.
         """
         try:
             if self.manifest.has_digests:
@@ -271,9 +217,8 @@ class Received:
     def scatter(self, into: Payload | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
 
-        Args:
-            into: the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
-                payload that holds them, such as `PagedAdapter.export` makes of free blocks.
+        `into` is the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
+        payload that holds them, such as `PagedAdapter.export` makes of free blocks.
 
         Raises:
             SchemaError: a target is not what the payload is; nothing was written.
@@ -301,12 +246,7 @@ class Received:
 
 
 class ReceivedLayer:
-    """One layer that arrived.
-
-    Attributes:
-        branch: the cache's name in its bundle; "kv" for a single cache.
-        index: of the layer, from 0.
-    """
+    """Layer `index` of the cache `branch` of a bundle ("kv" for a single cache) that arrived."""
 
     def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
         self.branch, self.index = branch, index
@@ -401,11 +341,7 @@ class ReceivedStream:
     def wait(self, *, timeout: float | None = None) -> Payload:
         """Wait until the payload is committed; the data that `get` gives.
 
-        Args:
-            timeout: seconds; that of the stream if None.
-
-        Raises:
-            KVLinkError: the errors of `wait_for_layer`.
+        `timeout` and errors are those of `wait_for_layer`.
         """
         self._wait(self.whole(), self.WHOLE, timeout)
         progress = self.delivery.progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import warnings
@@ -10,23 +11,22 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.copier import Copier
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
-from omni_kvlink.link.consumer import check_request_id
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
-from omni_kvlink.payload.views import TensorView, dtype_name
+from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.views import TensorView, dtype_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
-    from omni_kvlink.connectors.base import Producer
-    from omni_kvlink.copier import Copier
     from omni_kvlink.payload.bundle import Payload
 
 MAX_DIGITS = 80_000
@@ -36,10 +36,7 @@ STEP = 8 << 20
 
 
 class KVProducer(LinkEnd):
-    """The end of a link that payloads leave from; thread-safe; a context manager.
-
-    Opened by `KVLink.serve`.
-    """
+    """The sending end of a link, from `KVLink.serve`; thread-safe; a context manager."""
 
     _end: Producer
 
@@ -113,13 +110,9 @@ class KVProducer(LinkEnd):
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
         """Reserve memory of the link that an engine writes its tensors to.
 
-        `put` of a payload with the same request id then copies nothing that lies there.
-
-        Args:
-            plan: the sizes: what `KVCacheTransferData.blank` returns, or a payload of the same
-                sizes. The payload that is put may have fewer tokens, fewer branches and other
-                metadata.
-            timeout: seconds to wait for memory.
+        `put` of a payload with the same request id then copies nothing that lies there. That
+        payload may have fewer tokens, fewer branches and other metadata than `plan`, which is what
+        `KVCacheTransferData.blank` returns, or a payload of the same sizes.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
@@ -231,20 +224,16 @@ def _check_delivery(readers: int, ttl: float) -> None:
         raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
 
 
+@dataclasses.dataclass(eq=False)
 class PutOperation:
     """Copies one payload into its lease, announces its tensors and commits it."""
 
-    def __init__(
-        self,
-        producer: Producer,
-        plan: Manifest,
-        copier: Copier,
-        ledger: Ledger,
-        readers: int,
-        ttl: float,
-    ):
-        self.producer, self.plan, self.copier, self.ledger = producer, plan, copier, ledger
-        self._readers, self._ttl = readers, ttl
+    producer: Producer
+    plan: Manifest
+    copier: Copier
+    ledger: Ledger
+    readers: int
+    ttl: float
 
     @property
     def has_waiting_reader(self) -> bool:
@@ -254,12 +243,9 @@ class PutOperation:
         return is_large and can_announce(plan) and self.producer.has_waiting_reader(plan.request_id)
 
     def run(self, lease: Lease, views: Sequence[TensorView], *, announced: bool) -> Receipt:
-        """Copy the tensors that are not in place yet, and commit.
+        """Copy the tensors that are not in place yet, and commit; the lease is spent then.
 
-        Args:
-            lease: of the payload's memory; it is spent when this returns or raises.
-            views: the tensors, in the plan's order.
-            announced: announce the tensors in steps, so that remote readers fetch them meanwhile.
+        With `announced`, each step of them is announced, so that remote readers fetch it meanwhile.
         """
         with lease:
             if fault_points.enabled:
@@ -286,7 +272,7 @@ class PutOperation:
 
     def begin(self, lease: Lease) -> None:
         """Announce the payload before it is written."""
-        self.producer.begin_stream(lease, self.plan.encode(), readers=self._readers)
+        self.producer.begin_stream(lease, self.plan.encode(), readers=self.readers)
 
     def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
         """Announce that the tensors from number `first` on are written; one digest for each."""
@@ -299,10 +285,7 @@ class PutOperation:
     def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
         """Write the header, whose digests are known now, and commit.
 
-        Args:
-            lease: of the payload's memory.
-            digests: one for each tensor.
-            deadline: of a direct put, when to stop waiting for readers (`time.monotonic`).
+        `deadline` (`time.monotonic`) is when a direct put stops waiting for readers.
         """
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
@@ -311,7 +294,7 @@ class PutOperation:
                 fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, deadline=deadline
+                lease, readers=self.readers, ttl=self.ttl, ledger=self.ledger, deadline=deadline
             )
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
@@ -341,12 +324,7 @@ class DirectPutOperation(PutOperation):
     """Sends a payload from the caller's tensors; only the header lies in the link's memory."""
 
     def run_direct(self, views: Sequence[TensorView], *, timeout: float) -> Receipt:
-        """Announce each tensor once its digest is known; block until all readers received all.
-
-        Raises:
-            SchemaError: the tensors cannot be sent as they lie; the text says what helps.
-            TransferTimeout: not every reader received them within `timeout` seconds.
-        """
+        """Announce each tensor once its digest is known; block until all readers received all."""
         deadline, plan = time.monotonic() + timeout, self.plan
         tensors = self._regions(views)
         with self.ledger.phase("reserve"):
@@ -354,12 +332,9 @@ class DirectPutOperation(PutOperation):
             lease = self.producer.reserve(plan.request_id, header, timeout=timeout, draft=header)
         with lease:
             starts = [header + spec.start for spec in plan.tensors]
+            parts = list(zip(starts, tensors, strict=True))
             self.producer.begin_direct(
-                lease,
-                plan.encode(),
-                list(zip(starts, tensors, strict=True)),
-                nbytes=plan.nbytes,
-                readers=self._readers,
+                lease, plan.encode(), parts, nbytes=plan.nbytes, readers=self.readers
             )
             with self.ledger.phase("digest"):
                 digests = list[str]()
@@ -431,13 +406,9 @@ def steps(plan: Manifest) -> Iterator[range]:
 def gather_into(
     copier: Copier, views: Sequence[TensorView], plan: Manifest, lease: Lease
 ) -> tuple[list[str], bool]:
-    """Copy tensors into a payload, except those that lie in their places already.
+    """Copy tensors into a payload, except those in their places; return digests, and if any was.
 
-    Returns:
-        The digest of each, and whether any was copied.
-
-    Raises:
-        SchemaError: a tensor is not what the plan says, or lies in another tensor's place.
+    SchemaError if a tensor is not what the plan says, or lies in another tensor's place.
     """
     if len(views) != len(plan.tensors):
         raise SchemaError(f"{len(views)} tensors, the plan has {len(plan.tensors)}")
@@ -465,7 +436,7 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
     at = view.data_ptr() - lease.region.address
     if at == plan.header_nbytes + spec.start and view.is_contiguous():
         # A tensor that the plan does not know is left to the copier, which says so.
-        return tuple(view.shape) == spec.shape and DTYPES[dtype_name(view.dtype)] == spec.dtype
+        return tuple(view.shape) == spec.shape and dtype_code(view.dtype) == spec.dtype
     if 0 <= at < lease.capacity:
         raise SchemaError(
             f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
@@ -503,7 +474,9 @@ class PutStream:
         self._on_gathered = on_gathered
         self._queue = GatherQueue(on_gathered)
         try:
-            _check_streamable(plan)
+            if not can_announce(plan):
+                limit = MAX_DIGITS // 8
+                raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
             put.begin(lease)
         except BaseException:
             lease.release()
@@ -572,10 +545,7 @@ class PutStream:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: object
     ) -> None:
         if error is None:
             self.commit()
@@ -597,11 +567,8 @@ class PutStream:
             text = f"{self._first_missing()} was never written"
             more = len(self._missing) - 1
             self.fail(text)
-            raise SchemaError(
-                f"payload {self.manifest.request_id!r}: {text}, nor {more} others"
-                if more
-                else f"payload {self.manifest.request_id!r}: {text}"
-            )
+            others = f", nor {more} others" if more else ""
+            raise SchemaError(f"payload {self.manifest.request_id!r}: {text}{others}")
         try:
             self._queue.join()
         except BaseException as error:
@@ -643,9 +610,3 @@ class PutStream:
 def is_on_device(view: TensorView) -> bool:
     """Whether a copy of this tensor runs by itself, on its device."""
     return view.device.type != "cpu"
-
-
-def _check_streamable(plan: Manifest) -> None:
-    if not can_announce(plan):
-        limit = MAX_DIGITS // 8
-        raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")

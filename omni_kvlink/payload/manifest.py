@@ -147,6 +147,11 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.reuse is None and self.seq_len > 0
 
     @property
+    def parts(self) -> int:
+        """Tensors of a layer; each tensor of a tree counts as a layer of its own."""
+        return len(PARTS[self.layout]) if self.tree is None else 1
+
+    @property
     def code(self) -> str:
         """The safetensors code of the dtype."""
         return DTYPES[self.dtype]
@@ -429,21 +434,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, in the order of the wire."""
-        numbers = self._numbers(branch)
+        numbers = next(numbers for other, numbers in self._numbers() if other is branch)
         return self.tensors[numbers.start : numbers.stop]
 
     def layers(self) -> list[tuple[Branch, int, range]]:
-        """Every layer that carries tensors, in the order of the wire: branch, index, numbers.
-
-        Each tensor of a `TensorTransferData` counts as a layer of its own.
-        """
-        found = []
-        for branch in self.branches:
-            parts = len(PARTS[branch.layout]) if branch.tree is None else 1
-            numbers = self._numbers(branch)
-            for layer, first in enumerate(numbers[::parts]):
-                found.append((branch, layer, range(first, first + parts)))
-        return found
+        """Every layer that carries tensors, in the order of the wire: branch, index, numbers."""
+        return [
+            (branch, layer, range(first, first + branch.parts))
+            for branch, numbers in self._numbers()
+            for layer, first in enumerate(numbers[:: branch.parts])
+        ]
 
     def part(self, numbers: range) -> Manifest:
         """The same payload, restricted to the tensors with these numbers."""
@@ -453,17 +453,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The same payload, restricted to these tensors."""
         return msgspec.structs.replace(self, tensors=tuple(tensors))
 
-    def _numbers(self, branch: Branch) -> range:
+    def _numbers(self) -> Iterator[tuple[Branch, range]]:
+        """Each branch, and the numbers of its tensors."""
         start = 0
-        for other in self.branches:
-            if other.tree is not None:
-                count = sum(1 for _ in _leaves(other.tree))
+        for branch in self.branches:
+            if branch.tree is not None:
+                count = sum(1 for _ in _leaves(branch.tree))
             else:
-                count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
-            if other is branch:
-                return range(start, start + count)
+                count = branch.parts * branch.num_layers if branch.carries_tensors else 0
+            yield branch, range(start, start + count)
             start += count
-        raise KeyError(branch.name)
 
     def encode(self) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces."""
@@ -484,11 +483,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
-        """Read and completely validate a header.
-
-        Args:
-            buffer: the payload, or at least its header.
-            nbytes: the payload's true size, when `buffer` is shorter than it.
+        """Read and completely validate a header; `buffer` may end before the payload's `nbytes`.
 
         Raises:
             VersionError: another major version.
@@ -517,11 +512,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return manifest
 
 
-def tensor_name(branch: str, layer: int, part: str) -> str:
-    """The name of a cache's tensor in the header."""
-    return f"{branch}.{layer}.{part}"
-
-
 def tensor_names(branch: Branch) -> Iterator[str]:
     """The name of each tensor that a branch carries, in the order of the wire."""
     if branch.tree is not None:
@@ -530,7 +520,7 @@ def tensor_names(branch: Branch) -> Iterator[str]:
     elif branch.carries_tensors:
         for layer in range(branch.num_layers):
             for part in PARTS[branch.layout]:
-                yield tensor_name(branch.name, layer, part)
+                yield f"{branch.name}.{layer}.{part}"
 
 
 def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
@@ -582,8 +572,7 @@ _VERSION_ONLY = msgspec.json.Decoder(_VersionOnly)
 class _Header:
     """A header that was decoded: its entries by name and the note, their content not yet checked.
 
-    Attributes:
-        nbytes: of the header with its length field: where the data starts.
+    `nbytes` counts the length field, too: the data starts there.
     """
 
     def __init__(self, buffer: bytes | memoryview, total: int):

@@ -24,16 +24,9 @@ if TYPE_CHECKING:
 def write_file(
     path: str | os.PathLike[str], manifest: Manifest, views: Sequence[TensorView]
 ) -> None:
-    """Write a payload; the file appears whole under its name or not at all.
+    """Write a payload; the file appears whole under its name, or an existing one stays as it was.
 
-    Args:
-        path: the file, replaced if it exists.
-        manifest: the plan.
-        views: the tensors, in the manifest's order.
-
-    Raises:
-        SchemaError: a tensor is not what the plan says.
-        OSError: the file cannot be written; an existing one is left as it was.
+    SchemaError if one of the tensors, in the manifest's order, is not what the manifest says.
     """
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -57,13 +50,8 @@ def write_file(
 def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]:
     """Map a file readonly, validate its header and check every digest.
 
-    Args:
-        path: the file.
-        kind: the class that it must hold, as in `Manifest.kind`.
-
-    Raises:
-        WireError: the file is no payload, or was changed; names the tensor.
-        SchemaError: the file holds another kind of payload.
+    WireError if it is no payload or was changed; SchemaError if it holds no `kind` (the class's
+    name, as in `Manifest.kind`).
     """
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
