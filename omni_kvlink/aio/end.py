@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Link = TypeVar("Link", KVProducer, KVConsumer)
+Link = TypeVar("Link", bound=KVProducer | KVConsumer)
 
 
 def in_thread(
@@ -25,18 +25,14 @@ def in_thread(
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        below = getattr(getattr(self, attribute), method.__name__)
-        return await asyncio.to_thread(below, *args, **kwargs)  # type: ignore[no-any-return]
+        below: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
+        return await asyncio.to_thread(below, *args, **kwargs)
 
     return call
 
 
 class AsyncLinkEnd(Generic[Link]):
-    """The methods of `KVProducer` or `KVConsumer`, awaited where they block.
-
-    Attributes:
-        link: the synchronous end below.
-    """
+    """The methods of both `KVProducer` and `KVConsumer`, awaited where they block."""
 
     def __init__(self, link: Link):
         self.link = link

@@ -175,10 +175,8 @@ def open_stream(
 class Received:
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
-    Attributes:
-        data: readonly views of the link's memory.
-        manifest: sizes, positions and digests.
-        ledger: what the receipt of it cost on this side.
+    `data` is readonly views of the link's memory; `manifest` has sizes, positions and digests;
+    `ledger` is what the receipt of it cost on this side.
     """
 
     data: Payload
@@ -222,8 +220,8 @@ class Received:
 
         Raises:
             SchemaError: a target is not what the payload is; nothing was written.
-            IntegrityError: these are not the bytes committed; the targets are then worthless, and
-                the producer's receipt says so.
+            IntegrityError: the bytes are not those committed; the producer's receipt says so, and
+                the targets are worthless.
         """
         targets = into if isinstance(into, Sequence) else into.tensors()
         _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
@@ -279,13 +277,8 @@ class ReceivedLayer:
 class ReceivedStream:
     """A cache whose layers can be used as they arrive; iterate over it, or wait for one.
 
-    A context manager; without the block, the payload is released with the last view.
-
-    Attributes:
-        delivery: the payload below.
-        manifest: sizes and positions; with digests once the payload is whole.
-        ledger: what the receipt of it cost on this side.
-        timeout: seconds to wait for a layer, where no other is given.
+    A context manager; without the block, the payload is released with the last view. `manifest`
+    has digests once the payload is whole; `ledger` is what the receipt of it cost on this side.
     """
 
     WHOLE: ClassVar[str] = "its commit"
@@ -320,12 +313,10 @@ class ReceivedStream:
     def wait_for_layer(
         self, layer: int, *, branch: str = "", timeout: float | None = None
     ) -> ReceivedLayer:
-        """Wait for one layer; in any order, as often as you like.
+        """Wait for one layer, by its index from 0; in any order, as often as you like.
 
-        Args:
-            layer: its index, from 0.
-            branch: which cache of a bundle; may be left out of a single cache.
-            timeout: seconds; that of the stream if None.
+        `branch`, a cache of a bundle, may be left out of a single cache; `timeout` (seconds) is
+        that of the stream if None.
 
         Raises:
             TransferFailed: the producer failed before the payload was whole.
@@ -414,11 +405,7 @@ class ReceivedStream:
         _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
 
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
-        """A new error of the same type and text, which also says what was waited for.
-
-        Raising the one that the future keeps would keep this stream, and its memory, by its
-        traceback.
-        """
+        """A new error of the same type: the future's own keeps this stream by its traceback."""
         text = f"{error}; {what} was awaited"
         if isinstance(error, WireError):
             self.delivery.reject(text)

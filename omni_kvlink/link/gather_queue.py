@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class GatherQueue:
-    """Waits in one thread for copies, in the order of `add`, and reports each.
+    """Waits in one thread for copies, in the order of `add`, and reports each there.
 
-    Args:
-        on_gathered: called in that thread with the numbers of the tensors and their digests.
+    `on_gathered` is called with the numbers of the tensors and their digests.
     """
 
     def __init__(self, on_gathered: Callable[[range, list[str]], None]):

@@ -79,8 +79,7 @@ class KVProducer(LinkEnd):
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
-            CapacityError: not enough memory within the timeout; asked and free bytes are its
-                attributes.
+            CapacityError: not enough memory within the timeout; `requested` and `free` are bytes.
             TransferTimeout: with `direct=True`, not every reader received it; none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
             ClosedError: this end was closed.
@@ -147,13 +146,8 @@ class KVProducer(LinkEnd):
 
         A reader that called `stream_get` receives each layer once `out.write_layer` has written it;
         other readers receive the whole cache when the block ends. Layers that lie in memory which
-        `allocate` returned for this request id are not copied.
-
-        Args:
-            plan: sizes and metadata, such as `KVCacheTransferData.blank` returns.
-            readers: as for `put`.
-            ttl: as for `put`; it starts with the commit.
-            timeout: seconds to wait for memory.
+        `allocate` returned for this request id are not copied. The plan gives sizes and metadata,
+        as `KVCacheTransferData.blank` does. All else is as for `put`; `ttl` starts with the commit.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
@@ -448,12 +442,8 @@ class PutStream:
     """A cache that is sent while it is being computed; a context manager; thread-safe.
 
     Leaving the block commits it. An exception in the block, or a layer that was not written, fails
-    the transfer: its readers raise TransferFailed, which names the layer.
-
-    Attributes:
-        manifest: the plan.
-        receipt: what `commit` returned; None before.
-        ledger: of the receipt; `copy` is the sum over all layers.
+    the transfer: its readers raise TransferFailed, which names the layer. `receipt` is None before
+    `commit`; in the `ledger`, `copy` is the sum over all layers.
     """
 
     def __init__(self, put: PutOperation, lease: Lease, allocated: Payload | None):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
-from omni_kvlink.lookup.index import PrefixIndex
 from omni_kvlink.lookup.match import Match
-from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
@@ -43,13 +42,10 @@ class _Entry:
 
 
 class PrefixStore:
-    """A buffer of K and V by token prefix; thread-safe.
+    """A buffer of K and V by token prefix, of `budget` bytes with hidden states; thread-safe.
 
     The least recently used prompts are evicted for new ones, except those on lease. For text alone:
     the position of a token is its index.
-
-    Args:
-        budget: bytes that K, V and hidden states may take together.
     """
 
     def __init__(self, budget: int):
@@ -92,8 +88,11 @@ class PrefixStore:
             CapacityError: not enough memory beside the prompts on lease.
         """
         key = encode(tokens, roi)
-        data = _data(count(key), keys, values, extra)
-        _check_hidden(hidden, count(key))
+        blocks = {"key_cache": list(keys), "value_cache": list(values)}
+        metadata = _metadata(count(key), len(blocks["key_cache"]), extra)
+        data = KVCacheTransferData("prefix", blocks, (), metadata)
+        if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= count(key)):
+            raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{count(key)}, dim]")
         nbytes = sum(view.nbytes for view in data.tensors())
         nbytes += 0 if hidden is None else hidden.nbytes
         with self._changed:
@@ -101,7 +100,9 @@ class PrefixStore:
             if not self._has(key, hidden):
                 self._evict_for(nbytes)
                 if copy:
-                    data, hidden = _copied(data), None if hidden is None else hidden.clone()
+                    copies = {name: list(map(_copy, views)) for name, views in blocks.items()}
+                    data = KVCacheTransferData("prefix", copies, (), data.metadata)
+                    hidden = None if hidden is None else hidden.clone()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
             self._changed.notify_all()
@@ -117,13 +118,10 @@ class PrefixStore:
         wait: bool = False,
         timeout: float = 0.0,
     ) -> Match:
-        """The longest prefix in the store; an empty match if there is none.
+        """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
-        Args:
-            tokens: ids of the prompt.
-            roi: bool `[tokens]`, which of them are wanted: the first ones; None for all.
-            wait: block until the K and V of all tokens are here: decode before prefill.
-            timeout: seconds to wait.
+        With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
+        decode before prefill. Tokens and roi are as for `insert`.
 
         Raises:
             TransferFailed: `fail` was called for this prompt.
@@ -160,11 +158,7 @@ class PrefixStore:
             return self._find(key)[0]
 
     def covers(self, key: bytes) -> bool:
-        """Whether all of an encoded prompt is in the store.
-
-        Raises:
-            TransferFailed: `fail` was called for it.
-        """
+        """Whether all of an encoded prompt is in the store; TransferFailed after its `fail`."""
         with self._changed:
             if self._index.longest(key)[0] == count(key):
                 return True
@@ -290,33 +284,5 @@ def _metadata(tokens: int, layers: int, extra: Mapping[str, Any] | None) -> KVMe
     return KVMetadata((tokens,), (tokens,), layers, extra=dict(extra or {}))
 
 
-def _data(
-    tokens: int,
-    keys: Sequence[TensorView],
-    values: Sequence[TensorView],
-    extra: Mapping[str, Any] | None,
-) -> KVCacheTransferData:
-    blocks = {"key_cache": list(keys), "value_cache": list(values)}
-    metadata = _metadata(tokens, len(blocks["key_cache"]), extra)
-    return KVCacheTransferData("prefix", blocks, (), metadata)
-
-
-def _check_hidden(hidden: torch.Tensor | None, tokens: int) -> None:
-    if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= tokens):
-        raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{tokens}, dim]")
-
-
-def _copied(data: KVCacheTransferData) -> KVCacheTransferData:
-    """The same cache in new memory."""
-    blocks = {
-        name: [
-            layer.dense()
-            if isinstance(layer, PagedTensor)
-            else None
-            if layer is None
-            else layer.clone()
-            for layer in layers
-        ]
-        for name, layers in data.layer_blocks.items()
-    }
-    return KVCacheTransferData(data.request_id, blocks, (), data.metadata)
+def _copy(view: TensorView) -> torch.Tensor:
+    return view.dense() if isinstance(view, PagedTensor) else view.clone()

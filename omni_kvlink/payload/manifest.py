@@ -380,9 +380,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             bundle: whether the payload is a `KVCacheBundle`.
             digests: whether the copier is to compute digests.
             capacity: a plan made by `as_capacity`, whose offsets and header length are kept.
-
-        Raises:
-            SchemaError: too much for a header, or more than `capacity` has.
+                SchemaError if it has less, as if there is too much for a header.
         """
         specs, at = [], 0
         allocated = {} if capacity is None else {spec.name: spec for spec in capacity.tensors}

@@ -89,14 +89,10 @@ class PagedTensor:
     Args:
         pool: `[num_blocks, block_size, *token]`, any strides. `split_stacked` and `split_packed`
             make such views of pools that hold K and V.
-        block_table: which tokens.
+        block_table: which tokens; SchemaError if the pool does not have these blocks.
         where: the tensor's name in errors, such as "layer 3, K".
 
-    Attributes:
-        shape: `[tokens, *token]`, as if it were dense; `dtype` and `device` are the pool's.
-
-    Raises:
-        SchemaError: the pool is no plain memory, or does not have these blocks.
+    Its `shape` is `[tokens, *token]`, as if it were dense.
     """
 
     def __init__(self, pool: torch.Tensor, block_table: BlockTable, where: str = "pool"):

@@ -112,11 +112,7 @@ class KVMetadata:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVMetadata:
-        """Read the RFC's dict; keys for which this class has no field go into `extra`.
-
-        Raises:
-            SchemaError: a key is missing, or a value is not of its type.
-        """
+        """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
         missing = [name for name in ("kv_lens", "ropes", "num_layers") if name not in values]
         if missing:
@@ -202,9 +198,7 @@ class PayloadBase(ABC):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
 
-        Raises:
-            WireError: the file is no payload, or was changed; names the tensor.
-            SchemaError: the file holds another kind of payload.
+        WireError if the file is no payload or was changed; SchemaError if it is of another class.
         """
         return cls.from_region(*map_file(path, cls.__name__))
 
@@ -261,11 +255,7 @@ class KVCacheTransferData(PayloadBase):
 
     @property
     def layer_blocks(self) -> dict[str, list[TensorView | None]]:
-        """The tensors, by the RFC's names.
-
-        Raises:
-            ClosedError: the payload was received, and released since.
-        """
+        """The tensors, by the RFC's names; ClosedError after the release of a received payload."""
         if self._blocks is None:
             raise self._released()
         return self._blocks
@@ -276,10 +266,7 @@ class KVCacheTransferData(PayloadBase):
         return self.metadata.seq_len == 0
 
     def tensors(self) -> list[TensorView]:
-        """All layers in the order of the wire: layer by layer, K before V.
-
-        Each is a tensor, or the `PagedTensor` that was given; of a received cache always a tensor.
-        """
+        """All tensors in the order of the wire: layer by layer, K before V; as they were given."""
         if self.is_empty:
             return []
         parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
@@ -298,11 +285,8 @@ class KVCacheTransferData(PayloadBase):
     ) -> KVCacheTransferData:
         """Sizes without bytes, for `KVProducer.stream_put` and `KVProducer.allocate`.
 
-        Args:
-            request_id: names the payload.
-            row: the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`.
-            dtype: of every tensor.
-            metadata: gives the number of tokens, and `num_layers`.
+        `row` is the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`;
+        `metadata` gives the number of tokens, and `num_layers`.
         """
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
@@ -368,11 +352,7 @@ class KVCacheTransferData(PayloadBase):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
-        """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`.
-
-        Raises:
-            SchemaError: as the class does, or a key is missing.
-        """
+        """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`."""
         missing = [
             name for name in ("request_id", "layer_blocks", "metadata") if name not in values
         ]

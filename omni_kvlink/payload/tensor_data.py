@@ -60,11 +60,7 @@ class TensorTransferData(PayloadBase):
 
     @property
     def tree(self) -> dict[str, TensorTree]:
-        """The tensors in the dicts and lists in which they were given.
-
-        Raises:
-            ClosedError: the payload was released.
-        """
+        """The tensors in their dicts and lists; ClosedError if the payload was released."""
         if self._tree is None:
             raise self._released()
         return self._tree
