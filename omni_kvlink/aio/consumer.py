@@ -42,7 +42,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         """`KVConsumer.get`; cancelling the task cancels the request."""
         check_verify(verify)
         started = time.perf_counter()
-        delivery = await self._receive(request_id, timeout)
+        delivery = await self._receive(request_id, timeout, streamed=False)
         received = open_delivery(self.link, delivery, started=started)
         if verify == "full":
             await _Verification(received).run()
@@ -55,9 +55,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
-    async def _receive(
-        self, request_id: str, timeout: float, *, streamed: bool = False
-    ) -> Delivery:
+    async def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
         attempts = GetAttempts(min(timeout, MAX_TIMEOUT))
         while True:
             request = _AsyncGet(self.link, request_id, attempts.seconds_left(), streamed=streamed)

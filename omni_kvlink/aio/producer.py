@@ -35,9 +35,8 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
         timeout: float = 10.0,
     ) -> AsyncPutStream:
         """`KVProducer.stream_put`, to be used with `async with`."""
-        return AsyncPutStream(
-            partial(self.link.stream_put, plan, readers=readers, ttl=ttl, timeout=timeout)
-        )
+        begin = partial(self.link.stream_put, plan, readers=readers, ttl=ttl, timeout=timeout)
+        return AsyncPutStream(begin)
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait` in a thread."""

@@ -52,12 +52,9 @@ class KVConsumer(LinkEnd):
         memory (writing to one ends the process). They are valid inside the block, and beyond it for
         as long as one of them is kept. The memory is released with the last view.
 
-        Args:
-            request_id: under which it is put.
-            timeout: seconds to wait.
-            verify: "full" checks every byte against its digest first. "auto" checks the header and
-                the commit word, which rule out torn and stale payloads, and leaves the bytes to
-                `Received.scatter` and the adapters, which check what they copy. "off" is "auto".
+        `verify="full"` checks every byte against its digest first. "auto" (or "off") checks the
+        header and the commit word, which rule out torn and stale payloads, and leaves the bytes to
+        `Received.scatter` and the adapters, which check what they copy.
 
         Raises:
             TransferTimeout: the text tells how far the payload had come.
@@ -66,7 +63,6 @@ class KVConsumer(LinkEnd):
             IntegrityError: the bytes are not the ones that were committed.
             VersionError: the producer speaks another major version.
             WireError: this is not a valid payload.
-            ClosedError: this end was closed.
         """
         check_verify(verify)
         started = time.perf_counter()
@@ -131,10 +127,7 @@ def begin_get(
     """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
 
     With `streamed`, it is delivered while it is being written: open it with `open_stream`.
-
-    Raises:
-        PeerLostError: the producer is gone and did not come back in time.
-        ClosedError: the consumer was closed.
+    PeerLostError if the producer is gone and did not come back in time.
     """
     if consumer._closed:
         raise consumer._closed_error()
@@ -390,7 +383,12 @@ class ReceivedStream:
     def check(self, future: Future[None], what: str, waited: float) -> None:
         """Raise the error that a future ended with, or TransferTimeout if it did not end."""
         if not future.done():
-            raise self._timed_out(what, waited)
+            raise TransferTimeout(
+                f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
+                key=self.delivery.key,
+                waited=waited,
+                phase=f"announced; the producer is still writing {what}",
+            )
         error = future.exception()
         if isinstance(error, KVLinkError):
             raise self._copy_of(error, what)
@@ -412,14 +410,6 @@ class ReceivedStream:
         if isinstance(error, TransferFailed):
             return TransferFailed(text, key=self.delivery.key, reason=error.reason)
         return type(error)(text)
-
-    def _timed_out(self, what: str, waited: float) -> TransferTimeout:
-        return TransferTimeout(
-            f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
-            key=self.delivery.key,
-            waited=waited,
-            phase=f"announced; the producer is still writing {what}",
-        )
 
     def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else timeout

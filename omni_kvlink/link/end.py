@@ -38,7 +38,7 @@ class LinkEnd:
         return {"url": self.url, **self._end.health()}
 
     def close(self) -> None:
-        """Refuse new calls, wake every waiting call and free the memory; may be called again.
+        """Refuse new calls (ClosedError), wake every waiting call and free the memory; once.
 
         Payloads not fetched yet are lost, and their receipts say so: wait for the receipts first.
         """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,9 +38,7 @@ class GatherQueue:
 
     def drain(self) -> None:
         """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
-        for future in self._pending:
-            with contextlib.suppress(Exception):  # the stream's end has an error of its own
-                future.result()
+        wait(self._pending)  # raises nothing: the stream's end has an error of its own
         self._pending = []
 
     def close(self) -> None:

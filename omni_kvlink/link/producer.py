@@ -82,7 +82,6 @@ class KVProducer(LinkEnd):
             CapacityError: not enough memory within the timeout; `requested` and `free` are bytes.
             TransferTimeout: with `direct=True`, not every reader received it; none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
-            ClosedError: this end was closed.
         """
         ledger = self._ledger(digests)
         _check_delivery(readers, ttl)
@@ -117,17 +116,12 @@ class KVProducer(LinkEnd):
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
             SchemaError: the plan is not valid.
-            ClosedError: this end was closed.
         """
         if self._closed:
             raise self._closed_error()
         capacity = plan.plan(digests=True).as_capacity()
-        lease = self._end.reserve(
-            capacity.request_id,
-            capacity.nbytes,
-            timeout=min(timeout, MAX_TIMEOUT),
-            draft=capacity.header_nbytes,
-        )
+        key, limit = capacity.request_id, min(timeout, MAX_TIMEOUT)
+        lease = self._end.reserve(key, capacity.nbytes, timeout=limit, draft=capacity.header_nbytes)
         try:
             return Allocation(capacity, lease, self._end.lend(lease), self._allocations)
         except BaseException:
@@ -153,7 +147,6 @@ class KVProducer(LinkEnd):
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
-            ClosedError: this end was closed.
         """
         ledger = self._ledger(None)
         _check_delivery(readers, ttl)
@@ -187,11 +180,9 @@ class KVProducer(LinkEnd):
         if self._closed:
             raise self._closed_error()
         with_digests = self._digests if digests is None else digests
-        return Ledger(
-            copier=self._copier.name,
-            instructions=self._copier.features,
-            digests="crc32c" if with_digests else "off",
-        )
+        algorithm = "crc32c" if with_digests else "off"
+        copier = self._copier
+        return Ledger(copier=copier.name, instructions=copier.features, digests=algorithm)
 
     def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
         """Lay a payload out in the memory that was allocated for it, or in new memory."""
@@ -382,10 +373,9 @@ def can_announce(plan: Manifest) -> bool:
 
 
 def steps(plan: Manifest) -> Iterator[range]:
-    """Divide the tensors, in their order, into steps for announcements.
+    """Divide the tensors into steps for announcements, each twice as long as the one before.
 
-    Each step is twice as long as the one before: copying is faster than sending, and a message has
-    a cost of its own.
+    Copying is faster than sending, and a message has a cost of its own.
     """
     step, first, nbytes = STEP, 0, 0
     for number, spec in enumerate(plan.tensors):
@@ -432,9 +422,7 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
         # A tensor that the plan does not know is left to the copier, which says so.
         return tuple(view.shape) == spec.shape and dtype_code(view.dtype) == spec.dtype
     if 0 <= at < lease.capacity:
-        raise SchemaError(
-            f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
-        )
+        raise SchemaError(f"{spec.where()} lies in the payload, not contiguous at its own place")
     return False
 
 
@@ -478,15 +466,10 @@ class PutStream:
     ) -> None:
         """Copy one layer and let the readers have it. Layers may come in any order.
 
-        A host tensor may be modified again when this returns. A device tensor is copied behind the
-        work that its stream holds now, while the engine computes on: leave it as it is until
-        `commit`.
-
-        Args:
-            layer: its index, from 0.
-            key: `[tokens, kv_heads, head_dim]`; in layout "ND" the latent `[tokens, latent_dim]`.
-            value: as `key`; None in layout "ND".
-            branch: which cache of a bundle; may be left out of a single cache.
+        `layer` counts from 0. `key` and `value` are `[tokens, kv_heads, head_dim]`; in layout "ND",
+        `key` alone is the latent `[tokens, latent_dim]`. `branch` names a cache of a bundle. A host
+        tensor may be modified again when this returns. A device tensor is copied behind the work
+        that its stream holds now, while the engine computes on: leave it until `commit`.
 
         Raises:
             SchemaError: not what the plan says, or written before; nothing was sent.
@@ -514,9 +497,7 @@ class PutStream:
     def commit(self) -> Receipt:
         """Commit the payload, once every copy has ended. The end of the block calls this.
 
-        Raises:
-            SchemaError: a layer is missing; the transfer has failed.
-            TransferFailed: the transfer was ended by a reader, or aborted.
+        SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
         """
         with self._lock:
             if self.receipt is None:
@@ -576,9 +557,7 @@ class PutStream:
 
     def _open_lease(self) -> Lease:
         if self._lease is None:
-            raise ClosedError(
-                f"stream {self.manifest.request_id!r} was committed or failed already"
-            )
+            raise ClosedError(f"stream {self.manifest.request_id!r} was committed or failed before")
         return self._lease
 
     def _find(self, branch: str, layer: int) -> tuple[str, int]:

@@ -138,7 +138,7 @@ class PrefixStore:
                         waited=timeout,
                         phase="never announced",
                     )
-            return self._lease(key)
+            return self.lease(key)
 
     def fail(self, tokens: TokenIds, reason: str) -> None:
         """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
@@ -170,7 +170,19 @@ class PrefixStore:
     def lease(self, key: bytes) -> Match:
         """`select` of an encoded prompt, without waiting."""
         with self._changed:
-            return self._lease(key)
+            found, entry, hidden = self._find(key)
+            requested = count(key)
+            self._counters["tokens_requested"] += requested
+            self._counters["tokens_found"] += found
+            kind = "missed" if not found else "partial" if hidden is None else "complete"
+            self._counters[kind] += 1
+            if entry is None or not found:
+                return Match(requested)
+            self._entries.move_to_end(entry.key)
+            entry.pins += 1
+            metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
+            data = entry.data.first_tokens(found, metadata)
+            return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call this after every insert and failure, in the thread that made it."""
@@ -194,21 +206,6 @@ class PrefixStore:
             return {**now, "prompts": len(self._entries), **counted}
 
     # The methods below are called with the lock held.
-
-    def _lease(self, key: bytes) -> Match:
-        requested = count(key)
-        found, entry, hidden = self._find(key)
-        self._counters["tokens_requested"] += requested
-        self._counters["tokens_found"] += found
-        kind = "missed" if not found else "partial" if hidden is None else "complete"
-        self._counters[kind] += 1
-        if entry is None or not found:
-            return Match(requested)
-        self._entries.move_to_end(entry.key)
-        entry.pins += 1
-        metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
-        data = entry.data.first_tokens(found, metadata)
-        return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
         """How many tokens need not be computed, their entry, and the last hidden state."""

@@ -63,11 +63,20 @@ class KVCacheBundle(PayloadBase):
         self.request_id = request_id
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
-            _check_kind(name, branch)
-            if isinstance(branch, OWNERS) and branch.request_id != request_id:
+            if isinstance(branch, OWNERS):
+                if branch.request_id != request_id:
+                    raise SchemaError(
+                        f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
+                    )
+            elif not isinstance(branch, (PrefixOf, SameAs)):
                 raise SchemaError(
-                    f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
+                    f"branch {name!r} is a {type(branch).__name__}; "
+                    "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
                 )
+            elif not isinstance(branch.metadata, KVMetadata) and not (
+                isinstance(branch, SameAs) and branch.metadata is None
+            ):
+                raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
         check_branches(self._branches(), bundle=True, error=SchemaError)
 
     def __getitem__(self, name: str) -> KVCacheTransferData:
@@ -190,20 +199,6 @@ class KVCacheBundle(PayloadBase):
             else self._metadata(name).as_branch(name, reuse=self._reuse(name))
             for name, branch in self.branches.items()
         ]
-
-
-def _check_kind(name: str, branch: BundleBranch) -> None:
-    if isinstance(branch, TensorTransferData):
-        return
-    if not isinstance(branch, (KVCacheTransferData, PrefixOf, SameAs)):
-        raise SchemaError(
-            f"branch {name!r} is a {type(branch).__name__}; "
-            "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
-        )
-    if not isinstance(branch.metadata, KVMetadata) and not (
-        isinstance(branch, SameAs) and branch.metadata is None
-    ):
-        raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
 
 
 KVPayload: TypeAlias = KVCacheTransferData | KVCacheBundle

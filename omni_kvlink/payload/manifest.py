@@ -82,9 +82,10 @@ ITEMSIZE = {
 
 PART_WORDS = {"key": "K", "value": "V", "latent": "latent"}
 PARTS = {"NHD": ("key", "value"), "ND": ("latent",)}
-"""A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim]."""
-RANKS = {"NHD": 3, "ND": 2}
-"""Dimensions by layout: [tokens, kv_heads, head_dim], or [tokens, latent_dim]."""
+"""A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim].
+
+A layout has a letter for each dimension.
+"""
 
 _BRANCH_NAME = re.compile(r"(?!pad$)[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _ZERO_CRC = "0" * 8
@@ -135,11 +136,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tree: dict[str, Any] | None = None
 
     @classmethod
-    def of_tree(cls, name: str, tree: dict[str, Any], metadata: dict[str, Any]) -> Branch:
-        """The branch of a `TensorTransferData`."""
-        return cls(
-            name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=metadata, tree=tree
-        )
+    def of_tree(cls, name: str, tree: dict[str, Any], extra: dict[str, Any]) -> Branch:
+        """The branch of a `TensorTransferData`; `extra` is its metadata."""
+        return cls(name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=extra, tree=tree)
 
     @property
     def carries_tensors(self) -> bool:
@@ -155,12 +154,6 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def code(self) -> str:
         """The safetensors code of the dtype."""
         return DTYPES[self.dtype]
-
-
-def check_branches(branches: Sequence[Branch], *, bundle: bool, error: type[KVLinkError]) -> None:
-    """Raise `error` with the first thing that is wrong; used on both sides of a transfer."""
-    for complaint in _complaints(branches, bundle):
-        raise error(complaint)
 
 
 def length_complaints(branch: Branch) -> Iterator[str]:
@@ -193,25 +186,26 @@ def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, node
 
 
-def _complaints(branches: Sequence[Branch], bundle: bool) -> Iterator[str]:
+def check_branches(branches: Sequence[Branch], *, bundle: bool, error: type[KVLinkError]) -> None:
+    """Raise `error` with the first thing that is wrong; used on both sides of a transfer."""
     if not 1 <= len(branches) <= MAX_BRANCHES:
-        yield f"{len(branches)} branches; a payload has 1 to {MAX_BRANCHES}"
+        raise error(f"{len(branches)} branches; a payload has 1 to {MAX_BRANCHES}")
     if not bundle and (len(branches) != 1 or branches[0].reuse):
-        yield "a payload that is no bundle has exactly one branch, with tensors of its own"
+        raise error("a payload that is no bundle has exactly one branch, with tensors of its own")
     by_name = {branch.name: branch for branch in branches}
     if len(by_name) != len(branches):
-        yield "two branches have the same name"
+        raise error("two branches have the same name")
     for branch in branches:
         where = f"branch {branch.name[:80]!r}"
         if not _BRANCH_NAME.fullmatch(branch.name):
-            yield f"{where}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'"
+            raise error(f"{where}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'")
         complaints = (
             (*length_complaints(branch), *_shape_complaints(branch), *_reuse_of(branch, by_name))
             if branch.tree is None
             else _tree_complaints(branch, branch.tree)
         )
         for complaint in complaints:
-            yield f"{where}: {complaint}"
+            raise error(f"{where}: {complaint}")
 
 
 def _tree_complaints(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
@@ -227,10 +221,10 @@ def _tree_complaints(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def _shape_complaints(branch: Branch) -> Iterator[str]:
-    rank = RANKS.get(branch.layout)
-    if rank is None:
-        yield f"layout {branch.layout[:40]!r}; must be one of {', '.join(RANKS)}"
+    if branch.layout not in PARTS:
+        yield f"layout {branch.layout[:40]!r}; must be one of {', '.join(PARTS)}"
         return
+    rank = len(branch.layout)
     if branch.dtype not in KV_DTYPES and (branch.dtype or branch.carries_tensors):
         yield f"dtype {branch.dtype[:40]!r}; must be one of {', '.join(KV_DTYPES)}"
     if not branch.carries_tensors:
@@ -311,15 +305,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     start: int
     stop: int
     digest: str = ""
+    """Eight hexadecimal digits, a CRC-32C, for each started MiB; "" if digests are off."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, padding not counted."""
         return self.stop - self.start
-
-    def chunk_digests(self) -> list[int]:
-        """The CRC-32C of each started MiB; empty when the producer switched digests off."""
-        return [int(self.digest[i : i + 8], 16) for i in range(0, len(self.digest), 8)]
 
     def where(self) -> str:
         """How errors name the tensor: by branch, layer, K or V, or by branch and path."""
@@ -579,9 +570,7 @@ class _Header:
         self.entries: dict[str, _HeaderEntry] = _decode(self._text, _ENTRIES)
         metadata = self.entries.pop("__metadata__", _HeaderEntry())
         if metadata.kvlink is msgspec.UNSET or metadata.dtype is not msgspec.UNSET:
-            raise WireError(
-                "no kvlink manifest in __metadata__: a safetensors file of another kind"
-            )
+            raise WireError("no kvlink manifest in __metadata__: another kind of safetensors file")
         self._note_json = metadata.kvlink.encode()
         version = _decode(self._note_json, _VERSION_ONLY).version
         if version[0] != VERSION[0]:

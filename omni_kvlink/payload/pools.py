@@ -18,18 +18,12 @@ IndexLike: TypeAlias = Sequence[int] | torch.Tensor | None
 
 
 def split_stacked(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`, as views.
-
-    SchemaError if a layer has another shape.
-    """
+    """Views of the K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`."""
     return _split(layers, 0, "[2, num_blocks, block_size, kv_heads, head_dim]")
 
 
 def split_packed(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`, as views.
-
-    SchemaError if a layer has another shape.
-    """
+    """Views of the K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`."""
     return _split(layers, 1, "[num_blocks, 2, block_size, kv_heads, head_dim]")
 
 

@@ -21,23 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def write_file(
-    path: str | os.PathLike[str], manifest: Manifest, views: Sequence[TensorView]
-) -> None:
+def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
     """Write a payload; the file appears whole under its name, or an existing one stays as it was.
 
-    SchemaError if one of the tensors, in the manifest's order, is not what the manifest says.
+    SchemaError if one of the tensors, in the plan's order, is not what the plan says.
     """
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, manifest.nbytes)
-            memory = mmap.mmap(file.fileno(), manifest.nbytes)
-            region = Mapping(memory, manifest.nbytes).region
-            _copy(views, manifest, region)
-            digests = [tensor_digest(manifest, region, spec).text() for spec in manifest.tensors]
-            region.view()[: manifest.header_nbytes] = manifest.with_digests(digests).encode()
+            os.posix_fallocate(file.fileno(), 0, plan.nbytes)
+            memory = mmap.mmap(file.fileno(), plan.nbytes)
+            region = Mapping(memory, plan.nbytes).region
+            _copy(views, plan, region)
+            digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
+            region.view()[: plan.header_nbytes] = plan.with_digests(digests).encode()
             memory.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -18,7 +18,6 @@ from omni_kvlink.payload.manifest import (
     KV_DTYPES,
     PART_WORDS,
     PARTS,
-    RANKS,
     Branch,
     Manifest,
     Reuse,
@@ -114,8 +113,8 @@ class KVMetadata:
     def from_dict(cls, values: Mapping[str, Any]) -> KVMetadata:
         """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
-        missing = [name for name in ("kv_lens", "ropes", "num_layers") if name not in values]
-        if missing:
+        required = ("kv_lens", "ropes", "num_layers")
+        if missing := [name for name in required if name not in values]:
             raise SchemaError(f"metadata lacks {', '.join(missing)}")
         known = {name: value for name, value in values.items() if name in names}
         known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
@@ -270,9 +269,7 @@ class KVCacheTransferData(PayloadBase):
         if self.is_empty:
             return []
         parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
-        return [
-            tensor for layer in zip(*parts, strict=True) for tensor in layer if tensor is not None
-        ]
+        return [view for layer in zip(*parts, strict=True) for view in layer if view is not None]
 
     @classmethod
     def blank(
@@ -293,10 +290,9 @@ class KVCacheTransferData(PayloadBase):
         layer = None
         if metadata.seq_len:
             layer = torch.empty((metadata.seq_len, *row), dtype=dtype, device="meta")
-        names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
-        return cls(
-            request_id, {name: [layer] * metadata.num_layers for name in names}, (), metadata
-        )
+        parts = PARTS.get(metadata.layout, ())
+        blocks = {CACHES[part]: [layer] * metadata.num_layers for part in parts}
+        return cls(request_id, blocks, (), metadata)
 
     @classmethod
     def from_paged(
@@ -332,8 +328,10 @@ class KVCacheTransferData(PayloadBase):
             raise SchemaError(f"block_size {block_size}, but metadata says {metadata.block_size}")
         metadata = dataclasses.replace(metadata, block_size=block_size)
         if not metadata.seq_len:
-            names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
-            return cls(request_id, {name: [None] * len(key_cache) for name in names}, (), metadata)
+            empty = {
+                CACHES[part]: [None] * len(key_cache) for part in PARTS.get(metadata.layout, ())
+            }
+            return cls(request_id, empty, (), metadata)
         table = block_table_of(
             metadata.kv_lens, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
@@ -353,17 +351,11 @@ class KVCacheTransferData(PayloadBase):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
         """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`."""
-        missing = [
-            name for name in ("request_id", "layer_blocks", "metadata") if name not in values
-        ]
-        if missing:
+        required = ("request_id", "layer_blocks", "metadata")
+        if missing := [name for name in required if name not in values]:
             raise SchemaError(f"a KV cache's dict lacks {', '.join(missing)}")
-        return cls(
-            values["request_id"],
-            values["layer_blocks"],
-            values.get("block_ids", ()),
-            values["metadata"],
-        )
+        names = (*required, "block_ids")
+        return cls(**{name: values[name] for name in names if name in values})
 
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -388,9 +380,7 @@ class KVCacheTransferData(PayloadBase):
         return ((name, branch.code, branch.shape) for name in tensor_names(branch))
 
     @classmethod
-    def views_of(
-        cls, manifest: Manifest, branches: Sequence[Branch], region: Region
-    ) -> KVCacheTransferData:
+    def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The cache of one validated branch as views."""
         (branch,), parts = branches, PARTS[branches[0].layout]
         views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
@@ -446,21 +436,19 @@ def _complete_layers(
             raise SchemaError(
                 f"{word}: {len(blocks[name])} layers, but num_layers is {metadata.num_layers}"
             )
+        if first is None:
+            continue
         for index, layer in enumerate(blocks[name]):
-            if first is not None:
-                _check_layer(layer, first, f"layer {index}, {word}")
+            where = f"layer {index}, {word}"
+            if layer is None:
+                raise SchemaError(f"{where} is missing, while other layers are present")
+            check_view(layer, where)
+            if layer.shape != first.shape or layer.dtype != first.dtype:
+                raise SchemaError(
+                    f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache "
+                    f"is {first.dtype} {list(first.shape)}, and all must be alike"
+                )
     return blocks
-
-
-def _check_layer(layer: TensorView | None, first: TensorView, where: str) -> None:
-    if layer is None:
-        raise SchemaError(f"{where} is missing, while other layers are present")
-    check_view(layer, where)
-    if layer.shape != first.shape or layer.dtype != first.dtype:
-        raise SchemaError(
-            f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache is "
-            f"{first.dtype} {list(first.shape)}, and all must be alike"
-        )
 
 
 def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None]]) -> KVMetadata:
@@ -471,7 +459,7 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
             raise SchemaError(f"kv_lens say {metadata.seq_len} tokens, but every layer is None")
         return metadata
     where = f"layer 0, {PART_WORDS[PARTS[metadata.layout][0]]}"
-    rank = RANKS[metadata.layout]
+    rank = len(metadata.layout)
     if len(first.shape) != rank or 0 in first.shape:
         raise SchemaError(
             f"{where} is {list(first.shape)}; layout {metadata.layout} has {rank} dimensions, "

@@ -14,7 +14,7 @@ from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, j
 from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -91,7 +91,7 @@ class TensorTransferData(PayloadBase):
         data = cls(request_id, tensors, metadata)
         views = data.tensors()
         metas = (torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views)
-        data._tree = _restored(_skeleton(data.tree), metas)
+        data._tree = _mapped(data.tree, lambda _: next(metas))
         return data
 
     def difference(self, other: TensorTransferData) -> str:
@@ -122,10 +122,10 @@ class TensorTransferData(PayloadBase):
     ) -> TensorTransferData:
         """The tensors of one validated branch as views."""
         (branch,) = branches
-        views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
+        views = iter(tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes))
         data = object.__new__(cls)  # the manifest was validated
         data.request_id, data.metadata = manifest.request_id, branch.extra
-        data._tree = _restored(branch.tree, iter(views))
+        data._tree = _mapped(branch.tree, lambda _: next(views))
         return data
 
     def close(self) -> None:
@@ -168,19 +168,15 @@ def _checked(value: object, path: str, depth: int) -> TensorTree:
     return view
 
 
-def _skeleton(node: Any) -> Any:
+def _skeleton(tree: dict[str, TensorTree]) -> dict[str, Any]:
     """The structure with a 0 in the place of each tensor."""
-    if isinstance(node, dict):
-        return {key: _skeleton(child) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_skeleton(child) for child in node]
-    return 0
+    return _mapped(tree, lambda _: 0)  # type: ignore[no-any-return]
 
 
-def _restored(node: Any, views: Iterator[torch.Tensor]) -> Any:
-    """The structure with the next tensor in the place of each 0."""
+def _mapped(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """The structure with what `replace` returns in the place of each leaf, in their order."""
     if isinstance(node, dict):
-        return {key: _restored(child, views) for key, child in node.items()}
+        return {key: _mapped(child, replace) for key, child in node.items()}
     if isinstance(node, list):
-        return [_restored(child, views) for child in node]
-    return next(views)
+        return [_mapped(child, replace) for child in node]
+    return replace(node)

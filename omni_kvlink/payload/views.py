@@ -131,11 +131,37 @@ def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
     """
     if view.device.type != on:
         return ()
+    sizes: Sequence[int]
+    table = None
     if isinstance(view, PagedTensor):
-        return _packed_paged(view)
-    if _is_flat(view):
+        memory, table = view.pool, view.block_table
+        inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
+        unused = (host.DIMS - 1) - (memory.dim() - inner)
+        sizes = (len(table.index), *(1,) * unused, *memory.shape[inner:])
+        strides = (memory.stride(0), *(0,) * unused, *memory.stride()[inner:])
+    elif _is_flat(view):
         return host.packed_flat_view(view.data_ptr(), view.nbytes)
-    return _packed_strided(view)
+    else:
+        memory, sizes, strides = view, view.shape, view.stride()
+    if memory.is_neg() or len(sizes) > host.DIMS:
+        return ()
+    size, storage = memory.element_size(), memory.untyped_storage()
+    packed = host.packed_view(
+        storage.data_ptr(),
+        storage.nbytes(),  # the library checks the strides against it
+        size,
+        offset=int(memory.storage_offset()) * size,
+        sizes=sizes,
+        strides=[stride * size for stride in strides],
+    )
+    if table is None:
+        return packed
+    split, blocks = table.block_size, memory.shape[0]
+    if not table.by_slot:
+        return host.packed_indexed_view(packed, table.address, limit=blocks)
+    return host.packed_indexed_view(
+        packed, table.address, limit=blocks * split, split=split, stride=memory.stride(1) * size
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,48 +172,6 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_flat(tensor: torch.Tensor) -> bool:
     return not tensor.is_neg() and tensor.is_contiguous()
-
-
-def _packed_strided(tensor: torch.Tensor) -> host.PackedView:
-    """Bounded by the tensor's storage, so that the library can check the strides against it."""
-    if tensor.is_neg() or tensor.dim() > host.DIMS:
-        return ()
-    size, storage = tensor.element_size(), tensor.untyped_storage()
-    return host.packed_view(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(tensor.storage_offset()) * size,
-        sizes=tensor.shape,
-        strides=[stride * size for stride in tensor.stride()],
-    )
-
-
-def _packed_paged(paged: PagedTensor) -> host.PackedView:
-    pool, table = paged.pool, paged.block_table
-    inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
-    unused = host.DIMS - 1 - (pool.dim() - inner)
-    if pool.is_neg() or unused < 0:
-        return ()
-    size, storage = pool.element_size(), pool.untyped_storage()
-    strides = [stride * size for stride in pool.stride()]
-    view = host.packed_view(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(pool.storage_offset()) * size,
-        sizes=(len(table.index), *(1,) * unused, *pool.shape[inner:]),
-        strides=(strides[0], *(0,) * unused, *strides[inner:]),
-    )
-    if not table.by_slot:
-        return host.packed_indexed_view(view, table.address, limit=pool.shape[0])
-    return host.packed_indexed_view(
-        view,
-        table.address,
-        limit=pool.shape[0] * table.block_size,
-        split=table.block_size,
-        stride=strides[1],
-    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
