@@ -70,8 +70,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     async def _answered(self, request: _AsyncGet) -> PendingGet:
         """The pending get, once its answer is there or the time is over.
 
-        Uses `asyncio.wait`, because `wait_for` may swallow a cancellation. Only a reconnection
-        needs a thread.
+        `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs the thread.
         """
         try:
             begun = asyncio.get_running_loop().run_in_executor(None, request)
@@ -101,7 +100,6 @@ class AsyncReceivedStream:
     """A `ReceivedStream` whose layers are awaited.
 
     A context manager: `with await consumer.stream_get(…) as stream: async for layer in stream: …`.
-    Its attribute `stream` is the synchronous stream below.
     """
 
     def __init__(self, stream: ReceivedStream):

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
-    """The methods of `KVProducer`, awaited; `link` is the synchronous producer below.
-
-    `put` copies, and `allocate` waits for memory, in a thread.
-    """
+    """The methods of `KVProducer`, awaited; `link` is the synchronous producer below."""
 
     put = in_thread("link", KVProducer.put)
     allocate = in_thread("link", KVProducer.allocate)

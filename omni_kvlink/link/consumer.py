@@ -23,7 +23,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
-from omni_kvlink.payload.manifest import Branch, Manifest
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
@@ -101,11 +101,7 @@ class KVConsumer(LinkEnd):
 
 
 class GetAttempts:
-    """Decides how often one get is requested again, and until when; without I/O.
-
-    A connection may break while its producer lives. The get is then requested again, up to
-    `MAX_RETRIES` times, if `can_retry` says that the same run of the producer answers.
-    """
+    """Allows `MAX_RETRIES` more requests of one get until its deadline; without I/O."""
 
     def __init__(self, timeout: float):
         self.deadline = time.monotonic() + timeout
@@ -138,8 +134,7 @@ def begin_get(
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
     """Whether a get that ended with PeerLostError can be requested again.
 
-    It can if only its connection broke and the same run of the producer answers within `timeout`
-    seconds. Blocks for that long at most.
+    It can if only the connection broke: the same run of the producer answers within `timeout` s.
     """
     return not consumer._closed and consumer._end.can_retry(pending, timeout=timeout)
 
@@ -158,10 +153,7 @@ def open_delivery(
 def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
-    """Open a delivery of `begin_get(…, streamed=True)`; `timeout` is the seconds for each layer.
-
-    The rest as for `open_delivery`.
-    """
+    """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
     return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
 
 
@@ -193,10 +185,7 @@ class Received:
             raise
 
     def verify(self) -> None:
-        """Check every byte against its digest, if there are digests.
-
-        IntegrityError if these are not the bytes committed; the producer's receipt says so.
-        """
+        """Check every byte against its digest; IntegrityError, here and in the receipt."""
         try:
             if self.manifest.has_digests:
                 with self.ledger.phase("verify"):
@@ -289,10 +278,8 @@ class ReceivedStream:
             raise
         self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
-        self._layers: dict[LayerKey, tuple[Branch, range]] = {
-            (branch.name, layer): (branch, tensors)
-            for branch, layer, tensors in self.manifest.layers()
-        }
+        layers = self.manifest.layers()
+        self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
 
     def __len__(self) -> int:
         """Layers of all branches together."""
@@ -323,10 +310,7 @@ class ReceivedStream:
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
-        """Wait until the payload is committed; the data that `get` gives.
-
-        `timeout` and errors are those of `wait_for_layer`.
-        """
+        """Wait as `wait_for_layer` does, but for the commit; the data that `get` gives."""
         self._wait(self.whole(), self.WHOLE, timeout)
         progress = self.delivery.progress
         if progress is not None:  # all tensors must have been announced; take their digests over
@@ -367,7 +351,7 @@ class ReceivedStream:
     def when(self, key: LayerKey) -> Future[None]:
         """A future that ends with the layer, or with the error."""
         progress = self.delivery.progress
-        return _done() if progress is None else progress.when(self._layers[key][1])
+        return _done() if progress is None else progress.when(self._layers[key])
 
     def whole(self) -> Future[None]:
         """A future that ends with the commit, or with the error."""
@@ -376,7 +360,7 @@ class ReceivedStream:
 
     def open_layer(self, key: LayerKey) -> ReceivedLayer:
         """A layer whose future has ended well."""
-        tensors = self._layers[key][1]
+        tensors = self._layers[key]
         manifest = self._with_digests(self.manifest.part(tensors), tensors)
         return ReceivedLayer(self, manifest, *key)
 

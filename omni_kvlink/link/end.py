@@ -9,7 +9,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.payload.bundle import Payload as Payload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +37,7 @@ class LinkEnd:
         return {"url": self.url, **self._end.health()}
 
     def close(self) -> None:
-        """Refuse new calls (ClosedError), wake every waiting call and free the memory; once.
+        """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.
 
         Payloads not fetched yet are lost, and their receipts say so: wait for the receipts first.
         """

@@ -53,8 +53,8 @@ class LinkOptions(TypedDict, total=False):
 class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
     """Opens links: `KVLink.serve` returns a `KVProducer`, `KVLink.connect` a `KVConsumer`.
 
-    It is never instantiated. Both types are registered as its virtual subclasses (`abc`), so that
-    `isinstance(end, KVLink)` is true for either; neither inherits `serve` or `connect`.
+    Never instantiated: both are virtual subclasses (`abc`), which inherit neither method, so that
+    `isinstance(end, KVLink)` is true.
     """
 
     @staticmethod

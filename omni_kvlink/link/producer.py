@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,18 +15,17 @@ import torch
 from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier
+from omni_kvlink.copier import Copier, GatherHandle
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
-from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, dtype_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.payload.bundle import Payload
 
@@ -268,10 +268,7 @@ class PutOperation:
             self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
 
     def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
-        """Write the header, whose digests are known now, and commit.
-
-        `deadline` (`time.monotonic`) is when a direct put stops waiting for readers.
-        """
+        """Write the header and commit; a direct put waits for readers until the `deadline`."""
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
@@ -373,10 +370,7 @@ def can_announce(plan: Manifest) -> bool:
 
 
 def steps(plan: Manifest) -> Iterator[range]:
-    """Divide the tensors into steps for announcements, each twice as long as the one before.
-
-    Copying is faster than sending, and a message has a cost of its own.
-    """
+    """Divide the tensors into steps for announcements, each twice as long: a message has a cost."""
     step, first, nbytes = STEP, 0, 0
     for number, spec in enumerate(plan.tensors):
         nbytes += spec.nbytes
@@ -424,6 +418,41 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
     if 0 <= at < lease.capacity:
         raise SchemaError(f"{spec.where()} lies in the payload, not contiguous at its own place")
     return False
+
+
+class GatherQueue:
+    """Waits in one thread for copies, in their order; there calls `on_gathered` for each."""
+
+    def __init__(self, on_gathered: Callable[[range, list[str]], None]):
+        self._on_gathered = on_gathered
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def add(self, tensors: range, handle: GatherHandle) -> None:
+        """Add a copy that was begun. Raises what an earlier one raised."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "kvlink-gather")
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        self._pending.append(self._thread.submit(lambda: self._on_gathered(tensors, handle.wait())))
+
+    def join(self) -> None:
+        """Wait until all copies have ended and were reported. Raises what one of them raised."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def drain(self) -> None:
+        """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
+        wait(self._pending)  # raises nothing: the stream's end has an error of its own
+        self._pending = []
+
+    def close(self) -> None:
+        """Drain, and end the thread."""
+        self.drain()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 class PutStream:
@@ -500,8 +529,22 @@ class PutStream:
         SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
         """
         with self._lock:
-            if self.receipt is None:
-                self.receipt = self._commit()
+            if self.receipt is not None:
+                return self.receipt
+            lease = self._open_lease()
+            if self._missing:
+                text, more = f"{self._first_missing()} was never written", len(self._missing) - 1
+                self.fail(text)
+                others = f", nor {more} others" if more else ""
+                raise SchemaError(f"payload {self.manifest.request_id!r}: {text}{others}")
+            try:
+                self._queue.join()
+            except BaseException as error:
+                self.fail(f"a layer could not be copied: {error!r}")
+                raise
+            self._close()
+            with lease:
+                self.receipt = self._put.publish(lease, self._digests)
             return self.receipt
 
     def fail(self, reason: str) -> None:
@@ -531,23 +574,6 @@ class PutStream:
             self._put.producer.abort(lease, "its producer never committed it", deferred=True)
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
-
-    def _commit(self) -> Receipt:
-        lease = self._open_lease()
-        if self._missing:
-            text = f"{self._first_missing()} was never written"
-            more = len(self._missing) - 1
-            self.fail(text)
-            others = f", nor {more} others" if more else ""
-            raise SchemaError(f"payload {self.manifest.request_id!r}: {text}{others}")
-        try:
-            self._queue.join()
-        except BaseException as error:
-            self.fail(f"a layer could not be copied: {error!r}")
-            raise
-        self._close()
-        with lease:
-            return self._put.publish(lease, self._digests)
 
     def _close(self) -> None:
         self._queue.close()

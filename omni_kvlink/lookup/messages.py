@@ -92,10 +92,7 @@ def read_prompt(data: Payload) -> bytes:
 def read_answer(
     data: Payload, requested: int
 ) -> tuple[KVCacheTransferData | None, torch.Tensor | None]:
-    """K and V, and the hidden state, of an answer to a question about `requested` tokens.
-
-    SchemaError if it cannot be one.
-    """
+    """K and V, and the hidden state, of an answer; SchemaError if more than `requested` tokens."""
     if isinstance(data, TensorTransferData) and read_message(data, Found).tokens == 0:
         return None, None
     kv = data.branches.get(KV) if isinstance(data, KVCacheBundle) else None

@@ -195,10 +195,7 @@ class PrefixStore:
             self._watchers.remove(watcher)
 
     def stats(self) -> dict[str, int]:
-        """Bytes and prompts now; selects by their result, and evictions, since the start.
-
-        `tokens_requested` and `tokens_found` are sums over all selects.
-        """
+        """Bytes and prompts now; selects by their result, evictions and tokens since the start."""
         with self._changed:
             names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
             counted = {name: self._counters[name] for name in names}
@@ -238,14 +235,12 @@ class PrefixStore:
         if entry is None:
             return
         new, stored = (
-            (cache.metadata.num_layers, tuple(cache.tensors()[0].shape[1:]), cache.metadata.dtype)
+            f"{cache.metadata.num_layers} layers of {cache.metadata.dtype} "
+            f"[tokens, *{tuple(cache.tensors()[0].shape[1:])}]"
             for cache in (data, entry.data)
         )
         if new != stored:
-            raise SchemaError(
-                f"{new[0]} layers of {new[2]} [tokens, *{new[1]}]; "
-                f"the store holds {stored[0]} layers of {stored[2]} [tokens, *{stored[1]}]"
-            )
+            raise SchemaError(f"{new}; the store holds {stored}")
 
     def _pinned(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values() if entry.pins)

@@ -28,7 +28,13 @@ def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
         raise SchemaError(f"tokens: {array.dtype} {list(array.shape)}; wanted integers [tokens]")
     if array.min() < 0 or array.max() >= 2**32:
         raise SchemaError(f"tokens from {array.min()} to {array.max()}; wanted 0 to 2**32 - 1")
-    marked = len(array) if roi is None else _marked(roi, len(array))
+    marked = len(array)
+    if roi is not None:
+        if roi.dtype != torch.bool or tuple(roi.shape) != array.shape:
+            raise SchemaError(f"roi: {roi.dtype} {list(roi.shape)}; wanted bool [{len(array)}]")
+        marked = int(roi.sum())
+        if not marked or not bool(roi[:marked].all()):
+            raise SchemaError("roi: it must mark the first tokens, and no others")
     return array[:marked].astype(">u4").tobytes()
 
 
@@ -45,20 +51,8 @@ def common(a: bytes, b: bytes) -> int:
     return int(differ[0]) if differ.size else size
 
 
-def _marked(roi: torch.Tensor, tokens: int) -> int:
-    if roi.dtype != torch.bool or tuple(roi.shape) != (tokens,):
-        raise SchemaError(f"roi: {roi.dtype} {list(roi.shape)}; wanted bool [{tokens}]")
-    marked = int(roi.sum())
-    if not marked or not bool(roi[:marked].all()):
-        raise SchemaError("roi: it must mark the first tokens, and no others")
-    return marked
-
-
 class PrefixIndex:
-    """Encoded token sequences in sorted order.
-
-    The sequence with the longest common prefix is a neighbour of the insertion point.
-    """
+    """Encoded token sequences in sorted order; the best match is next to the insertion point."""
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []

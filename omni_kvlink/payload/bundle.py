@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixOf:
-    """A branch whose bytes are the first `tokens` tokens of another branch.
-
-    It has `metadata` of its own, since the next position of a prefix cannot be derived.
-    """
+    """The first `tokens` tokens of another branch; `metadata` tells their own next position."""
 
     branch: str
     tokens: int

@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import re
+import reprlib
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
@@ -161,7 +162,8 @@ def length_complaints(branch: Branch) -> Iterator[str]:
     if not 1 <= branch.num_layers <= MAX_LAYERS:
         yield f"num_layers {branch.num_layers}; must be 1 to {MAX_LAYERS}"
     if sum(branch.kv_lens) != branch.seq_len:
-        yield f"kv_lens {_short(branch.kv_lens)} do not add up to seq_len {branch.seq_len}"
+        shown = reprlib.repr(list(branch.kv_lens))  # a hostile header may have many
+        yield f"kv_lens {shown} do not add up to seq_len {branch.seq_len}"
     if not branch.kv_lens or len(branch.ropes) != len(branch.kv_lens):
         yield (
             f"{len(branch.ropes)} ropes for {len(branch.kv_lens)} kv_lens; "
@@ -172,10 +174,7 @@ def length_complaints(branch: Branch) -> Iterator[str]:
 
 
 def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Path and value of everything in nested dicts and lists that is neither, depth first.
-
-    A path is a JSON pointer (RFC 6901), such as "/hidden/0".
-    """
+    """Path (a JSON pointer, RFC 6901) and value of each leaf of dicts and lists, depth first."""
     if isinstance(node, dict):
         for key, child in node.items():
             yield from flatten(child, f"{path}/{key.replace('~', '~0').replace('/', '~1')}")
@@ -287,12 +286,6 @@ def _depth(value: dict[str, Any]) -> int:
     return depth
 
 
-def _short(numbers: Sequence[int]) -> str:
-    """The first numbers, for an error text: a hostile header may have many."""
-    shown = ", ".join(map(str, numbers[:16]))
-    return f"[{shown}{', …' if len(numbers) > 16 else ''}]"
-
-
 # ---- the manifest
 
 
@@ -361,17 +354,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Manifest:
         """Assign each tensor its offset, and the header its final length.
 
-        Digests are placeholders of the right width until `with_digests`, so the header's length
-        does not change when they become known.
-
-        Args:
-            request_id: names the payload.
-            branches: the caches and trees of tensors.
-            tensors: name, dtype code and shape of each tensor, in the order of the branches.
-            bundle: whether the payload is a `KVCacheBundle`.
-            digests: whether the copier is to compute digests.
-            capacity: a plan made by `as_capacity`, whose offsets and header length are kept.
-                SchemaError if it has less, as if there is too much for a header.
+        `tensors` are name, dtype code and shape of each, in the order of the branches. Digests are
+        placeholders of the right width until `with_digests`, so the header's length does not change
+        when they become known. Offsets and header length of a `capacity` (made by `as_capacity`)
+        are kept. SchemaError if there is too much for it, or for a header.
         """
         specs, at = [], 0
         allocated = {} if capacity is None else {spec.name: spec for spec in capacity.tensors}
@@ -559,10 +545,7 @@ _VERSION_ONLY = msgspec.json.Decoder(_VersionOnly)
 
 
 class _Header:
-    """A header that was decoded: its entries by name and the note, their content not yet checked.
-
-    `nbytes` counts the length field, too: the data starts there.
-    """
+    """A decoded header of `nbytes` with its length field; entries and note are not yet checked."""
 
     def __init__(self, buffer: bytes | memoryview, total: int):
         self._text = _header_text(buffer, total)

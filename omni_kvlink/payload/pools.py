@@ -34,10 +34,7 @@ def block_table_of(
     block_ids: IndexLike = None,
     slot_mapping: IndexLike = None,
 ) -> BlockTable:
-    """The block table of a cache that is not empty, from block ids or a slot mapping.
-
-    Block ids are of a single sequence. SchemaError if the table does not fit the lengths.
-    """
+    """The block table of a cache that is not empty; block ids are those of a single sequence."""
     if (block_ids is None) == (slot_mapping is None):
         raise SchemaError("give either block_ids or slot_mapping")
     tokens = sum(kv_lens)
@@ -61,10 +58,7 @@ def block_table_of(
 def paged_layers(
     key_cache: PoolLayers, value_cache: PoolLayers | None, block_table: BlockTable, layout: str
 ) -> dict[str, list[PagedTensor]]:
-    """The layers by the wire's name of the part; in layout "ND", `key_cache` holds the latents.
-
-    SchemaError names layer, K or V if a pool is missing or lacks a block, or if K and V differ.
-    """
+    """The layers by the wire's name of the part; in layout "ND", `key_cache` holds the latents."""
     if layout not in PARTS:
         raise SchemaError(f"layout {layout!r}; must be one of {', '.join(PARTS)}")
     parts = PARTS[layout]

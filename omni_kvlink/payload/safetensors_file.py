@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
-    """Write a payload; the file appears whole under its name, or an existing one stays as it was.
-
-    SchemaError if one of the tensors, in the plan's order, is not what the plan says.
-    """
+    """Write a payload; the file appears whole under its name, or an old one stays as it was."""
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -46,11 +43,7 @@ def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[Ten
 
 
 def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]:
-    """Map a file readonly, validate its header and check every digest.
-
-    WireError if it is no payload or was changed; SchemaError if it holds no `kind` (the class's
-    name, as in `Manifest.kind`).
-    """
+    """Map a file readonly, validate its header, its `Manifest.kind` and every digest."""
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes < 8:

@@ -96,10 +96,9 @@ def same_bytes(a: TensorView, b: TensorView) -> bool:
 
 
 def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
-    """Copy tokens into the blocks of a paged tensor, by the compiled library where it can.
+    """Copy tokens of the same shape and dtype, on any device, into the blocks of a paged tensor.
 
-    `tokens` has the paged tensor's shape and dtype, on any device. SchemaError if the two share
-    memory.
+    SchemaError if the two share memory.
     """
     packed = packed_view(paged)
     if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
@@ -125,10 +124,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
-    """The view as the compiled libraries take it; empty if only torch can reach its memory.
-
-    `on` is the type of the device whose memory the library reaches.
-    """
+    """The view as a compiled library for devices of type `on` takes it; else empty."""
     if view.device.type != on:
         return ()
     sizes: Sequence[int]
