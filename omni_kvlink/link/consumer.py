@@ -73,9 +73,8 @@ class KVConsumer(LinkEnd):
         """Wait until a cache is announced, and return it as a stream of layers.
 
         `for layer in consumer.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. A
-        payload that was put as a whole comes as a stream whose layers are all there. `timeout` is
-        the seconds to wait for the announcement, and again for each layer. Raises the errors of
-        `get`.
+        payload that was put as a whole comes as a stream whose layers are all there. The timeout is
+        for the announcement, and again for each layer. Errors are those of `get`.
         """
         started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
         delivery = self._receive(request_id, timeout, streamed=True)

@@ -500,9 +500,8 @@ class PutStream:
         tensor may be modified again when this returns. A device tensor is copied behind the work
         that its stream holds now, while the engine computes on: leave it until `commit`.
 
-        Raises:
-            SchemaError: not what the plan says, or written before; nothing was sent.
-            TransferFailed: the transfer was ended by a reader, or aborted.
+        SchemaError if it is not what the plan says, or was written before; nothing was sent then.
+        TransferFailed if a reader ended or aborted the transfer.
         """
         with self._lock:
             lease, layer_key = self._open_lease(), self._find(branch, layer)

@@ -83,11 +83,6 @@ class _RemoteStore:
         self._retry_at = 0.0
         return _PendingAnswer(self, get, started)
 
-    def mark_lost(self) -> bool:
-        """Leave the producer out for some seconds; whether it was there before."""
-        is_new, self._retry_at = not self._retry_at, time.monotonic() + RETRY_INTERVAL
-        return is_new
-
     def _read_hello(self, deadline: float) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""
         session = self.link.stats()["sessions"]
@@ -228,7 +223,8 @@ class LookupConsumer:
 
     def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> None:
         """Remove a store from those of this `select`; raise the error if it is the last one."""
-        if store.mark_lost():
+        was_there, store._retry_at = not store._retry_at, time.monotonic() + RETRY_INTERVAL
+        if was_there:
             warnings.warn(
                 f"{store.link.url} is gone, its prefixes are computed again until it is back: "
                 f"{error}",

@@ -121,11 +121,8 @@ class PrefixStore:
         """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
         With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
-        decode before prefill. Tokens and roi are as for `insert`.
-
-        Raises:
-            TransferFailed: `fail` was called for this prompt.
-            TransferTimeout: not all tokens were inserted in time.
+        decode before prefill. Tokens and roi are as for `insert`. TransferFailed if `fail` was
+        called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         key = encode(tokens, roi)
         deadline = time.monotonic() + timeout

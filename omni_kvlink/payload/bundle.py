@@ -49,9 +49,8 @@ class KVCacheBundle(PayloadBase):
     `TensorTransferData` instead: those are in `bundle.tensor_data`, and iteration leaves them out.
     `bundle.branches[name]` is what was declared.
 
-    Raises:
-        SchemaError: a branch refers to one that does not exist or has no tensors of its own,
-            lengths disagree, or request ids differ.
+    SchemaError if a branch refers to one without tensors of its own, or if lengths disagree or
+    request ids differ.
     """
 
     _is_bundle: ClassVar[bool] = True

@@ -78,8 +78,7 @@ class KVMetadata:
         extra: anything else, as JSON values (dicts with string keys, lists, no tuples, no NaN).
         shard: which heads of the whole model these are, under tensor parallelism.
 
-    Raises:
-        SchemaError: a value is not of its type, or the lengths contradict each other.
+    SchemaError if a value is not of its type, or the lengths contradict each other.
     """
 
     kv_lens: tuple[int, ...]
@@ -227,8 +226,7 @@ class KVCacheTransferData(PayloadBase):
         block_ids: the blocks the cache came from; empty for dense tensors.
         metadata: `KVMetadata`, or the RFC's dict of the same.
 
-    Raises:
-        SchemaError: anything does not fit; names layer, K or V, what was found and required.
+    SchemaError if anything does not fit: it names layer, K or V, what was found and required.
     """
 
     def __init__(
@@ -319,8 +317,7 @@ class KVCacheTransferData(PayloadBase):
             block_ids: the blocks of the one sequence, in its order; the last may be partly filled.
             slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
 
-        Raises:
-            SchemaError: a table or a pool does not fit; names layer, K or V.
+        SchemaError if a table or a pool does not fit; it names layer, K or V.
         """
         if isinstance(metadata, Mapping):
             metadata = KVMetadata.from_dict({"num_layers": len(key_cache), **metadata})

@@ -42,8 +42,7 @@ class TensorTransferData(PayloadBase):
             any strides, any device; the dtypes of `DTYPES`. A `PagedTensor` may stand for a tensor.
         metadata: a JSON object: string keys, lists, no tuples, no NaN. It is copied.
 
-    Raises:
-        SchemaError: anything cannot be sent; names the path of the tensor, such as "hidden/0".
+    SchemaError names the path of a tensor that cannot be sent, such as "hidden/0".
     """
 
     def __init__(
