@@ -73,7 +73,6 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
                 device, "native" if it was built, else "torch" with one warning; a named one that is
                 missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
-            options: see `LinkOptions`.
 
         Raises:
             BusyError: the name is served already.
