@@ -191,7 +191,7 @@ def check_strided(tensor: object, where: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise SchemaError(f"{where} is {tensor.layout} on {tensor.device}, not dense memory")
+        raise SchemaError(f"{where} is a {tensor.layout} on {tensor.device}, not dense memory")
 
 
 def _check_sizes(block_size: int, tokens: int) -> None:
