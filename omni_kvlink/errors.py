@@ -36,12 +36,9 @@ class UnavailableError(ConnectorError, ImportError):
 
 
 class TransferTimeout(ConnectorError, TimeoutError):
-    """The deadline passed.
+    """The deadline of the payload `key` passed after `waited` seconds.
 
-    Attributes:
-        key: request id of the payload.
-        waited: seconds.
-        phase: how far the transfer had come, such as "never announced".
+    `phase` is how far the transfer had come, such as "never announced".
     """
 
     def __init__(self, message: str, *, key: str = "", waited: float = 0.0, phase: str = ""):
@@ -50,12 +47,7 @@ class TransferTimeout(ConnectorError, TimeoutError):
 
 
 class TransferFailed(ConnectorError):
-    """The other side failed or aborted this transfer, or its time to live ran out.
-
-    Attributes:
-        key: request id of the payload.
-        reason: as the other side gave it.
-    """
+    """The other side failed or aborted the payload `key`, for `reason`, or its `ttl` ran out."""
 
     def __init__(self, message: str, *, key: str = "", reason: str = ""):
         super().__init__(message)
@@ -67,12 +59,7 @@ class PeerLostError(ConnectorError, ConnectionError):
 
 
 class CapacityError(ConnectorError, MemoryError):
-    """Not enough memory for the payload.
-
-    Attributes:
-        asked: bytes requested.
-        free: the largest number of bytes that could be allocated.
-    """
+    """Not enough memory for the `requested` bytes; at most `free` bytes could be allocated."""
 
     def __init__(self, message: str, *, requested: int = 0, free: int = 0):
         super().__init__(message)

@@ -7,8 +7,9 @@ import contextlib
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from omni_kvlink.aio.end import AsyncLinkEnd
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import (
     MAX_TIMEOUT,
@@ -34,62 +35,27 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import Delivery
 
 
-class AsyncKVConsumer:
-    """The methods of `KVConsumer`, awaited.
-
-    Attributes:
-        link: the synchronous consumer below.
-    """
-
-    def __init__(self, link: KVConsumer):
-        self.link = link
+class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
+    """The methods of `KVConsumer`, awaited; `link` is the synchronous consumer below."""
 
     async def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
-        """`KVConsumer.get`; cancelling the task cancels the request.
-
-        Raises:
-            KVLinkError: the errors of `KVConsumer.get`.
-        """
+        """`KVConsumer.get`; cancelling the task cancels the request."""
         check_verify(verify)
         started = time.perf_counter()
-        delivery = await self._receive(request_id, timeout)
+        delivery = await self._receive(request_id, timeout, streamed=False)
         received = open_delivery(self.link, delivery, started=started)
         if verify == "full":
             await _Verification(received).run()
         return received
 
     async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
-        """`KVConsumer.stream_get`; cancelling the task cancels the request.
-
-        Raises:
-            KVLinkError: the errors of `KVConsumer.stream_get`.
-        """
+        """`KVConsumer.stream_get`; cancelling the task cancels the request."""
         started = time.perf_counter()
         delivery = await self._receive(request_id, timeout, streamed=True)
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
-    def abort(self, request_id: str, reason: str = "aborted") -> None:
-        """`KVConsumer.abort`; does not block."""
-        self.link.abort(request_id, reason)
-
-    def stats(self) -> dict[str, Any]:
-        """`KVConsumer.stats`."""
-        return self.link.stats()
-
-    async def close(self) -> None:
-        """`KVConsumer.close` in a thread."""
-        await asyncio.to_thread(self.link.close)
-
-    async def __aenter__(self) -> AsyncKVConsumer:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
-    async def _receive(
-        self, request_id: str, timeout: float, *, streamed: bool = False
-    ) -> Delivery:
+    async def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
         attempts = GetAttempts(min(timeout, MAX_TIMEOUT))
         while True:
             request = _AsyncGet(self.link, request_id, attempts.seconds_left(), streamed=streamed)
@@ -104,8 +70,7 @@ class AsyncKVConsumer:
     async def _answered(self, request: _AsyncGet) -> PendingGet:
         """The pending get, once its answer is there or the time is over.
 
-        Uses `asyncio.wait`, because `wait_for` may swallow a cancellation. Only a reconnection
-        needs a thread.
+        `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs the thread.
         """
         try:
             begun = asyncio.get_running_loop().run_in_executor(None, request)
@@ -135,9 +100,6 @@ class AsyncReceivedStream:
     """A `ReceivedStream` whose layers are awaited.
 
     A context manager: `with await consumer.stream_get(…) as stream: async for layer in stream: …`.
-
-    Attributes:
-        stream: the synchronous stream below.
     """
 
     def __init__(self, stream: ReceivedStream):

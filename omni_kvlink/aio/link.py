@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class AsyncKVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
-    """Opens links: `serve` returns an `AsyncKVProducer`, `connect` an `AsyncKVConsumer`.
-
-    `isinstance(end, AsyncKVLink)` is true for either, as for `KVLink`.
-    """
+    """`KVLink` for asyncio: `serve` gives an `AsyncKVProducer`, `connect` an `AsyncKVConsumer`."""
 
     @staticmethod
     async def serve(

@@ -12,33 +12,23 @@ from omni_kvlink.errors import KVLinkError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_EPILOG = "exit status: 0 done, 2 wrong usage or an error"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit status.
-    """
+    """Run one command, and return the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
-    except KVLinkError as error:
-        print(f"kvlink: {type(error).__name__}: {error}", file=sys.stderr)
+        arguments.run(arguments)
+    except (KVLinkError, ValueError, OSError) as error:
+        kind = f"{type(error).__name__}: " if isinstance(error, KVLinkError) else ""
+        print(f"kvlink: {kind}{error}", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
-        print(f"kvlink: {error}", file=sys.stderr)
-        return 2
-    return status
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    epilog = "exit status: 0 done, 2 wrong usage or an error"
     parser = argparse.ArgumentParser(
-        prog="kvlink", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+        prog="kvlink", description=__doc__, epilog=epilog, allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "make the two key files of one side of an encrypted link"
@@ -49,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _keygen(arguments: argparse.Namespace) -> int:
+def _keygen(arguments: argparse.Namespace) -> None:
     secret, public = generate(arguments.directory, arguments.name)
     print(f"{secret}: stays here; keys= of this side\n{public}: for the other side's peers=")
-    return 0

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 class Allocation:
     """Memory of the link for one payload, as tensors that the engine writes to.
 
-    Attributes:
-        data: writable tensors in the shapes of the plan. Write to them until `put` and not after;
-            the memory is not reused while one of them lives.
-        capacity: the plan: where each tensor lies, and how long it may be.
+    `data` has writable tensors in the shapes of the plan, `capacity`. Write to them until `put` and
+    not after; the memory is not reused while one of them lives.
     """
 
     def __init__(
@@ -41,11 +39,7 @@ class Allocation:
         return self._lease is None
 
     def take(self) -> Lease:
-        """Hand the memory to `put`, once. The caller closes `data`.
-
-        Raises:
-            ClosedError: it was put or released before.
-        """
+        """Hand the memory to `put`, once, else ClosedError. The caller closes `data`."""
         lease, self._lease = self._lease, None
         if lease is None:
             raise ClosedError(f"the memory of {self.request_id!r} was put or released already")

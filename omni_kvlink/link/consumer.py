@@ -23,8 +23,9 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
-from omni_kvlink.payload.manifest import Branch, Manifest
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ LayerKey: TypeAlias = tuple[str, int]
 
 
 class KVConsumer(LinkEnd):
-    """The end of a link that payloads arrive at; thread-safe; a context manager.
-
-    Opened by `KVLink.connect`.
-    """
+    """The receiving end of a link, from `KVLink.connect`; thread-safe; a context manager."""
 
     _end: Consumer
 
@@ -54,12 +52,9 @@ class KVConsumer(LinkEnd):
         memory (writing to one ends the process). They are valid inside the block, and beyond it for
         as long as one of them is kept. The memory is released with the last view.
 
-        Args:
-            request_id: under which it is put.
-            timeout: seconds to wait.
-            verify: "full" checks every byte against its digest first. "auto" checks the header and
-                the commit word, which rule out torn and stale payloads, and leaves the bytes to
-                `Received.scatter` and the adapters, which check what they copy. "off" is "auto".
+        `verify="full"` checks every byte against its digest first. "auto" (or "off") checks the
+        header and the commit word, which rule out torn and stale payloads, and leaves the bytes to
+        `Received.scatter` and the adapters, which check what they copy.
 
         Raises:
             TransferTimeout: the text tells how far the payload had come.
@@ -68,25 +63,18 @@ class KVConsumer(LinkEnd):
             IntegrityError: the bytes are not the ones that were committed.
             VersionError: the producer speaks another major version.
             WireError: this is not a valid payload.
-            ClosedError: this end was closed.
         """
         check_verify(verify)
         started = time.perf_counter()
         delivery = self._receive(request_id, min(timeout, MAX_TIMEOUT), streamed=False)
-        return Received.open(delivery, self._copier, started=started, verify=verify)
+        return Received(delivery, self._copier, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
 
         `for layer in consumer.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. A
-        payload that was put as a whole comes as a stream whose layers are all there.
-
-        Args:
-            request_id: under which it is put.
-            timeout: seconds to wait for the announcement, and again for each layer.
-
-        Raises:
-            KVLinkError: the errors of `get`.
+        payload that was put as a whole comes as a stream whose layers are all there. The timeout is
+        for the announcement, and again for each layer. Errors are those of `get`.
         """
         started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
         delivery = self._receive(request_id, timeout, streamed=True)
@@ -112,11 +100,7 @@ class KVConsumer(LinkEnd):
 
 
 class GetAttempts:
-    """Decides how often one get is requested again, and until when; without I/O.
-
-    A connection may break while its producer lives. The get is then requested again, up to
-    `MAX_RETRIES` times, if `can_retry` says that the same run of the producer answers.
-    """
+    """Allows `MAX_RETRIES` more requests of one get until its deadline; without I/O."""
 
     def __init__(self, timeout: float):
         self.deadline = time.monotonic() + timeout
@@ -135,17 +119,10 @@ class GetAttempts:
 def begin_get(
     consumer: KVConsumer, request_id: str, *, timeout: float, streamed: bool = False
 ) -> PendingGet:
-    """Request a payload without waiting for it.
+    """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
 
-    Args:
-        consumer: the end that requests it.
-        request_id: under which it is put.
-        timeout: seconds that a reconnection may take; it bounds nothing else.
-        streamed: deliver the payload while it is being written; open it with `open_stream`.
-
-    Raises:
-        PeerLostError: the producer is gone and did not come back in time.
-        ClosedError: the consumer was closed.
+    With `streamed`, it is delivered while it is being written: open it with `open_stream`.
+    PeerLostError if the producer is gone and did not come back in time.
     """
     if consumer._closed:
         raise consumer._closed_error()
@@ -156,8 +133,7 @@ def begin_get(
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
     """Whether a get that ended with PeerLostError can be requested again.
 
-    It can if only its connection broke and the same run of the producer answers within `timeout`
-    seconds. Blocks for that long at most.
+    It can if only the connection broke: the same run of the producer answers within `timeout` s.
     """
     return not consumer._closed and consumer._end.can_retry(pending, timeout=timeout)
 
@@ -165,101 +141,50 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
 def open_delivery(
     consumer: KVConsumer, delivery: Delivery, *, started: float, verify: Verify = "auto"
 ) -> Received:
-    """Check a delivery and make views of it; a bad one is rejected at its producer.
+    """Check what `PendingGet.wait` returned and make views of it; `verify` as for `KVConsumer.get`.
 
-    Args:
-        consumer: the end that it arrived at.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        verify: as for `KVConsumer.get`.
-
-    Raises:
-        IntegrityError: the bytes are not the ones that were committed.
-        VersionError: the producer speaks another major version.
-        WireError: this is not a valid payload.
+    `started` is when the get began, on the clock of `time.perf_counter`; for the ledger. A payload
+    that raises IntegrityError, VersionError or WireError is rejected at its producer.
     """
-    return Received.open(delivery, consumer._copier, started=started, verify=verify)
+    return Received(delivery, consumer._copier, started=started, verify=verify)
 
 
 def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
-    """Open a delivery of `begin_get(…, streamed=True)` as a stream of layers.
-
-    Args:
-        consumer: the end that it arrived at.
-        delivery: what `PendingGet.wait` returned.
-        started: when the get began, on the clock of `time.perf_counter`; for the ledger.
-        timeout: seconds to wait for each layer.
-
-    Raises:
-        WireError: this is not a valid payload.
-    """
+    """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
     return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
-
-
-def check_request_id(request_id: str) -> str:
-    """Return a valid request id.
-
-    A peer would treat another one as a protocol violation and close the connection.
-
-    Raises:
-        SchemaError: it is not a string of 1 to 1024 encodable characters.
-    """
-    if not isinstance(request_id, str) or not 1 <= len(request_id) <= 1024:
-        raise SchemaError("request_id: a string of 1 to 1024 characters")
-    try:
-        request_id.encode()
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"request_id: no text: {error}") from None
-    return request_id
 
 
 class Received:
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
-    Attributes:
-        data: readonly views of the link's memory.
-        manifest: sizes, positions and digests.
-        ledger: what the receipt of it cost on this side.
+    `data` is readonly views of the link's memory; `manifest` has sizes, positions and digests;
+    `ledger` is what the receipt of it cost on this side.
     """
 
-    def __init__(
-        self, data: Payload, delivery: Delivery, manifest: Manifest, ledger: Ledger, copier: Copier
-    ):
-        self.data = data
-        self.manifest, self.ledger = manifest, ledger
-        self._delivery, self._copier = delivery, copier
+    data: Payload
 
-    @classmethod
-    def open(
-        cls, delivery: Delivery, copier: Copier, *, started: float, verify: Verify
-    ) -> Received:
-        """Check a delivery and make views of it; see `open_delivery`."""
-        ledger = Ledger()
+    def __init__(self, delivery: Delivery, copier: Copier, *, started: float, verify: Verify):
+        self.ledger = ledger = Ledger()
+        self._delivery, self._copier = delivery, copier
         ledger.seconds["wait"] = time.perf_counter() - started
         try:
             check_verify(verify)
             with ledger.phase("view"):
                 region = region_of(delivery)
-                manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
-                data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
+                self.manifest = manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
+                self.data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
-            received = cls(data, delivery, manifest, ledger, copier)
             if verify == "full":
-                received.verify()
+                self.verify()
         except BaseException as error:  # released without a reason, it would count as read
             delivery.reject(str(error) or repr(error))
             raise
-        return received
 
     def verify(self) -> None:
-        """Check every byte against its digest, if there are digests.
-
-        Raises:
-            IntegrityError: these are not the bytes committed; the producer's receipt says so.
-        """
+        """Check every byte against its digest; IntegrityError, here and in the receipt."""
         try:
             if self.manifest.has_digests:
                 with self.ledger.phase("verify"):
@@ -271,14 +196,13 @@ class Received:
     def scatter(self, into: Payload | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
 
-        Args:
-            into: the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
-                payload that holds them, such as `PagedAdapter.export` makes of free blocks.
+        `into` is the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
+        payload that holds them, such as `PagedAdapter.export` makes of free blocks.
 
         Raises:
             SchemaError: a target is not what the payload is; nothing was written.
-            IntegrityError: these are not the bytes committed; the targets are then worthless, and
-                the producer's receipt says so.
+            IntegrityError: the bytes are not those committed; the producer's receipt says so, and
+                the targets are worthless.
         """
         targets = into if isinstance(into, Sequence) else into.tensors()
         _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
@@ -301,12 +225,7 @@ class Received:
 
 
 class ReceivedLayer:
-    """One layer that arrived.
-
-    Attributes:
-        branch: the cache's name in its bundle; "kv" for a single cache.
-        index: of the layer, from 0.
-    """
+    """Layer `index` of the cache `branch` of a bundle ("kv" for a single cache) that arrived."""
 
     def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
         self.branch, self.index = branch, index
@@ -339,13 +258,8 @@ class ReceivedLayer:
 class ReceivedStream:
     """A cache whose layers can be used as they arrive; iterate over it, or wait for one.
 
-    A context manager; without the block, the payload is released with the last view.
-
-    Attributes:
-        delivery: the payload below.
-        manifest: sizes and positions; with digests once the payload is whole.
-        ledger: what the receipt of it cost on this side.
-        timeout: seconds to wait for a layer, where no other is given.
+    A context manager; without the block, the payload is released with the last view. `manifest`
+    has digests once the payload is whole; `ledger` is what the receipt of it cost on this side.
     """
 
     WHOLE: ClassVar[str] = "its commit"
@@ -363,10 +277,8 @@ class ReceivedStream:
             raise
         self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
-        self._layers: dict[LayerKey, tuple[Branch, range]] = {
-            (branch.name, layer): (branch, tensors)
-            for branch, layer, tensors in self.manifest.layers()
-        }
+        layers = self.manifest.layers()
+        self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
 
     def __len__(self) -> int:
         """Layers of all branches together."""
@@ -380,12 +292,10 @@ class ReceivedStream:
     def wait_for_layer(
         self, layer: int, *, branch: str = "", timeout: float | None = None
     ) -> ReceivedLayer:
-        """Wait for one layer; in any order, as often as you like.
+        """Wait for one layer, by its index from 0; in any order, as often as you like.
 
-        Args:
-            layer: its index, from 0.
-            branch: which cache of a bundle; may be left out of a single cache.
-            timeout: seconds; that of the stream if None.
+        `branch`, a cache of a bundle, may be left out of a single cache; `timeout` (seconds) is
+        that of the stream if None.
 
         Raises:
             TransferFailed: the producer failed before the payload was whole.
@@ -399,14 +309,7 @@ class ReceivedStream:
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
-        """Wait until the payload is committed; the data that `get` gives.
-
-        Args:
-            timeout: seconds; that of the stream if None.
-
-        Raises:
-            KVLinkError: the errors of `wait_for_layer`.
-        """
+        """Wait as `wait_for_layer` does, but for the commit; the data that `get` gives."""
         self._wait(self.whole(), self.WHOLE, timeout)
         progress = self.delivery.progress
         if progress is not None:  # all tensors must have been announced; take their digests over
@@ -447,7 +350,7 @@ class ReceivedStream:
     def when(self, key: LayerKey) -> Future[None]:
         """A future that ends with the layer, or with the error."""
         progress = self.delivery.progress
-        return _done() if progress is None else progress.when(self._layers[key][1])
+        return _done() if progress is None else progress.when(self._layers[key])
 
     def whole(self) -> Future[None]:
         """A future that ends with the commit, or with the error."""
@@ -456,14 +359,19 @@ class ReceivedStream:
 
     def open_layer(self, key: LayerKey) -> ReceivedLayer:
         """A layer whose future has ended well."""
-        tensors = self._layers[key][1]
+        tensors = self._layers[key]
         manifest = self._with_digests(self.manifest.part(tensors), tensors)
         return ReceivedLayer(self, manifest, *key)
 
     def check(self, future: Future[None], what: str, waited: float) -> None:
         """Raise the error that a future ended with, or TransferTimeout if it did not end."""
         if not future.done():
-            raise self._timed_out(what, waited)
+            raise TransferTimeout(
+                f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
+                key=self.delivery.key,
+                waited=waited,
+                phase=f"announced; the producer is still writing {what}",
+            )
         error = future.exception()
         if isinstance(error, KVLinkError):
             raise self._copy_of(error, what)
@@ -478,25 +386,13 @@ class ReceivedStream:
         _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
 
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
-        """A new error of the same type and text, which also says what was waited for.
-
-        Raising the one that the future keeps would keep this stream, and its memory, by its
-        traceback.
-        """
+        """A new error of the same type: the future's own keeps this stream by its traceback."""
         text = f"{error}; {what} was awaited"
         if isinstance(error, WireError):
             self.delivery.reject(text)
         if isinstance(error, TransferFailed):
             return TransferFailed(text, key=self.delivery.key, reason=error.reason)
         return type(error)(text)
-
-    def _timed_out(self, what: str, waited: float) -> TransferTimeout:
-        return TransferTimeout(
-            f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
-            key=self.delivery.key,
-            waited=waited,
-            phase=f"announced; the producer is still writing {what}",
-        )
 
     def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else timeout

@@ -1,4 +1,4 @@
-"""`LinkEnd`: what the two ends of a link have in common; the types of a payload."""
+"""`LinkEnd`: what the two ends of a link have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.payload.bundle import Payload as Payload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,11 +23,7 @@ _open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
 
 
 class LinkEnd:
-    """One end of a link: its URL, its statistics and its closing.
-
-    Attributes:
-        url: the URL that the other side connects to; the port is the one that the system chose.
-    """
+    """One end of a link. The other side connects to its `url`, with the port that was chosen."""
 
     def __init__(self, url: str, end: Connector, copier: Copier):
         self.url = url
@@ -42,10 +37,9 @@ class LinkEnd:
         return {"url": self.url, **self._end.health()}
 
     def close(self) -> None:
-        """Refuse new calls, wake every waiting call and free the memory.
+        """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.
 
-        A second call does nothing. Payloads that were not fetched yet are lost, and their
-        receipts say so: wait for the receipts first.
+        Payloads not fetched yet are lost, and their receipts say so: wait for the receipts first.
         """
         self._closed = True
         self._end.close()

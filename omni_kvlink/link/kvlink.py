@@ -53,8 +53,8 @@ class LinkOptions(TypedDict, total=False):
 class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
     """Opens links: `KVLink.serve` returns a `KVProducer`, `KVLink.connect` a `KVConsumer`.
 
-    It is never instantiated. Both types are registered as its virtual subclasses (`abc`), so that
-    `isinstance(end, KVLink)` is true for either; neither inherits `serve` or `connect`.
+    Never instantiated: both are virtual subclasses (`abc`), which inherit neither method, so that
+    `isinstance(end, KVLink)` is true.
     """
 
     @staticmethod
@@ -73,7 +73,6 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
                 device, "native" if it was built, else "torch" with one warning; a named one that is
                 missing is an error.
             digests: compute a CRC-32C of each tensor while it is copied.
-            options: see `LinkOptions`.
 
         Raises:
             BusyError: the name is served already.
@@ -91,14 +90,10 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
     ) -> KVConsumer:
         """Open a consumer's end, before or after the producer starts; blocks until both are there.
 
-        Args:
-            url: of the producer.
-            timeout: seconds to wait for the producer.
-            copier: as for `serve`.
-            options: see `LinkOptions`.
+        `url` is the producer's; `copier` and `options` are as for `serve`.
 
         Raises:
-            TransferTimeout: no producer within the timeout.
+            TransferTimeout: no producer within `timeout` seconds.
             UnavailableError: the connector or the copier cannot run here.
             VersionError: the producer speaks another major version.
             ConnectorError: the producer refused this process.
@@ -106,9 +101,8 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         """
         scheme, address, parsed = _parse(url, dict(options))
         found = named_copier(copier)
-        return KVConsumer(
-            url, backend(scheme).connect(address, parsed, min(timeout, MAX_TIMEOUT)), found
-        )
+        end = backend(scheme).connect(address, parsed, min(timeout, MAX_TIMEOUT))
+        return KVConsumer(url, end, found)
 
 
 KVLink.register(KVProducer)
@@ -116,11 +110,7 @@ KVLink.register(KVConsumer)
 
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
-    """Split a URL into scheme, address and options; keyword options take precedence.
-
-    Raises:
-        ValueError: there is no such option, or it cannot have that value.
-    """
+    """Split a URL into scheme, address and options; keyword options take precedence."""
     scheme, rest = split_url(url)
     address, _, query = rest.partition("?")
     fields = {field.name: field.type for field in dataclasses.fields(Options)}

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.copier import Copier, GatherHandle
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.allocation import Allocation
-from omni_kvlink.link.consumer import check_request_id
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
-from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
-from omni_kvlink.payload.views import TensorView, dtype_name
+from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.views import TensorView, dtype_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterator, Sequence
 
-    from omni_kvlink.connectors.base import Producer
-    from omni_kvlink.copier import Copier
     from omni_kvlink.payload.bundle import Payload
 
 MAX_DIGITS = 80_000
@@ -36,10 +36,7 @@ STEP = 8 << 20
 
 
 class KVProducer(LinkEnd):
-    """The end of a link that payloads leave from; thread-safe; a context manager.
-
-    Opened by `KVLink.serve`.
-    """
+    """The sending end of a link, from `KVLink.serve`; thread-safe; a context manager."""
 
     _end: Producer
 
@@ -82,11 +79,9 @@ class KVProducer(LinkEnd):
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
-            CapacityError: not enough memory within the timeout; asked and free bytes are its
-                attributes.
+            CapacityError: not enough memory within the timeout; `requested` and `free` are bytes.
             TransferTimeout: with `direct=True`, not every reader received it; none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
-            ClosedError: this end was closed.
         """
         ledger = self._ledger(digests)
         _check_delivery(readers, ttl)
@@ -113,29 +108,20 @@ class KVProducer(LinkEnd):
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
         """Reserve memory of the link that an engine writes its tensors to.
 
-        `put` of a payload with the same request id then copies nothing that lies there.
-
-        Args:
-            plan: the sizes: what `KVCacheTransferData.blank` returns, or a payload of the same
-                sizes. The payload that is put may have fewer tokens, fewer branches and other
-                metadata.
-            timeout: seconds to wait for memory.
+        `put` of a payload with the same request id then copies nothing that lies there. That
+        payload may have fewer tokens, fewer branches and other metadata than `plan`, which is what
+        `KVCacheTransferData.blank` returns, or a payload of the same sizes.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
             SchemaError: the plan is not valid.
-            ClosedError: this end was closed.
         """
         if self._closed:
             raise self._closed_error()
         capacity = plan.plan(digests=True).as_capacity()
-        lease = self._end.reserve(
-            capacity.request_id,
-            capacity.nbytes,
-            timeout=min(timeout, MAX_TIMEOUT),
-            draft=capacity.header_nbytes,
-        )
+        key, limit = capacity.request_id, min(timeout, MAX_TIMEOUT)
+        lease = self._end.reserve(key, capacity.nbytes, timeout=limit, draft=capacity.header_nbytes)
         try:
             return Allocation(capacity, lease, self._end.lend(lease), self._allocations)
         except BaseException:
@@ -154,19 +140,13 @@ class KVProducer(LinkEnd):
 
         A reader that called `stream_get` receives each layer once `out.write_layer` has written it;
         other readers receive the whole cache when the block ends. Layers that lie in memory which
-        `allocate` returned for this request id are not copied.
-
-        Args:
-            plan: sizes and metadata, such as `KVCacheTransferData.blank` returns.
-            readers: as for `put`.
-            ttl: as for `put`; it starts with the commit.
-            timeout: seconds to wait for memory.
+        `allocate` returned for this request id are not copied. The plan gives sizes and metadata,
+        as `KVCacheTransferData.blank` does. All else is as for `put`; `ttl` starts with the commit.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
-            ClosedError: this end was closed.
         """
         ledger = self._ledger(None)
         _check_delivery(readers, ttl)
@@ -200,11 +180,9 @@ class KVProducer(LinkEnd):
         if self._closed:
             raise self._closed_error()
         with_digests = self._digests if digests is None else digests
-        return Ledger(
-            copier=self._copier.name,
-            instructions=self._copier.features,
-            digests="crc32c" if with_digests else "off",
-        )
+        algorithm = "crc32c" if with_digests else "off"
+        copier = self._copier
+        return Ledger(copier=copier.name, instructions=copier.features, digests=algorithm)
 
     def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
         """Lay a payload out in the memory that was allocated for it, or in new memory."""
@@ -231,20 +209,16 @@ def _check_delivery(readers: int, ttl: float) -> None:
         raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
 
 
+@dataclasses.dataclass(eq=False)
 class PutOperation:
     """Copies one payload into its lease, announces its tensors and commits it."""
 
-    def __init__(
-        self,
-        producer: Producer,
-        plan: Manifest,
-        copier: Copier,
-        ledger: Ledger,
-        readers: int,
-        ttl: float,
-    ):
-        self.producer, self.plan, self.copier, self.ledger = producer, plan, copier, ledger
-        self._readers, self._ttl = readers, ttl
+    producer: Producer
+    plan: Manifest
+    copier: Copier
+    ledger: Ledger
+    readers: int
+    ttl: float
 
     @property
     def has_waiting_reader(self) -> bool:
@@ -254,12 +228,9 @@ class PutOperation:
         return is_large and can_announce(plan) and self.producer.has_waiting_reader(plan.request_id)
 
     def run(self, lease: Lease, views: Sequence[TensorView], *, announced: bool) -> Receipt:
-        """Copy the tensors that are not in place yet, and commit.
+        """Copy the tensors that are not in place yet, and commit; the lease is spent then.
 
-        Args:
-            lease: of the payload's memory; it is spent when this returns or raises.
-            views: the tensors, in the plan's order.
-            announced: announce the tensors in steps, so that remote readers fetch them meanwhile.
+        With `announced`, each step of them is announced, so that remote readers fetch it meanwhile.
         """
         with lease:
             if fault_points.enabled:
@@ -286,7 +257,7 @@ class PutOperation:
 
     def begin(self, lease: Lease) -> None:
         """Announce the payload before it is written."""
-        self.producer.begin_stream(lease, self.plan.encode(), readers=self._readers)
+        self.producer.begin_stream(lease, self.plan.encode(), readers=self.readers)
 
     def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
         """Announce that the tensors from number `first` on are written; one digest for each."""
@@ -297,13 +268,7 @@ class PutOperation:
             self.producer.announce(lease, tensor, (bytes.fromhex(digest),))
 
     def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
-        """Write the header, whose digests are known now, and commit.
-
-        Args:
-            lease: of the payload's memory.
-            digests: one for each tensor.
-            deadline: of a direct put, when to stop waiting for readers (`time.monotonic`).
-        """
+        """Write the header and commit; a direct put waits for readers until the `deadline`."""
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
             lease.region.view()[: len(header)] = header
@@ -311,7 +276,7 @@ class PutOperation:
                 fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
             return self.producer.publish(
-                lease, readers=self._readers, ttl=self._ttl, ledger=self.ledger, deadline=deadline
+                lease, readers=self.readers, ttl=self.ttl, ledger=self.ledger, deadline=deadline
             )
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
@@ -341,12 +306,7 @@ class DirectPutOperation(PutOperation):
     """Sends a payload from the caller's tensors; only the header lies in the link's memory."""
 
     def run_direct(self, views: Sequence[TensorView], *, timeout: float) -> Receipt:
-        """Announce each tensor once its digest is known; block until all readers received all.
-
-        Raises:
-            SchemaError: the tensors cannot be sent as they lie; the text says what helps.
-            TransferTimeout: not every reader received them within `timeout` seconds.
-        """
+        """Announce each tensor once its digest is known; block until all readers received all."""
         deadline, plan = time.monotonic() + timeout, self.plan
         tensors = self._regions(views)
         with self.ledger.phase("reserve"):
@@ -354,12 +314,9 @@ class DirectPutOperation(PutOperation):
             lease = self.producer.reserve(plan.request_id, header, timeout=timeout, draft=header)
         with lease:
             starts = [header + spec.start for spec in plan.tensors]
+            parts = list(zip(starts, tensors, strict=True))
             self.producer.begin_direct(
-                lease,
-                plan.encode(),
-                list(zip(starts, tensors, strict=True)),
-                nbytes=plan.nbytes,
-                readers=self._readers,
+                lease, plan.encode(), parts, nbytes=plan.nbytes, readers=self.readers
             )
             with self.ledger.phase("digest"):
                 digests = list[str]()
@@ -413,11 +370,7 @@ def can_announce(plan: Manifest) -> bool:
 
 
 def steps(plan: Manifest) -> Iterator[range]:
-    """Divide the tensors, in their order, into steps for announcements.
-
-    Each step is twice as long as the one before: copying is faster than sending, and a message has
-    a cost of its own.
-    """
+    """Divide the tensors into steps for announcements, each twice as long: a message has a cost."""
     step, first, nbytes = STEP, 0, 0
     for number, spec in enumerate(plan.tensors):
         nbytes += spec.nbytes
@@ -431,13 +384,9 @@ def steps(plan: Manifest) -> Iterator[range]:
 def gather_into(
     copier: Copier, views: Sequence[TensorView], plan: Manifest, lease: Lease
 ) -> tuple[list[str], bool]:
-    """Copy tensors into a payload, except those that lie in their places already.
+    """Copy tensors into a payload, except those in their places; return digests, and if any was.
 
-    Returns:
-        The digest of each, and whether any was copied.
-
-    Raises:
-        SchemaError: a tensor is not what the plan says, or lies in another tensor's place.
+    SchemaError if a tensor is not what the plan says, or lies in another tensor's place.
     """
     if len(views) != len(plan.tensors):
         raise SchemaError(f"{len(views)} tensors, the plan has {len(plan.tensors)}")
@@ -465,24 +414,53 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
     at = view.data_ptr() - lease.region.address
     if at == plan.header_nbytes + spec.start and view.is_contiguous():
         # A tensor that the plan does not know is left to the copier, which says so.
-        return tuple(view.shape) == spec.shape and DTYPES[dtype_name(view.dtype)] == spec.dtype
+        return tuple(view.shape) == spec.shape and dtype_code(view.dtype) == spec.dtype
     if 0 <= at < lease.capacity:
-        raise SchemaError(
-            f"{spec.where()} lies in the payload's memory, but not contiguous at its own place"
-        )
+        raise SchemaError(f"{spec.where()} lies in the payload, not contiguous at its own place")
     return False
+
+
+class GatherQueue:
+    """Waits in one thread for copies, in their order; there calls `on_gathered` for each."""
+
+    def __init__(self, on_gathered: Callable[[range, list[str]], None]):
+        self._on_gathered = on_gathered
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def add(self, tensors: range, handle: GatherHandle) -> None:
+        """Add a copy that was begun. Raises what an earlier one raised."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "kvlink-gather")
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        self._pending.append(self._thread.submit(lambda: self._on_gathered(tensors, handle.wait())))
+
+    def join(self) -> None:
+        """Wait until all copies have ended and were reported. Raises what one of them raised."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def drain(self) -> None:
+        """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
+        wait(self._pending)  # raises nothing: the stream's end has an error of its own
+        self._pending = []
+
+    def close(self) -> None:
+        """Drain, and end the thread."""
+        self.drain()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 class PutStream:
     """A cache that is sent while it is being computed; a context manager; thread-safe.
 
     Leaving the block commits it. An exception in the block, or a layer that was not written, fails
-    the transfer: its readers raise TransferFailed, which names the layer.
-
-    Attributes:
-        manifest: the plan.
-        receipt: what `commit` returned; None before.
-        ledger: of the receipt; `copy` is the sum over all layers.
+    the transfer: its readers raise TransferFailed, which names the layer. `receipt` is None before
+    `commit`; in the `ledger`, `copy` is the sum over all layers.
     """
 
     def __init__(self, put: PutOperation, lease: Lease, allocated: Payload | None):
@@ -503,7 +481,9 @@ class PutStream:
         self._on_gathered = on_gathered
         self._queue = GatherQueue(on_gathered)
         try:
-            _check_streamable(plan)
+            if not can_announce(plan):
+                limit = MAX_DIGITS // 8
+                raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
             put.begin(lease)
         except BaseException:
             lease.release()
@@ -515,19 +495,13 @@ class PutStream:
     ) -> None:
         """Copy one layer and let the readers have it. Layers may come in any order.
 
-        A host tensor may be modified again when this returns. A device tensor is copied behind the
-        work that its stream holds now, while the engine computes on: leave it as it is until
-        `commit`.
+        `layer` counts from 0. `key` and `value` are `[tokens, kv_heads, head_dim]`; in layout "ND",
+        `key` alone is the latent `[tokens, latent_dim]`. `branch` names a cache of a bundle. A host
+        tensor may be modified again when this returns. A device tensor is copied behind the work
+        that its stream holds now, while the engine computes on: leave it until `commit`.
 
-        Args:
-            layer: its index, from 0.
-            key: `[tokens, kv_heads, head_dim]`; in layout "ND" the latent `[tokens, latent_dim]`.
-            value: as `key`; None in layout "ND".
-            branch: which cache of a bundle; may be left out of a single cache.
-
-        Raises:
-            SchemaError: not what the plan says, or written before; nothing was sent.
-            TransferFailed: the transfer was ended by a reader, or aborted.
+        SchemaError if it is not what the plan says, or was written before; nothing was sent then.
+        TransferFailed if a reader ended or aborted the transfer.
         """
         with self._lock:
             lease, layer_key = self._open_lease(), self._find(branch, layer)
@@ -551,13 +525,25 @@ class PutStream:
     def commit(self) -> Receipt:
         """Commit the payload, once every copy has ended. The end of the block calls this.
 
-        Raises:
-            SchemaError: a layer is missing; the transfer has failed.
-            TransferFailed: the transfer was ended by a reader, or aborted.
+        SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
         """
         with self._lock:
-            if self.receipt is None:
-                self.receipt = self._commit()
+            if self.receipt is not None:
+                return self.receipt
+            lease = self._open_lease()
+            if self._missing:
+                text, more = f"{self._first_missing()} was never written", len(self._missing) - 1
+                self.fail(text)
+                others = f", nor {more} others" if more else ""
+                raise SchemaError(f"payload {self.manifest.request_id!r}: {text}{others}")
+            try:
+                self._queue.join()
+            except BaseException as error:
+                self.fail(f"a layer could not be copied: {error!r}")
+                raise
+            self._close()
+            with lease:
+                self.receipt = self._put.publish(lease, self._digests)
             return self.receipt
 
     def fail(self, reason: str) -> None:
@@ -572,10 +558,7 @@ class PutStream:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: object
     ) -> None:
         if error is None:
             self.commit()
@@ -591,26 +574,6 @@ class PutStream:
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
 
-    def _commit(self) -> Receipt:
-        lease = self._open_lease()
-        if self._missing:
-            text = f"{self._first_missing()} was never written"
-            more = len(self._missing) - 1
-            self.fail(text)
-            raise SchemaError(
-                f"payload {self.manifest.request_id!r}: {text}, nor {more} others"
-                if more
-                else f"payload {self.manifest.request_id!r}: {text}"
-            )
-        try:
-            self._queue.join()
-        except BaseException as error:
-            self.fail(f"a layer could not be copied: {error!r}")
-            raise
-        self._close()
-        with lease:
-            return self._put.publish(lease, self._digests)
-
     def _close(self) -> None:
         self._queue.close()
         self._lease = None
@@ -619,9 +582,7 @@ class PutStream:
 
     def _open_lease(self) -> Lease:
         if self._lease is None:
-            raise ClosedError(
-                f"stream {self.manifest.request_id!r} was committed or failed already"
-            )
+            raise ClosedError(f"stream {self.manifest.request_id!r} was committed or failed before")
         return self._lease
 
     def _find(self, branch: str, layer: int) -> tuple[str, int]:
@@ -643,9 +604,3 @@ class PutStream:
 def is_on_device(view: TensorView) -> bool:
     """Whether a copy of this tensor runs by itself, on its device."""
     return view.device.type != "cpu"
-
-
-def _check_streamable(plan: Manifest) -> None:
-    if not can_announce(plan):
-        limit = MAX_DIGITS // 8
-        raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")

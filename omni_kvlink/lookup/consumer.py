@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
 import uuid
 import warnings
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
@@ -39,8 +40,15 @@ RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 class _PendingAnswer(NamedTuple):
     """A question that was sent; the timeout of the get counts from `started`."""
 
+    store: _RemoteStore
     get: PendingGet
     started: float
+
+    def receive(self, deadline: float, verify: Verify) -> Received:
+        """Wait for the answer."""
+        started = time.perf_counter()
+        delivery = self.get.wait(timeout=deadline - self.started)
+        return open_delivery(self.store.link, delivery, started=started, verify=verify)
 
 
 class _RemoteStore:
@@ -56,11 +64,7 @@ class _RemoteStore:
         self._last_question: Receipt | None = None
 
     def send(self, question: messages.Question, prompt: bytes, deadline: float) -> _PendingAnswer:
-        """Send a question to the producer.
-
-        Raises:
-            PeerLostError: the producer is gone.
-        """
+        """Send a question to the producer; PeerLostError if it is gone."""
         if time.monotonic() < self._retry_at:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
         timeout = min(RECONNECT_TIMEOUT, deadline - time.monotonic())
@@ -71,24 +75,13 @@ class _RemoteStore:
                 self._read_hello(deadline)
                 if self._last_question is not None:  # one at a time: they share the inbox's key
                     self._last_question.wait(timeout=deadline - time.monotonic())
-                payload = messages.question_payload(self._inbox, question, prompt)
+                payload = messages.message_payload(self._inbox, question, prompt)
                 self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT)
         except BaseException:
             get.cancel()
             raise
         self._retry_at = 0.0
-        return _PendingAnswer(get, started)
-
-    def mark_lost(self) -> bool:
-        """Leave the producer out for some seconds; whether it was there before."""
-        is_new, self._retry_at = not self._retry_at, time.monotonic() + RETRY_INTERVAL
-        return is_new
-
-    def receive(self, answer: _PendingAnswer, deadline: float, verify: Verify) -> Received:
-        """Wait for an answer."""
-        started = time.perf_counter()
-        delivery = answer.get.wait(timeout=deadline - answer.started)
-        return open_delivery(self.link, delivery, started=started, verify=verify)
+        return _PendingAnswer(self, get, started)
 
     def _read_hello(self, deadline: float) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""
@@ -148,12 +141,7 @@ class LookupConsumer:
         """The longest prefix that any producer has; an empty match if none has any.
 
         The match's tensors are readonly views of the link's memory, as those of `KVConsumer.get`.
-
-        Args:
-            tokens: as for `PrefixStore.select`.
-            roi: as for `PrefixStore.select`.
-            wait: block until a producer has all tokens: decode before prefill.
-            timeout: seconds for all of it.
+        Arguments are as for `PrefixStore.select`; `timeout` is the seconds for all of it.
 
         Raises:
             TransferTimeout: a producer did not answer, or with `wait` none has all tokens.
@@ -192,8 +180,8 @@ class LookupConsumer:
 
     def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: float) -> Match:
         """K and V from one producer; fewer tokens than it reported if some were evicted since."""
-        answer = store.send(_question(deadline, wait=wait), prompt, deadline)
-        received = store.receive(answer, deadline, self._verify)
+        question = _question(deadline, wait=wait)
+        received = store.send(question, prompt, deadline).receive(deadline, self._verify)
         try:
             data, hidden = messages.read_answer(received.data, count(prompt))
         except BaseException:
@@ -208,34 +196,35 @@ class LookupConsumer:
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float
     ) -> _RemoteStore | None:
         """The store that has most of a prompt, or None; exclude those that are gone."""
-        pending: dict[concurrent.futures.Future[Any], tuple[_RemoteStore, _PendingAnswer]] = {}
+        pending: dict[Future[Any], _PendingAnswer] = {}
         best: tuple[int, _RemoteStore | None] = (0, None)
         try:
             for store in list(stores):
                 try:
                     question = _question(deadline, wait=wait, probe=True)
                     answer = store.send(question, prompt, deadline)
-                    pending[answer.get.future] = store, answer
+                    pending[answer.get.future] = answer
                 except PeerLostError as error:  # noqa: PERF203 - of each store
                     self._exclude(store, stores, error)
             while pending and best[0] < count(prompt) and not (wait and best[1]):
                 for future in _first_done(pending, deadline):
-                    store, answer = pending.pop(future)
+                    answer = pending.pop(future)
                     try:
-                        with store.receive(answer, deadline, "auto") as data:
+                        with answer.receive(deadline, "auto") as data:
                             found = messages.read_message(data, messages.Found).tokens
                     except PeerLostError as error:
-                        self._exclude(store, stores, error)
+                        self._exclude(answer.store, stores, error)
                     else:
-                        best = max(best, (found, store), key=lambda pair: pair[0])
+                        best = max(best, (found, answer.store), key=lambda pair: pair[0])
         finally:
-            for _, answer in pending.values():
+            for answer in pending.values():
                 answer.get.cancel()
         return best[1]
 
     def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> None:
         """Remove a store from those of this `select`; raise the error if it is the last one."""
-        if store.mark_lost():
+        was_there, store._retry_at = not store._retry_at, time.monotonic() + RETRY_INTERVAL
+        if was_there:
             warnings.warn(
                 f"{store.link.url} is gone, its prefixes are computed again until it is back: "
                 f"{error}",
@@ -252,16 +241,11 @@ def _question(deadline: float, *, wait: bool, probe: bool = False) -> messages.Q
     return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe)
 
 
-def _first_done(
-    pending: dict[concurrent.futures.Future[Any], tuple[_RemoteStore, _PendingAnswer]],
-    deadline: float,
-) -> set[concurrent.futures.Future[Any]]:
+def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: float) -> set[Future[Any]]:
     """Wait for the next answers; TransferTimeout if there are none by the deadline."""
     left = max(0.0, deadline - time.monotonic())
-    done, _ = concurrent.futures.wait(
-        pending, timeout=left, return_when=concurrent.futures.FIRST_COMPLETED
-    )
+    done, _ = wait_for(pending, timeout=left, return_when=FIRST_COMPLETED)
     if not done:
-        silent = ", ".join(store.link.url for store, _ in pending.values())
+        silent = ", ".join(answer.store.link.url for answer in pending.values())
         raise TransferTimeout(f"no answer from {silent}", phase="requested")
     return done

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 class Match:
     """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
 
-    Attributes:
-        requested: number of tokens of the prompt.
-        tokens: how many of them, from the first, need not be computed. Without `hidden` it is less
-            than `requested`: at least one token must be computed, for its logits.
-        data: their K and V, for an adapter's `load`; None if `tokens` is 0. Readonly.
-        hidden: `[1, dim]`, the last hidden state of the prompt's last token, if all were found: the
-            forward pass can be left out.
+    Of the `requested` tokens of the prompt, the first `tokens` need not be computed. These are
+    fewer if there is no `hidden`: at least one token must be computed, for its logits. `data` has
+    their K and V, readonly, for an adapter's `load`; None for no tokens. `hidden`, `[1, dim]`, is
+    the last hidden state of the prompt's last token if all were found: no forward pass is needed.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 import warnings
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,12 +69,13 @@ class LookupProducer:
         self._consumers: list[KVConsumer] = []
         self._closed = False
         self.answered, self.nbytes, self.ignored = 0, 0, 0
+        self._recheck = partial(self._queue.put, _RECHECK)
         hello = messages.LookupHello(self._inbox, model)
         payload = messages.message_payload(messages.HELLO, hello)
         link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         self._threads[0].start()
-        store.watch(self._on_change)
+        store.watch(self._recheck)
         for consumer in consumers:
             self.listen(consumer)
 
@@ -95,7 +97,7 @@ class LookupProducer:
         if self._closed:
             return
         self._closed = True
-        self._store.unwatch(self._on_change)
+        self._store.unwatch(self._recheck)
         for consumer in self._consumers:
             consumer.close()
         self._link.close()
@@ -108,10 +110,6 @@ class LookupProducer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _on_change(self) -> None:
-        """Look at the waiting questions again: the store has changed."""
-        self._queue.put(_RECHECK)
 
     def _listen(self, consumer: KVConsumer) -> None:
         """Receive every question of one consumer, also after it was restarted."""
@@ -145,17 +143,16 @@ class LookupProducer:
 
     def _try_answer(self, request: _OpenQuestion) -> None:
         """Answer a question, or keep it waiting; a failure is reported to the consumer."""
-        key = request.question.answer
         try:
             if request.question.wait and not self._store.covers(request.prompt):
                 self._waiting.append(request)
-                return
-            self._answer(request)
+            else:
+                self._answer(request)
         except (DuplicateKeyError, ClosedError):
             self.ignored += 1
         except KVLinkError as error:
             with contextlib.suppress(ClosedError):
-                self._link.fail(key, str(error))
+                self._link.fail(request.question.answer, str(error))
 
     def _answer(self, request: _OpenQuestion) -> None:
         key = request.question.answer

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
-from omni_kvlink.lookup.index import PrefixIndex
 from omni_kvlink.lookup.match import Match
-from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 
@@ -43,13 +42,10 @@ class _Entry:
 
 
 class PrefixStore:
-    """A buffer of K and V by token prefix; thread-safe.
+    """A buffer of K and V by token prefix, of `budget` bytes with hidden states; thread-safe.
 
     The least recently used prompts are evicted for new ones, except those on lease. For text alone:
     the position of a token is its index.
-
-    Args:
-        budget: bytes that K, V and hidden states may take together.
     """
 
     def __init__(self, budget: int):
@@ -92,8 +88,11 @@ class PrefixStore:
             CapacityError: not enough memory beside the prompts on lease.
         """
         key = encode(tokens, roi)
-        data = _data(count(key), keys, values, extra)
-        _check_hidden(hidden, count(key))
+        blocks = {"key_cache": list(keys), "value_cache": list(values)}
+        metadata = _metadata(count(key), len(blocks["key_cache"]), extra)
+        data = KVCacheTransferData("prefix", blocks, (), metadata)
+        if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= count(key)):
+            raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{count(key)}, dim]")
         nbytes = sum(view.nbytes for view in data.tensors())
         nbytes += 0 if hidden is None else hidden.nbytes
         with self._changed:
@@ -101,7 +100,9 @@ class PrefixStore:
             if not self._has(key, hidden):
                 self._evict_for(nbytes)
                 if copy:
-                    data, hidden = _copied(data), None if hidden is None else hidden.clone()
+                    copies = {name: list(map(_copy, views)) for name, views in blocks.items()}
+                    data = KVCacheTransferData("prefix", copies, (), data.metadata)
+                    hidden = None if hidden is None else hidden.clone()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
             self._changed.notify_all()
@@ -117,17 +118,11 @@ class PrefixStore:
         wait: bool = False,
         timeout: float = 0.0,
     ) -> Match:
-        """The longest prefix in the store; an empty match if there is none.
+        """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
-        Args:
-            tokens: ids of the prompt.
-            roi: bool `[tokens]`, which of them are wanted: the first ones; None for all.
-            wait: block until the K and V of all tokens are here: decode before prefill.
-            timeout: seconds to wait.
-
-        Raises:
-            TransferFailed: `fail` was called for this prompt.
-            TransferTimeout: not all tokens were inserted in time.
+        With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
+        decode before prefill. Tokens and roi are as for `insert`. TransferFailed if `fail` was
+        called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         key = encode(tokens, roi)
         deadline = time.monotonic() + timeout
@@ -140,7 +135,7 @@ class PrefixStore:
                         waited=timeout,
                         phase="never announced",
                     )
-            return self._lease(key)
+            return self.lease(key)
 
     def fail(self, tokens: TokenIds, reason: str) -> None:
         """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
@@ -160,11 +155,7 @@ class PrefixStore:
             return self._find(key)[0]
 
     def covers(self, key: bytes) -> bool:
-        """Whether all of an encoded prompt is in the store.
-
-        Raises:
-            TransferFailed: `fail` was called for it.
-        """
+        """Whether all of an encoded prompt is in the store; TransferFailed after its `fail`."""
         with self._changed:
             if self._index.longest(key)[0] == count(key):
                 return True
@@ -176,7 +167,19 @@ class PrefixStore:
     def lease(self, key: bytes) -> Match:
         """`select` of an encoded prompt, without waiting."""
         with self._changed:
-            return self._lease(key)
+            found, entry, hidden = self._find(key)
+            requested = count(key)
+            self._counters["tokens_requested"] += requested
+            self._counters["tokens_found"] += found
+            kind = "missed" if not found else "partial" if hidden is None else "complete"
+            self._counters[kind] += 1
+            if entry is None or not found:
+                return Match(requested)
+            self._entries.move_to_end(entry.key)
+            entry.pins += 1
+            metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
+            data = entry.data.first_tokens(found, metadata)
+            return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call this after every insert and failure, in the thread that made it."""
@@ -189,10 +192,7 @@ class PrefixStore:
             self._watchers.remove(watcher)
 
     def stats(self) -> dict[str, int]:
-        """Bytes and prompts now; selects by their result, and evictions, since the start.
-
-        `tokens_requested` and `tokens_found` are sums over all selects.
-        """
+        """Bytes and prompts now; selects by their result, evictions and tokens since the start."""
         with self._changed:
             names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
             counted = {name: self._counters[name] for name in names}
@@ -200,21 +200,6 @@ class PrefixStore:
             return {**now, "prompts": len(self._entries), **counted}
 
     # The methods below are called with the lock held.
-
-    def _lease(self, key: bytes) -> Match:
-        requested = count(key)
-        found, entry, hidden = self._find(key)
-        self._counters["tokens_requested"] += requested
-        self._counters["tokens_found"] += found
-        kind = "missed" if not found else "partial" if hidden is None else "complete"
-        self._counters[kind] += 1
-        if entry is None or not found:
-            return Match(requested)
-        self._entries.move_to_end(entry.key)
-        entry.pins += 1
-        metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
-        data = entry.data.first_tokens(found, metadata)
-        return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
         """How many tokens need not be computed, their entry, and the last hidden state."""
@@ -247,14 +232,12 @@ class PrefixStore:
         if entry is None:
             return
         new, stored = (
-            (cache.metadata.num_layers, tuple(cache.tensors()[0].shape[1:]), cache.metadata.dtype)
+            f"{cache.metadata.num_layers} layers of {cache.metadata.dtype} "
+            f"[tokens, *{tuple(cache.tensors()[0].shape[1:])}]"
             for cache in (data, entry.data)
         )
         if new != stored:
-            raise SchemaError(
-                f"{new[0]} layers of {new[2]} [tokens, *{new[1]}]; "
-                f"the store holds {stored[0]} layers of {stored[2]} [tokens, *{stored[1]}]"
-            )
+            raise SchemaError(f"{new}; the store holds {stored}")
 
     def _pinned(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values() if entry.pins)
@@ -290,33 +273,5 @@ def _metadata(tokens: int, layers: int, extra: Mapping[str, Any] | None) -> KVMe
     return KVMetadata((tokens,), (tokens,), layers, extra=dict(extra or {}))
 
 
-def _data(
-    tokens: int,
-    keys: Sequence[TensorView],
-    values: Sequence[TensorView],
-    extra: Mapping[str, Any] | None,
-) -> KVCacheTransferData:
-    blocks = {"key_cache": list(keys), "value_cache": list(values)}
-    metadata = _metadata(tokens, len(blocks["key_cache"]), extra)
-    return KVCacheTransferData("prefix", blocks, (), metadata)
-
-
-def _check_hidden(hidden: torch.Tensor | None, tokens: int) -> None:
-    if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= tokens):
-        raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{tokens}, dim]")
-
-
-def _copied(data: KVCacheTransferData) -> KVCacheTransferData:
-    """The same cache in new memory."""
-    blocks = {
-        name: [
-            layer.dense()
-            if isinstance(layer, PagedTensor)
-            else None
-            if layer is None
-            else layer.clone()
-            for layer in layers
-        ]
-        for name, layers in data.layer_blocks.items()
-    }
-    return KVCacheTransferData(data.request_id, blocks, (), data.metadata)
+def _copy(view: TensorView) -> torch.Tensor:
+    return view.dense() if isinstance(view, PagedTensor) else view.clone()

@@ -1,7 +1,8 @@
-"""Token sequences as bytes: four for each token, big-endian, which sort as the tokens do."""
+"""Token sequences as bytes, four for each token, which sort as the tokens do; their index."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -12,19 +13,14 @@ from omni_kvlink.errors import SchemaError
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor
 SIZE = 4
-"""Bytes of a token."""
+"""Bytes of a token, big-endian."""
 
 
 def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
-    """Encode the tokens that `roi` marks.
+    """Encode the tokens, ids from 0 to 2**32 - 1, that `roi` (bool `[tokens]`, all if None) marks.
 
-    Args:
-        tokens: ids, one dimension, each from 0 to 2**32 - 1.
-        roi: bool `[tokens]`, all if None. It must mark the first ones and no others: the K and V of
-            a token depend on every token before it.
-
-    Raises:
-        SchemaError: the tokens or the roi are not valid, or none is marked.
+    SchemaError unless it marks the first ones and no others: the K and V of a token depend on every
+    token before it.
     """
     plain = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
     array = np.asarray(plain)
@@ -32,7 +28,13 @@ def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
         raise SchemaError(f"tokens: {array.dtype} {list(array.shape)}; wanted integers [tokens]")
     if array.min() < 0 or array.max() >= 2**32:
         raise SchemaError(f"tokens from {array.min()} to {array.max()}; wanted 0 to 2**32 - 1")
-    marked = len(array) if roi is None else _marked(roi, len(array))
+    marked = len(array)
+    if roi is not None:
+        if roi.dtype != torch.bool or tuple(roi.shape) != array.shape:
+            raise SchemaError(f"roi: {roi.dtype} {list(roi.shape)}; wanted bool [{len(array)}]")
+        marked = int(roi.sum())
+        if not marked or not bool(roi[:marked].all()):
+            raise SchemaError("roi: it must mark the first tokens, and no others")
     return array[:marked].astype(">u4").tobytes()
 
 
@@ -49,10 +51,29 @@ def common(a: bytes, b: bytes) -> int:
     return int(differ[0]) if differ.size else size
 
 
-def _marked(roi: torch.Tensor, tokens: int) -> int:
-    if roi.dtype != torch.bool or tuple(roi.shape) != (tokens,):
-        raise SchemaError(f"roi: {roi.dtype} {list(roi.shape)}; wanted bool [{tokens}]")
-    marked = int(roi.sum())
-    if not marked or not bool(roi[:marked].all()):
-        raise SchemaError("roi: it must mark the first tokens, and no others")
-    return marked
+class PrefixIndex:
+    """Encoded token sequences in sorted order; the best match is next to the insertion point."""
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+
+    def add(self, key: bytes) -> None:
+        """Add a sequence that is not in the index."""
+        self._keys.insert(bisect_left(self._keys, key), key)
+
+    def remove(self, key: bytes) -> None:
+        """Remove a sequence that is in the index."""
+        del self._keys[bisect_left(self._keys, key)]
+
+    def longest(self, key: bytes) -> tuple[int, bytes]:
+        """The length of the longest common prefix, and a sequence that has it.
+
+        A sequence equal to `key` comes before a longer one. (0, b"") if none has the first token.
+        """
+        at = bisect_left(self._keys, key)
+        best = (0, b"")
+        for other in self._keys[at : at + 1] + self._keys[max(0, at - 1) : at]:
+            shared = common(key, other)
+            if shared > best[0]:
+                best = (shared, other)
+        return best

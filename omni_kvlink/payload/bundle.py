@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, check_branches
-from omni_kvlink.payload.safetensors_file import map_file, write_file
-from omni_kvlink.payload.schema import (
-    KVCacheTransferData,
-    KVMetadata,
-    Reserve,
-    branch_tensors,
-    cache_at,
-)
-from omni_kvlink.payload.tensor_data import TensorTransferData, tensors_at
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, PayloadBase, Reserve
+from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.views import TensorView
@@ -27,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixOf:
-    """A branch whose bytes are the first `tokens` tokens of another branch.
-
-    It has `metadata` of its own, since the next position of a prefix cannot be derived.
-    """
+    """The first `tokens` tokens of another branch; `metadata` tells their own next position."""
 
     branch: str
     tokens: int
@@ -51,7 +40,7 @@ OWNERS = (KVCacheTransferData, TensorTransferData)
 """The kinds of branches that have tensors of their own."""
 
 
-class KVCacheBundle:
+class KVCacheBundle(PayloadBase):
     """The caches of one request, by name; BAGEL's are `gen`, `cfg_text` and `cfg_img`.
 
     They are sent as one payload, in which no byte occurs twice.
@@ -60,21 +49,31 @@ class KVCacheBundle:
     `TensorTransferData` instead: those are in `bundle.tensor_data`, and iteration leaves them out.
     `bundle.branches[name]` is what was declared.
 
-    Raises:
-        SchemaError: a branch refers to one that does not exist or has no tensors of its own,
-            lengths disagree, or request ids differ.
+    SchemaError if a branch refers to one without tensors of its own, or if lengths disagree or
+    request ids differ.
     """
+
+    _is_bundle: ClassVar[bool] = True
 
     def __init__(self, request_id: str, branches: Mapping[str, BundleBranch]):
         self.request_id = request_id
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
-            _check_kind(name, branch)
-            if isinstance(branch, OWNERS) and branch.request_id != request_id:
+            if isinstance(branch, OWNERS):
+                if branch.request_id != request_id:
+                    raise SchemaError(
+                        f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
+                    )
+            elif not isinstance(branch, (PrefixOf, SameAs)):
                 raise SchemaError(
-                    f"branch {name!r} is of request {branch.request_id!r}, not {request_id!r}"
+                    f"branch {name!r} is a {type(branch).__name__}; "
+                    "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
                 )
-        check_branches(self._wire_branches(), bundle=True, error=SchemaError)
+            elif not isinstance(branch.metadata, KVMetadata) and not (
+                isinstance(branch, SameAs) and branch.metadata is None
+            ):
+                raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
+        check_branches(self._branches(), bundle=True, error=SchemaError)
 
     def __getitem__(self, name: str) -> KVCacheTransferData:
         if name not in self.branches:
@@ -97,11 +96,8 @@ class KVCacheBundle:
     @property
     def tensor_data(self) -> dict[str, TensorTransferData]:
         """The branches that are a `TensorTransferData`, by name."""
-        return {
-            name: branch
-            for name, branch in self.branches.items()
-            if isinstance(branch, TensorTransferData)
-        }
+        branches = self.branches.items()
+        return {name: each for name, each in branches if isinstance(each, TensorTransferData)}
 
     def tensors(self) -> list[TensorView]:
         """The tensors that are sent, in the order of the wire."""
@@ -113,50 +109,33 @@ class KVCacheBundle:
         total = 0
         for name, branch in self.branches.items():
             if isinstance(branch, (PrefixOf, SameAs)):
-                sent = [view.nbytes for view in self._source(name, branch).tensors()]
-                source = self._source(name, branch).metadata.seq_len
-                total += sum(sent) * self._metadata(name).seq_len // source
+                source = self._source(name, branch)
+                sent = sum(view.nbytes for view in source.tensors())
+                total += sent * self._metadata(name).seq_len // source.metadata.seq_len
         return total
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        branches = self._wire_branches()
-        tensors = (spec for branch in branches for spec in self._reserve(branch))
-        return Manifest.lay_out(
-            self.request_id, branches, tensors, bundle=True, digests=digests, capacity=capacity
-        )
+    def reserve(self, branch: Branch) -> Iterable[Reserve]:
+        """Name, dtype code and shape of each tensor that a branch has of its own."""
+        owner = self.branches[branch.name]
+        return owner.reserve(branch) if isinstance(owner, OWNERS) else ()
 
     @classmethod
-    def from_region(cls, manifest: Manifest, region: Region) -> KVCacheBundle:
-        """The caches as views of a payload; nothing is copied."""
-        if manifest.kind != cls.__name__:
-            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
-        branches: dict[str, BundleBranch] = {}
-        for branch in manifest.branches:
-            if branch.tree is not None:
-                branches[branch.name] = tensors_at(manifest, branch, region)
-            elif branch.reuse is None:
-                branches[branch.name] = cache_at(manifest, branch, region)
-            elif branch.reuse.tokens is None:
-                branches[branch.name] = SameAs(branch.reuse.of, KVMetadata.from_branch(branch))
+    def views_of(
+        cls, manifest: Manifest, branches: Sequence[Branch], region: Region
+    ) -> KVCacheBundle:
+        """The branches of a validated payload; those that reuse another one have no tensors."""
+        found: dict[str, BundleBranch] = {}
+        for branch in branches:
+            reuse = branch.reuse
+            if reuse is None:
+                kind = KVCacheTransferData if branch.tree is None else TensorTransferData
+                found[branch.name] = kind.views_of(manifest, [branch], region)
+            elif reuse.tokens is None:
+                found[branch.name] = SameAs(reuse.of, KVMetadata.from_branch(branch))
             else:
                 metadata = KVMetadata.from_branch(branch)
-                branches[branch.name] = PrefixOf(branch.reuse.of, branch.reuse.tokens, metadata)
-        return cls(manifest.request_id, branches)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the payload as a .safetensors file that any stock tool opens."""
-        write_file(path, self.plan(), self.tensors())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> KVCacheBundle:
-        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
-
-        Raises:
-            WireError: the file is no payload, or was changed; names branch, layer, K or V.
-            SchemaError: the file holds another kind of payload.
-        """
-        return cls.from_region(*map_file(path, cls.__name__))
+                found[branch.name] = PrefixOf(reuse.of, reuse.tokens, metadata)
+        return cls(manifest.request_id, found)
 
     def difference(self, other: KVCacheBundle) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -185,12 +164,6 @@ class KVCacheBundle:
     def _owners(self) -> list[KVCacheTransferData | TensorTransferData]:
         return [b for b in self.branches.values() if isinstance(b, OWNERS)]
 
-    def _reserve(self, branch: Branch) -> Iterator[Reserve]:
-        owner = self.branches[branch.name]
-        if isinstance(owner, TensorTransferData):
-            return owner.reserve(branch.name)
-        return branch_tensors(branch)
-
     def _source(self, name: str, reference: PrefixOf | SameAs) -> KVCacheTransferData:
         source = self.branches.get(reference.branch)
         if not isinstance(source, KVCacheTransferData):
@@ -215,27 +188,13 @@ class KVCacheBundle:
             return Reuse(branch.branch, branch.tokens)
         return Reuse(branch.branch) if isinstance(branch, SameAs) else None
 
-    def _wire_branches(self) -> list[Branch]:
+    def _branches(self) -> list[Branch]:
         return [
             branch.as_branch(name)
             if isinstance(branch, OWNERS)
             else self._metadata(name).as_branch(name, reuse=self._reuse(name))
             for name, branch in self.branches.items()
         ]
-
-
-def _check_kind(name: str, branch: BundleBranch) -> None:
-    if isinstance(branch, TensorTransferData):
-        return
-    if not isinstance(branch, (KVCacheTransferData, PrefixOf, SameAs)):
-        raise SchemaError(
-            f"branch {name!r} is a {type(branch).__name__}; "
-            "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
-        )
-    if not isinstance(branch.metadata, KVMetadata) and not (
-        isinstance(branch, SameAs) and branch.metadata is None
-    ):
-        raise SchemaError(f"branch {name!r}: its metadata is no KVMetadata")
 
 
 KVPayload: TypeAlias = KVCacheTransferData | KVCacheBundle

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class ChunkDigest:
-    """The digests of a tensor's bytes, computed while they are being written.
-
-    Args:
-        data: the tensor's bytes in the payload.
-    """
+    """The digests of a tensor's bytes in the payload, computed while they are being written."""
 
     def __init__(self, data: memoryview):
         self._data, self._done, self._crcs = data, 0, list[int]()
@@ -51,30 +47,17 @@ def tensor_digest(manifest: Manifest, region: Region, spec: TensorSpec) -> Chunk
 
 
 def verify(manifest: Manifest, region: Region) -> None:
-    """Check every digest of a payload.
-
-    Raises:
-        IntegrityError: names the tensor, and the first MiB that differs.
-    """
+    """Check every digest of a payload; IntegrityError names the tensor and the first MiB."""
     for spec in manifest.tensors:
         if spec.digest:
             compare(spec, tensor_digest(manifest, region, spec).values())
 
 
 def compare(spec: TensorSpec, found: Sequence[int]) -> None:
-    """Compare the digests found with those that the producer committed.
-
-    Raises:
-        IntegrityError: names the tensor, and the first MiB that differs.
-    """
-    for chunk, (committed, crc) in enumerate(zip(spec.chunk_digests(), found, strict=True)):
-        if committed != crc:
-            raise mismatch(spec, chunk)
-
-
-def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
-    """The error for a chunk whose digest is not the committed one."""
-    return IntegrityError(
-        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
-        f"(MiB {chunk} of {len(spec.digest) // 8})"
-    )
+    """Raise IntegrityError, which names the first MiB whose digest is not the committed one."""
+    for chunk, crc in enumerate(found):
+        if spec.digest[8 * chunk : 8 * chunk + 8] != f"{crc:08x}":
+            raise IntegrityError(
+                f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
+                f"(MiB {chunk} of {len(spec.digest) // 8})"
+            )

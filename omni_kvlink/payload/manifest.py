@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import re
+import reprlib
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
@@ -82,9 +83,10 @@ ITEMSIZE = {
 
 PART_WORDS = {"key": "K", "value": "V", "latent": "latent"}
 PARTS = {"NHD": ("key", "value"), "ND": ("latent",)}
-"""A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim]."""
-RANKS = {"NHD": 3, "ND": 2}
-"""Dimensions by layout: [tokens, kv_heads, head_dim], or [tokens, latent_dim]."""
+"""A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim].
+
+A layout has a letter for each dimension.
+"""
 
 _BRANCH_NAME = re.compile(r"(?!pad$)[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _ZERO_CRC = "0" * 8
@@ -135,11 +137,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tree: dict[str, Any] | None = None
 
     @classmethod
-    def of_tree(cls, name: str, tree: dict[str, Any], metadata: dict[str, Any]) -> Branch:
-        """The branch of a `TensorTransferData`."""
-        return cls(
-            name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=metadata, tree=tree
-        )
+    def of_tree(cls, name: str, tree: dict[str, Any], extra: dict[str, Any]) -> Branch:
+        """The branch of a `TensorTransferData`; `extra` is its metadata."""
+        return cls(name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=extra, tree=tree)
 
     @property
     def carries_tensors(self) -> bool:
@@ -147,15 +147,14 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.reuse is None and self.seq_len > 0
 
     @property
+    def parts(self) -> int:
+        """Tensors of a layer; each tensor of a tree counts as a layer of its own."""
+        return len(PARTS[self.layout]) if self.tree is None else 1
+
+    @property
     def code(self) -> str:
         """The safetensors code of the dtype."""
         return DTYPES[self.dtype]
-
-
-def check_branches(branches: Sequence[Branch], *, bundle: bool, error: type[KVLinkError]) -> None:
-    """Raise `error` with the first thing that is wrong; used on both sides of a transfer."""
-    for complaint in _complaints(branches, bundle):
-        raise error(complaint)
 
 
 def length_complaints(branch: Branch) -> Iterator[str]:
@@ -163,7 +162,8 @@ def length_complaints(branch: Branch) -> Iterator[str]:
     if not 1 <= branch.num_layers <= MAX_LAYERS:
         yield f"num_layers {branch.num_layers}; must be 1 to {MAX_LAYERS}"
     if sum(branch.kv_lens) != branch.seq_len:
-        yield f"kv_lens {_short(branch.kv_lens)} do not add up to seq_len {branch.seq_len}"
+        shown = reprlib.repr(list(branch.kv_lens))  # a hostile header may have many
+        yield f"kv_lens {shown} do not add up to seq_len {branch.seq_len}"
     if not branch.kv_lens or len(branch.ropes) != len(branch.kv_lens):
         yield (
             f"{len(branch.ropes)} ropes for {len(branch.kv_lens)} kv_lens; "
@@ -174,10 +174,7 @@ def length_complaints(branch: Branch) -> Iterator[str]:
 
 
 def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Path and value of everything in nested dicts and lists that is neither, depth first.
-
-    A path is a JSON pointer (RFC 6901), such as "/hidden/0".
-    """
+    """Path (a JSON pointer, RFC 6901) and value of each leaf of dicts and lists, depth first."""
     if isinstance(node, dict):
         for key, child in node.items():
             yield from flatten(child, f"{path}/{key.replace('~', '~0').replace('/', '~1')}")
@@ -188,25 +185,26 @@ def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, node
 
 
-def _complaints(branches: Sequence[Branch], bundle: bool) -> Iterator[str]:
+def check_branches(branches: Sequence[Branch], *, bundle: bool, error: type[KVLinkError]) -> None:
+    """Raise `error` with the first thing that is wrong; used on both sides of a transfer."""
     if not 1 <= len(branches) <= MAX_BRANCHES:
-        yield f"{len(branches)} branches; a payload has 1 to {MAX_BRANCHES}"
+        raise error(f"{len(branches)} branches; a payload has 1 to {MAX_BRANCHES}")
     if not bundle and (len(branches) != 1 or branches[0].reuse):
-        yield "a payload that is no bundle has exactly one branch, with tensors of its own"
+        raise error("a payload that is no bundle has exactly one branch, with tensors of its own")
     by_name = {branch.name: branch for branch in branches}
     if len(by_name) != len(branches):
-        yield "two branches have the same name"
+        raise error("two branches have the same name")
     for branch in branches:
         where = f"branch {branch.name[:80]!r}"
         if not _BRANCH_NAME.fullmatch(branch.name):
-            yield f"{where}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'"
+            raise error(f"{where}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'")
         complaints = (
             (*length_complaints(branch), *_shape_complaints(branch), *_reuse_of(branch, by_name))
             if branch.tree is None
             else _tree_complaints(branch, branch.tree)
         )
         for complaint in complaints:
-            yield f"{where}: {complaint}"
+            raise error(f"{where}: {complaint}")
 
 
 def _tree_complaints(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
@@ -222,10 +220,10 @@ def _tree_complaints(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def _shape_complaints(branch: Branch) -> Iterator[str]:
-    rank = RANKS.get(branch.layout)
-    if rank is None:
-        yield f"layout {branch.layout[:40]!r}; must be one of {', '.join(RANKS)}"
+    if branch.layout not in PARTS:
+        yield f"layout {branch.layout[:40]!r}; must be one of {', '.join(PARTS)}"
         return
+    rank = len(branch.layout)
     if branch.dtype not in KV_DTYPES and (branch.dtype or branch.carries_tensors):
         yield f"dtype {branch.dtype[:40]!r}; must be one of {', '.join(KV_DTYPES)}"
     if not branch.carries_tensors:
@@ -288,12 +286,6 @@ def _depth(value: dict[str, Any]) -> int:
     return depth
 
 
-def _short(numbers: Sequence[int]) -> str:
-    """The first numbers, for an error text: a hostile header may have many."""
-    shown = ", ".join(map(str, numbers[:16]))
-    return f"[{shown}{', …' if len(numbers) > 16 else ''}]"
-
-
 # ---- the manifest
 
 
@@ -306,15 +298,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     start: int
     stop: int
     digest: str = ""
+    """Eight hexadecimal digits, a CRC-32C, for each started MiB; "" if digests are off."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, padding not counted."""
         return self.stop - self.start
-
-    def chunk_digests(self) -> list[int]:
-        """The CRC-32C of each started MiB; empty when the producer switched digests off."""
-        return [int(self.digest[i : i + 8], 16) for i in range(0, len(self.digest), 8)]
 
     def where(self) -> str:
         """How errors name the tensor: by branch, layer, K or V, or by branch and path."""
@@ -365,19 +354,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Manifest:
         """Assign each tensor its offset, and the header its final length.
 
-        Digests are placeholders of the right width until `with_digests`, so the header's length
-        does not change when they become known.
-
-        Args:
-            request_id: names the payload.
-            branches: the caches and trees of tensors.
-            tensors: name, dtype code and shape of each tensor, in the order of the branches.
-            bundle: whether the payload is a `KVCacheBundle`.
-            digests: whether the copier is to compute digests.
-            capacity: a plan made by `as_capacity`, whose offsets and header length are kept.
-
-        Raises:
-            SchemaError: too much for a header, or more than `capacity` has.
+        `tensors` are name, dtype code and shape of each, in the order of the branches. Digests are
+        placeholders of the right width until `with_digests`, so the header's length does not change
+        when they become known. Offsets and header length of a `capacity` (made by `as_capacity`)
+        are kept. SchemaError if there is too much for it, or for a header.
         """
         specs, at = [], 0
         allocated = {} if capacity is None else {spec.name: spec for spec in capacity.tensors}
@@ -429,21 +409,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, in the order of the wire."""
-        numbers = self._numbers(branch)
+        numbers = next(numbers for other, numbers in self._numbers() if other is branch)
         return self.tensors[numbers.start : numbers.stop]
 
     def layers(self) -> list[tuple[Branch, int, range]]:
-        """Every layer that carries tensors, in the order of the wire: branch, index, numbers.
-
-        Each tensor of a `TensorTransferData` counts as a layer of its own.
-        """
-        found = []
-        for branch in self.branches:
-            parts = len(PARTS[branch.layout]) if branch.tree is None else 1
-            numbers = self._numbers(branch)
-            for layer, first in enumerate(numbers[::parts]):
-                found.append((branch, layer, range(first, first + parts)))
-        return found
+        """Every layer that carries tensors, in the order of the wire: branch, index, numbers."""
+        return [
+            (branch, layer, range(first, first + branch.parts))
+            for branch, numbers in self._numbers()
+            for layer, first in enumerate(numbers[:: branch.parts])
+        ]
 
     def part(self, numbers: range) -> Manifest:
         """The same payload, restricted to the tensors with these numbers."""
@@ -453,17 +428,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The same payload, restricted to these tensors."""
         return msgspec.structs.replace(self, tensors=tuple(tensors))
 
-    def _numbers(self, branch: Branch) -> range:
+    def _numbers(self) -> Iterator[tuple[Branch, range]]:
+        """Each branch, and the numbers of its tensors."""
         start = 0
-        for other in self.branches:
-            if other.tree is not None:
-                count = sum(1 for _ in _leaves(other.tree))
+        for branch in self.branches:
+            if branch.tree is not None:
+                count = sum(1 for _ in _leaves(branch.tree))
             else:
-                count = len(PARTS[other.layout]) * other.num_layers if other.carries_tensors else 0
-            if other is branch:
-                return range(start, start + count)
+                count = branch.parts * branch.num_layers if branch.carries_tensors else 0
+            yield branch, range(start, start + count)
             start += count
-        raise KeyError(branch.name)
 
     def encode(self) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces."""
@@ -484,11 +458,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
-        """Read and completely validate a header.
-
-        Args:
-            buffer: the payload, or at least its header.
-            nbytes: the payload's true size, when `buffer` is shorter than it.
+        """Read and completely validate a header; `buffer` may end before the payload's `nbytes`.
 
         Raises:
             VersionError: another major version.
@@ -517,11 +487,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return manifest
 
 
-def tensor_name(branch: str, layer: int, part: str) -> str:
-    """The name of a cache's tensor in the header."""
-    return f"{branch}.{layer}.{part}"
-
-
 def tensor_names(branch: Branch) -> Iterator[str]:
     """The name of each tensor that a branch carries, in the order of the wire."""
     if branch.tree is not None:
@@ -530,7 +495,7 @@ def tensor_names(branch: Branch) -> Iterator[str]:
     elif branch.carries_tensors:
         for layer in range(branch.num_layers):
             for part in PARTS[branch.layout]:
-                yield tensor_name(branch.name, layer, part)
+                yield f"{branch.name}.{layer}.{part}"
 
 
 def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
@@ -580,11 +545,7 @@ _VERSION_ONLY = msgspec.json.Decoder(_VersionOnly)
 
 
 class _Header:
-    """A header that was decoded: its entries by name and the note, their content not yet checked.
-
-    Attributes:
-        nbytes: of the header with its length field: where the data starts.
-    """
+    """A decoded header of `nbytes` with its length field; entries and note are not yet checked."""
 
     def __init__(self, buffer: bytes | memoryview, total: int):
         self._text = _header_text(buffer, total)
@@ -592,9 +553,7 @@ class _Header:
         self.entries: dict[str, _HeaderEntry] = _decode(self._text, _ENTRIES)
         metadata = self.entries.pop("__metadata__", _HeaderEntry())
         if metadata.kvlink is msgspec.UNSET or metadata.dtype is not msgspec.UNSET:
-            raise WireError(
-                "no kvlink manifest in __metadata__: a safetensors file of another kind"
-            )
+            raise WireError("no kvlink manifest in __metadata__: another kind of safetensors file")
         self._note_json = metadata.kvlink.encode()
         version = _decode(self._note_json, _VERSION_ONLY).version
         if version[0] != VERSION[0]:

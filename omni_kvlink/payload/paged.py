@@ -23,15 +23,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class BlockTable:
     """The places of one sequence's tokens in a pool of blocks; the same for every layer.
 
-    Made by `of_blocks` or `of_slots`; checked against a pool by `PagedTensor`.
-
-    Attributes:
-        tokens: how many there are.
-        block_size: tokens in one block of the pool.
-        index: int64; block ids in the sequence's order, or one slot a token.
-        by_slot: whether `index` holds slots.
-        address: of the index in memory.
-        highest: the largest entry of the index.
+    Made by `of_blocks` or `of_slots`; checked against a pool by `PagedTensor`. `index` (int64) has
+    block ids in the sequence's order or, if `by_slot`, one slot a token.
     """
 
     def __init__(self, index: Index, tokens: int, block_size: int, *, by_slot: bool):
@@ -52,13 +45,8 @@ class BlockTable:
     ) -> BlockTable:
         """The table of the first `tokens` tokens in these blocks, in this order.
 
-        Args:
-            block_ids: the blocks; those beyond the tokens are left out.
-            block_size: tokens in one block of the pool.
-            tokens: how many tokens; the last block may be partly filled.
-
-        Raises:
-            SchemaError: too few blocks, or one occurs twice.
+        Blocks beyond the tokens are left out; the last one may be partly filled. SchemaError if
+        there are too few blocks, or one occurs twice.
         """
         _check_sizes(block_size, tokens)
         index = _int64(block_ids)
@@ -73,14 +61,8 @@ class BlockTable:
     def of_slots(cls, slots: Sequence[int] | torch.Tensor, *, block_size: int) -> BlockTable:
         """The table of tokens of which number i lies in slot `slots[i]`.
 
-        That is slot % block_size of block slot // block_size.
-
-        Args:
-            slots: one slot a token.
-            block_size: slots in one block of the pool.
-
-        Raises:
-            SchemaError: there is none, one is negative, or one occurs twice.
+        That is slot % block_size of block slot // block_size. SchemaError if there is none, one is
+        negative, or one occurs twice.
         """
         index = _int64(slots)
         _check_sizes(block_size, len(index))
@@ -107,14 +89,10 @@ class PagedTensor:
     Args:
         pool: `[num_blocks, block_size, *token]`, any strides. `split_stacked` and `split_packed`
             make such views of pools that hold K and V.
-        block_table: which tokens.
+        block_table: which tokens; SchemaError if the pool does not have these blocks.
         where: the tensor's name in errors, such as "layer 3, K".
 
-    Attributes:
-        shape: `[tokens, *token]`, as if it were dense; `dtype` and `device` are the pool's.
-
-    Raises:
-        SchemaError: the pool is no plain memory, or does not have these blocks.
+    Its `shape` is `[tokens, *token]`, as if it were dense.
     """
 
     def __init__(self, pool: torch.Tensor, block_table: BlockTable, where: str = "pool"):
@@ -135,11 +113,6 @@ class PagedTensor:
         self.dtype, self.device = pool.dtype, pool.device
 
     @property
-    def pages(self) -> BlockTable:
-        """The block table under its former name, for modules that do not use the new one yet."""
-        return self.block_table
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tokens, not of the pool."""
         return self.shape.numel() * self.dtype.itemsize
@@ -156,11 +129,7 @@ class PagedTensor:
         return tokens
 
     def fill(self, tokens: torch.Tensor) -> None:
-        """Write all tokens into the pool; the rest of it stays as it is.
-
-        Args:
-            tokens: of this tensor's shape and dtype, on any device.
-        """
+        """Write tokens of this shape and dtype, on any device, into the pool."""
         for _ in self.write(tokens):
             pass
 
@@ -222,9 +191,7 @@ def check_strided(tensor: object, where: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise SchemaError(
-            f"{where} is a {tensor.layout} tensor on {tensor.device}, not dense memory"
-        )
+        raise SchemaError(f"{where} is a {tensor.layout} on {tensor.device}, not dense memory")
 
 
 def _check_sizes(block_size: int, tokens: int) -> None:

@@ -17,23 +17,13 @@ PoolLayers: TypeAlias = Sequence[torch.Tensor]
 IndexLike: TypeAlias = Sequence[int] | torch.Tensor | None
 
 
-def split_stacked(
-    layers: PoolLayers,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`, as views.
-
-    Raises:
-        SchemaError: a layer has another shape.
-    """
+def split_stacked(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of the K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`."""
     return _split(layers, 0, "[2, num_blocks, block_size, kv_heads, head_dim]")
 
 
 def split_packed(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`, as views.
-
-    Raises:
-        SchemaError: a layer has another shape.
-    """
+    """Views of the K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`."""
     return _split(layers, 1, "[num_blocks, 2, block_size, kv_heads, head_dim]")
 
 
@@ -44,17 +34,7 @@ def block_table_of(
     block_ids: IndexLike = None,
     slot_mapping: IndexLike = None,
 ) -> BlockTable:
-    """The block table of a cache that is not empty, from block ids or a slot mapping.
-
-    Args:
-        kv_lens: tokens of each sequence; `block_ids` require a single one.
-        block_size: tokens in one block of the pools.
-        block_ids: the blocks of the sequence, in its order.
-        slot_mapping: or a slot a token.
-
-    Raises:
-        SchemaError: the table does not fit the lengths, or has an entry twice.
-    """
+    """The block table of a cache that is not empty; block ids are those of a single sequence."""
     if (block_ids is None) == (slot_mapping is None):
         raise SchemaError("give either block_ids or slot_mapping")
     tokens = sum(kv_lens)
@@ -78,30 +58,20 @@ def block_table_of(
 def paged_layers(
     key_cache: PoolLayers, value_cache: PoolLayers | None, block_table: BlockTable, layout: str
 ) -> dict[str, list[PagedTensor]]:
-    """The layers by the wire's name of the part.
-
-    Args:
-        key_cache: K's pools, or the latents' in layout "ND".
-        value_cache: V's; None in layout "ND".
-        block_table: the places of the tokens, in every pool.
-        layout: "NHD" or "ND".
-
-    Raises:
-        SchemaError: a pool is missing or lacks a block, or K and V differ; names layer, K or V.
-    """
+    """The layers by the wire's name of the part; in layout "ND", `key_cache` holds the latents."""
     if layout not in PARTS:
         raise SchemaError(f"layout {layout!r}; must be one of {', '.join(PARTS)}")
     parts = PARTS[layout]
     given = [key_cache] if value_cache is None else [key_cache, value_cache]
     if len(parts) != len(given):
         raise SchemaError(f"layout {layout!r} has {len(parts)} pools a layer, {len(given)} given")
-    layers = {
-        part: [
-            _paged(pool, block_table, f"layer {layer}, {PART_WORDS[part]}")
-            for layer, pool in enumerate(pools)
-        ]
-        for part, pools in zip(parts, given, strict=True)
-    }
+    layers: dict[str, list[PagedTensor]] = {part: [] for part in parts}
+    for part, pools in zip(parts, given, strict=True):
+        for layer, pool in enumerate(pools):
+            where = f"layer {layer}, {PART_WORDS[part]}"
+            if pool is None:
+                raise SchemaError(f"{where} is missing")
+            layers[part].append(PagedTensor(pool, block_table, where))
     for key, value in zip(layers[parts[0]], layers[parts[-1]], strict=False):
         if key.pool.shape != value.pool.shape:
             raise SchemaError(
@@ -109,12 +79,6 @@ def paged_layers(
                 f"while its K is {list(key.pool.shape)}"
             )
     return layers
-
-
-def _paged(pool: torch.Tensor | None, block_table: BlockTable, where: str) -> PagedTensor:
-    if pool is None:
-        raise SchemaError(f"{where} is missing")
-    return PagedTensor(pool, block_table, where)
 
 
 def _split(

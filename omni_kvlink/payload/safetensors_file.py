@@ -21,30 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def write_file(
-    path: str | os.PathLike[str], manifest: Manifest, views: Sequence[TensorView]
-) -> None:
-    """Write a payload; the file appears whole under its name or not at all.
-
-    Args:
-        path: the file, replaced if it exists.
-        manifest: the plan.
-        views: the tensors, in the manifest's order.
-
-    Raises:
-        SchemaError: a tensor is not what the plan says.
-        OSError: the file cannot be written; an existing one is left as it was.
-    """
+def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
+    """Write a payload; the file appears whole under its name, or an old one stays as it was."""
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, manifest.nbytes)
-            memory = mmap.mmap(file.fileno(), manifest.nbytes)
-            region = Mapping(memory, manifest.nbytes).region
-            _copy(views, manifest, region)
-            digests = [tensor_digest(manifest, region, spec).text() for spec in manifest.tensors]
-            region.view()[: manifest.header_nbytes] = manifest.with_digests(digests).encode()
+            os.posix_fallocate(file.fileno(), 0, plan.nbytes)
+            memory = mmap.mmap(file.fileno(), plan.nbytes)
+            region = Mapping(memory, plan.nbytes).region
+            _copy(views, plan, region)
+            digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
+            region.view()[: plan.header_nbytes] = plan.with_digests(digests).encode()
             memory.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -55,16 +43,7 @@ def write_file(
 
 
 def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]:
-    """Map a file readonly, validate its header and check every digest.
-
-    Args:
-        path: the file.
-        kind: the class that it must hold, as in `Manifest.kind`.
-
-    Raises:
-        WireError: the file is no payload, or was changed; names the tensor.
-        SchemaError: the file holds another kind of payload.
-    """
+    """Map a file readonly, validate its header, its `Manifest.kind` and every digest."""
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes < 8:

@@ -1,12 +1,14 @@
-"""`KVCacheTransferData` and `KVMetadata`: one KV cache, complete and consistent."""
+"""`KVCacheTransferData` and `KVMetadata`, one KV cache; `PayloadBase`, what all payloads share."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 import torch
@@ -16,7 +18,6 @@ from omni_kvlink.payload.manifest import (
     KV_DTYPES,
     PART_WORDS,
     PARTS,
-    RANKS,
     Branch,
     Manifest,
     Reuse,
@@ -25,14 +26,21 @@ from omni_kvlink.payload.manifest import (
     length_complaints,
     tensor_names,
 )
-from omni_kvlink.payload.paged import PagedTensor, check_strided
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import map_file, write_file
-from omni_kvlink.payload.views import TensorView, dtype_name, first_tokens, tensor_views
-from omni_kvlink.payload.views import same_bytes as same_bytes
+from omni_kvlink.payload.views import (
+    TensorView,
+    check_view,
+    dtype_name,
+    first_tokens,
+    same_bytes,
+    tensor_views,
+)
 
 if TYPE_CHECKING:
     import os
+
+    from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
 
@@ -70,8 +78,7 @@ class KVMetadata:
         extra: anything else, as JSON values (dicts with string keys, lists, no tuples, no NaN).
         shard: which heads of the whole model these are, under tensor parallelism.
 
-    Raises:
-        SchemaError: a value is not of its type, or the lengths contradict each other.
+    SchemaError if a value is not of its type, or the lengths contradict each other.
     """
 
     kv_lens: tuple[int, ...]
@@ -103,14 +110,10 @@ class KVMetadata:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVMetadata:
-        """Read the RFC's dict; keys for which this class has no field go into `extra`.
-
-        Raises:
-            SchemaError: a key is missing, or a value is not of its type.
-        """
+        """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
-        missing = [name for name in ("kv_lens", "ropes", "num_layers") if name not in values]
-        if missing:
+        required = ("kv_lens", "ropes", "num_layers")
+        if missing := [name for name in required if name not in values]:
             raise SchemaError(f"metadata lacks {', '.join(missing)}")
         known = {name: value for name, value in values.items() if name in names}
         known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
@@ -122,10 +125,8 @@ class KVMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the RFC's dict: `kv_lens` and `ropes` as lists, every field present."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["kv_lens"], values["ropes"] = list(self.kv_lens), list(self.ropes)
-        values["shard"] = msgspec.to_builtins(self.shard)
-        return values
+        lists = {"kv_lens": list(self.kv_lens), "ropes": list(self.ropes)}
+        return {**vars(self), **lists, "shard": msgspec.to_builtins(self.shard)}
 
     def as_branch(
         self,
@@ -136,9 +137,8 @@ class KVMetadata:
         reuse: Reuse | None = None,
     ) -> Branch:
         """This metadata as the wire carries it."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own = {"name": name, "shape": shape, "block_ids": block_ids, "reuse": reuse}
-        return _converted({**values, **own}, Branch)
+        return _converted({**vars(self), **own}, Branch)
 
     @classmethod
     def from_branch(cls, branch: Branch) -> KVMetadata:
@@ -146,7 +146,75 @@ class KVMetadata:
         return cls(**{field.name: getattr(branch, field.name) for field in dataclasses.fields(cls)})
 
 
-class KVCacheTransferData:
+class PayloadBase(ABC):
+    """What all payloads share: their layout, views of received memory, files."""
+
+    request_id: str
+    _is_bundle: ClassVar[bool] = False
+
+    @abstractmethod
+    def tensors(self) -> list[TensorView]:
+        """All tensors, in the order of the wire."""
+
+    @abstractmethod
+    def _branches(self) -> list[Branch]:
+        """The payload as the wire carries it, without its bytes."""
+
+    @abstractmethod
+    def reserve(self, branch: Branch) -> Iterable[Reserve]:
+        """Name, dtype code and shape of each tensor of a branch, in the order of the wire."""
+
+    @classmethod
+    @abstractmethod
+    def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
+        """The branches of a validated payload as views."""
+
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
+        branches = self._branches()
+        return Manifest.lay_out(
+            self.request_id,
+            branches,
+            chain.from_iterable(map(self.reserve, branches)),
+            bundle=self._is_bundle,
+            digests=digests,
+            capacity=capacity,
+        )
+
+    @classmethod
+    def from_region(cls, manifest: Manifest, region: Region) -> Self:
+        """The tensors as views of a payload; nothing is copied."""
+        if manifest.kind != cls.__name__:
+            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
+        return cls.views_of(manifest, manifest.branches, region)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the payload as a .safetensors file that any stock tool opens."""
+        write_file(path, self.plan(), self.tensors())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+
+        WireError if the file is no payload or was changed; SchemaError if it is of another class.
+        """
+        return cls.from_region(*map_file(path, cls.__name__))
+
+    def _first_difference(self, other: Self, names: Iterable[str]) -> str:
+        for name in names:
+            mine, theirs = map(operator.attrgetter(name), (self, other))
+            if mine != theirs:
+                return f"{name}: {mine!r:.100} here, {theirs!r:.100} there"
+        return ""
+
+    def _released(self) -> ClosedError:
+        return ClosedError(
+            f"payload {self.request_id!r} was released at the end of its `with` block; "
+            "keep the tensors you need, or clone them, inside it"
+        )
+
+
+class KVCacheTransferData(PayloadBase):
     """One KV cache to send, or one received; it borrows its tensors and never writes to them.
 
     Args:
@@ -158,8 +226,7 @@ class KVCacheTransferData:
         block_ids: the blocks the cache came from; empty for dense tensors.
         metadata: `KVMetadata`, or the RFC's dict of the same.
 
-    Raises:
-        SchemaError: anything does not fit; names layer, K or V, what was found and required.
+    SchemaError if anything does not fit: it names layer, K or V, what was found and required.
     """
 
     def __init__(
@@ -169,12 +236,11 @@ class KVCacheTransferData:
         block_ids: Sequence[int] = (),
         metadata: KVMetadata | Mapping[str, Any] | None = None,
     ):
-        check_request_id(request_id)
+        self.request_id = check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
             raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
-        self.request_id = request_id
         try:
             self.block_ids = [operator.index(block) for block in block_ids]
         except TypeError as error:
@@ -182,20 +248,13 @@ class KVCacheTransferData:
         self._blocks: dict[str, list[TensorView | None]] | None
         self._blocks = _complete_layers(layer_blocks, metadata)
         self.metadata = _fit_metadata(metadata, self._blocks)
-        check_branches([self.as_branch(SINGLE)], bundle=False, error=SchemaError)
+        check_branches(self._branches(), bundle=False, error=SchemaError)
 
     @property
     def layer_blocks(self) -> dict[str, list[TensorView | None]]:
-        """The tensors, by the RFC's names.
-
-        Raises:
-            ClosedError: the payload was received, and released since.
-        """
+        """The tensors, by the RFC's names; ClosedError after the release of a received payload."""
         if self._blocks is None:
-            raise ClosedError(
-                f"payload {self.request_id!r} was released at the end of its `with` block; "
-                "keep the tensors you need, or clone them, inside it"
-            )
+            raise self._released()
         return self._blocks
 
     @property
@@ -204,28 +263,11 @@ class KVCacheTransferData:
         return self.metadata.seq_len == 0
 
     def tensors(self) -> list[TensorView]:
-        """All layers in the order of the wire: layer by layer, K before V.
-
-        Each is a tensor, or the `PagedTensor` that was given; of a received cache always a tensor.
-        """
+        """All tensors in the order of the wire: layer by layer, K before V; as they were given."""
         if self.is_empty:
             return []
         parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
-        return [
-            tensor for layer in zip(*parts, strict=True) for tensor in layer if tensor is not None
-        ]
-
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        branch = self.as_branch(SINGLE)
-        return Manifest.lay_out(
-            self.request_id,
-            [branch],
-            branch_tensors(branch),
-            bundle=False,
-            digests=digests,
-            capacity=capacity,
-        )
+        return [view for layer in zip(*parts, strict=True) for view in layer if view is not None]
 
     @classmethod
     def blank(
@@ -238,21 +280,17 @@ class KVCacheTransferData:
     ) -> KVCacheTransferData:
         """Sizes without bytes, for `KVProducer.stream_put` and `KVProducer.allocate`.
 
-        Args:
-            request_id: names the payload.
-            row: the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`.
-            dtype: of every tensor.
-            metadata: gives the number of tokens, and `num_layers`.
+        `row` is the shape of one token: `(kv_heads, head_dim)`, in layout "ND" `(latent_dim,)`;
+        `metadata` gives the number of tokens, and `num_layers`.
         """
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         layer = None
         if metadata.seq_len:
             layer = torch.empty((metadata.seq_len, *row), dtype=dtype, device="meta")
-        names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
-        return cls(
-            request_id, {name: [layer] * metadata.num_layers for name in names}, (), metadata
-        )
+        parts = PARTS.get(metadata.layout, ())
+        blocks = {CACHES[part]: [layer] * metadata.num_layers for part in parts}
+        return cls(request_id, blocks, (), metadata)
 
     @classmethod
     def from_paged(
@@ -279,8 +317,7 @@ class KVCacheTransferData:
             block_ids: the blocks of the one sequence, in its order; the last may be partly filled.
             slot_mapping: or a slot a token: slot % block_size of block slot // block_size.
 
-        Raises:
-            SchemaError: a table or a pool does not fit; names layer, K or V.
+        SchemaError if a table or a pool does not fit; it names layer, K or V.
         """
         if isinstance(metadata, Mapping):
             metadata = KVMetadata.from_dict({"num_layers": len(key_cache), **metadata})
@@ -288,21 +325,16 @@ class KVCacheTransferData:
             raise SchemaError(f"block_size {block_size}, but metadata says {metadata.block_size}")
         metadata = dataclasses.replace(metadata, block_size=block_size)
         if not metadata.seq_len:
-            names = (CACHES[part] for part in PARTS.get(metadata.layout, ()))
-            return cls(request_id, {name: [None] * len(key_cache) for name in names}, (), metadata)
+            empty = {
+                CACHES[part]: [None] * len(key_cache) for part in PARTS.get(metadata.layout, ())
+            }
+            return cls(request_id, empty, (), metadata)
         table = block_table_of(
             metadata.kv_lens, block_size=block_size, block_ids=block_ids, slot_mapping=slot_mapping
         )
         layers = paged_layers(key_cache, value_cache, table, metadata.layout)
         blocks = {CACHES[part]: views for part, views in layers.items()}
         return cls(request_id, blocks, table.blocks(), metadata)
-
-    @classmethod
-    def from_region(cls, manifest: Manifest, region: Region) -> KVCacheTransferData:
-        """The cache as views of a payload; nothing is copied."""
-        if manifest.kind != cls.__name__:
-            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
-        return cache_at(manifest, manifest.branches[0], region)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the RFC's dict, which shares the tensors; `from_dict` reads it."""
@@ -315,44 +347,18 @@ class KVCacheTransferData:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
-        """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`.
-
-        Raises:
-            SchemaError: as the class does, or a key is missing.
-        """
-        missing = [
-            name for name in ("request_id", "layer_blocks", "metadata") if name not in values
-        ]
-        if missing:
+        """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`."""
+        required = ("request_id", "layer_blocks", "metadata")
+        if missing := [name for name in required if name not in values]:
             raise SchemaError(f"a KV cache's dict lacks {', '.join(missing)}")
-        return cls(
-            values["request_id"],
-            values["layer_blocks"],
-            values.get("block_ids", ()),
-            values["metadata"],
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the payload as a .safetensors file that any stock tool opens."""
-        write_file(path, self.plan(), self.tensors())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> KVCacheTransferData:
-        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
-
-        Raises:
-            WireError: the file is no payload, or was changed; names branch, layer, K or V.
-            SchemaError: the file holds another kind of payload.
-        """
-        return cls.from_region(*map_file(path, cls.__name__))
+        names = (*required, "block_ids")
+        return cls(**{name: values[name] for name in names if name in values})
 
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
         fields = [f"metadata.{field.name}" for field in dataclasses.fields(KVMetadata)]
-        for name in ("request_id", "block_ids", *fields):
-            mine, theirs = (operator.attrgetter(name)(cache) for cache in (self, other))
-            if mine != theirs:
-                return f"{name}: {mine!r:.100} here, {theirs!r:.100} there"
+        if found := self._first_difference(other, ("request_id", "block_ids", *fields)):
+            return found
         parts = PARTS[self.metadata.layout]
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         for index, (mine, theirs) in enumerate(pairs):
@@ -365,6 +371,24 @@ class KVCacheTransferData:
         tensors = self.tensors()
         shape = tuple(tensors[0].shape) if tensors else ()
         return self.metadata.as_branch(name, shape=shape, block_ids=tuple(self.block_ids))
+
+    def reserve(self, branch: Branch) -> Iterator[Reserve]:
+        """Name, dtype code and shape of each tensor; the branch has all of it."""
+        return ((name, branch.code, branch.shape) for name in tensor_names(branch))
+
+    @classmethod
+    def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
+        """The cache of one validated branch as views."""
+        (branch,), parts = branches, PARTS[branches[0].layout]
+        views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
+        data = object.__new__(cls)  # a second validation would double the time
+        data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
+        data._blocks = {
+            CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
+            for at, part in enumerate(parts)
+        }
+        data.metadata = KVMetadata.from_branch(branch)
+        return data
 
     def first_tokens(self, tokens: int, metadata: KVMetadata) -> KVCacheTransferData:
         """The cache of the first `tokens` tokens: views of the same bytes."""
@@ -386,26 +410,8 @@ class KVCacheTransferData:
             f"{meta.seq_len} tokens, {meta.dtype or 'empty'}{state}>"
         )
 
-
-def branch_tensors(branch: Branch) -> Iterator[Reserve]:
-    """Name, dtype code and shape of each tensor a branch carries, in the order of the wire."""
-    for name in tensor_names(branch):
-        yield name, branch.code, branch.shape
-
-
-def cache_at(manifest: Manifest, branch: Branch, region: Region) -> KVCacheTransferData:
-    """One cache of a validated payload as views."""
-    parts = PARTS[branch.layout]
-    specs = manifest.tensors_of(branch)
-    views = tensor_views(region, specs, manifest.header_nbytes)
-    data = object.__new__(KVCacheTransferData)  # a second validation would double the time
-    data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
-    data._blocks = {
-        CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
-        for at, part in enumerate(parts)
-    }
-    data.metadata = KVMetadata.from_branch(branch)
-    return data
+    def _branches(self) -> list[Branch]:
+        return [self.as_branch(SINGLE)]
 
 
 def _complete_layers(
@@ -427,23 +433,19 @@ def _complete_layers(
             raise SchemaError(
                 f"{word}: {len(blocks[name])} layers, but num_layers is {metadata.num_layers}"
             )
+        if first is None:
+            continue
         for index, layer in enumerate(blocks[name]):
-            if first is not None:
-                _check_layer(layer, first, f"layer {index}, {word}")
+            where = f"layer {index}, {word}"
+            if layer is None:
+                raise SchemaError(f"{where} is missing, while other layers are present")
+            check_view(layer, where)
+            if layer.shape != first.shape or layer.dtype != first.dtype:
+                raise SchemaError(
+                    f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache "
+                    f"is {first.dtype} {list(first.shape)}, and all must be alike"
+                )
     return blocks
-
-
-def _check_layer(layer: TensorView | None, first: TensorView, where: str) -> None:
-    if layer is None:
-        raise SchemaError(f"{where} is missing, while other layers are present")
-    is_plan = isinstance(layer, torch.Tensor) and layer.is_meta  # made by blank()
-    if not isinstance(layer, PagedTensor) and not is_plan:
-        check_strided(layer, where)
-    if layer.shape != first.shape or layer.dtype != first.dtype:
-        raise SchemaError(
-            f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache is "
-            f"{first.dtype} {list(first.shape)}, and all must be alike"
-        )
 
 
 def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None]]) -> KVMetadata:
@@ -454,7 +456,7 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
             raise SchemaError(f"kv_lens say {metadata.seq_len} tokens, but every layer is None")
         return metadata
     where = f"layer 0, {PART_WORDS[PARTS[metadata.layout][0]]}"
-    rank = RANKS[metadata.layout]
+    rank = len(metadata.layout)
     if len(first.shape) != rank or 0 in first.shape:
         raise SchemaError(
             f"{where} is {list(first.shape)}; layout {metadata.layout} has {rank} dimensions, "
@@ -465,10 +467,7 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
             f"{where} has {first.shape[0]} tokens, but kv_lens {list(metadata.kv_lens)} "
             f"say {metadata.seq_len}"
         )
-    try:
-        dtype = dtype_name(first.dtype)
-    except SchemaError as error:
-        raise SchemaError(f"{where}: {error}") from None
+    dtype = dtype_name(first.dtype)
     if dtype not in KV_DTYPES:
         raise SchemaError(
             f"{where}: dtype {first.dtype} is not one of a KV cache ({', '.join(KV_DTYPES)}); "
@@ -479,10 +478,11 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
     return dataclasses.replace(metadata, dtype=dtype)
 
 
-def check_request_id(request_id: object) -> None:
-    """Raise SchemaError unless the request id can travel."""
+def check_request_id(request_id: str) -> str:
+    """Return a request id; SchemaError if peers would refuse it and close the connection."""
     if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
         raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+    return request_id
 
 
 def _converted(values: object, kind: type[T]) -> T:
@@ -493,11 +493,7 @@ def _converted(values: object, kind: type[T]) -> T:
 
 
 def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """A private copy of a JSON object, as the other side will read it.
-
-    Raises:
-        SchemaError: it is no JSON object, or does not come back from JSON as it was.
-    """
+    """A private copy of a JSON object; SchemaError if it does not come back from JSON as it was."""
     try:
         copy = msgspec.json.decode(msgspec.json.encode(values))
     except (TypeError, ValueError, RecursionError) as error:

@@ -8,24 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
 
-from omni_kvlink.errors import ClosedError, SchemaError
-from omni_kvlink.payload.manifest import (
-    MAX_DEPTH,
-    MAX_RANK,
-    Branch,
-    Manifest,
-    check_branches,
-    flatten,
-)
-from omni_kvlink.payload.paged import PagedTensor, check_strided
-from omni_kvlink.payload.safetensors_file import map_file, write_file
-from omni_kvlink.payload.schema import Reserve, check_request_id, json_copy
-from omni_kvlink.payload.views import TensorView, dtype_code, same_bytes, tensor_views
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.manifest import MAX_DEPTH, MAX_RANK, Branch, check_branches, flatten
+from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
+from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""
@@ -36,7 +28,7 @@ TENSORS = "tensors"
 """The branch name of a payload that is one `TensorTransferData` and no bundle."""
 
 
-class TensorTransferData:
+class TensorTransferData(PayloadBase):
     """Tensors by name, for hidden states, embeddings, token ids, masks or opaque blocks.
 
     It borrows its tensors and never writes to them. `data["hidden"]` is a tensor, or the dict or
@@ -50,38 +42,26 @@ class TensorTransferData:
             any strides, any device; the dtypes of `DTYPES`. A `PagedTensor` may stand for a tensor.
         metadata: a JSON object: string keys, lists, no tuples, no NaN. It is copied.
 
-    Raises:
-        SchemaError: anything cannot be sent; names the path of the tensor, such as "hidden/0".
+    SchemaError names the path of a tensor that cannot be sent, such as "hidden/0".
     """
 
     def __init__(
-        self,
-        request_id: str,
-        tensors: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
+        self, request_id: str, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
     ):
-        check_request_id(request_id)
+        self.request_id = check_request_id(request_id)
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
         if not isinstance(metadata, (Mapping, type(None))):
             raise SchemaError(f"metadata: a {type(metadata).__name__}, wanted a dict")
-        self.request_id = request_id
         self.metadata: dict[str, Any] = json_copy(dict(metadata or {}), "metadata")
         self._tree: dict[str, TensorTree] | None = _checked_dict(tensors, "", 1)
-        check_branches([self.as_branch(TENSORS)], bundle=False, error=SchemaError)
+        check_branches(self._branches(), bundle=False, error=SchemaError)
 
     @property
     def tree(self) -> dict[str, TensorTree]:
-        """The tensors in the dicts and lists in which they were given.
-
-        Raises:
-            ClosedError: the payload was released.
-        """
+        """The tensors in their dicts and lists; ClosedError if the payload was released."""
         if self._tree is None:
-            raise ClosedError(
-                f"payload {self.request_id!r} was released at the end of its `with` block; "
-                "keep the tensors you need, or clone them, inside it"
-            )
+            raise self._released()
         return self._tree
 
     def __getitem__(self, name: str) -> Any:
@@ -99,66 +79,24 @@ class TensorTransferData:
         """All tensors in the order of the wire: depth first, in the order of dicts and lists."""
         return [leaf for _, leaf in self._flat()]
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Lay out the payload before a byte is copied; `capacity` as in `Manifest.lay_out`."""
-        return Manifest.lay_out(
-            self.request_id,
-            [self.as_branch(TENSORS)],
-            self.reserve(TENSORS),
-            bundle=False,
-            digests=digests,
-            capacity=capacity,
-        )
-
     @classmethod
     def blank(
-        cls,
-        request_id: str,
-        tensors: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
+        cls, request_id: str, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
     ) -> TensorTransferData:
         """Sizes without bytes, for `KVProducer.allocate` and `KVProducer.stream_put`.
 
-        Args:
-            request_id: names the payload.
-            tensors: as for the class, but only shapes and dtypes count: tensors on torch's `meta`
-                device will do.
-            metadata: as for the class.
+        Only the shapes and dtypes of `tensors` count: tensors on torch's `meta` device will do.
         """
         data = cls(request_id, tensors, metadata)
-        metas = [
-            torch.empty(view.shape, dtype=view.dtype, device="meta") for view in data.tensors()
-        ]
-        data._tree = _restored(_skeleton(data.tree), iter(metas))
+        views = data.tensors()
+        metas = (torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views)
+        data._tree = _mapped(data.tree, lambda _: next(metas))
         return data
-
-    @classmethod
-    def from_region(cls, manifest: Manifest, region: Region) -> TensorTransferData:
-        """The tensors as views of a payload; nothing is copied."""
-        if manifest.kind != cls.__name__:
-            raise SchemaError(f"payload {manifest.request_id!r} is a {manifest.kind}")
-        return tensors_at(manifest, manifest.branches[0], region)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the payload as a .safetensors file that any stock tool opens."""
-        write_file(path, self.plan(), self.tensors())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TensorTransferData:
-        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
-
-        Raises:
-            WireError: the file is no payload, or was changed; names the tensor.
-            SchemaError: the file holds another kind of payload.
-        """
-        return cls.from_region(*map_file(path, cls.__name__))
 
     def difference(self, other: TensorTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
-        for name in ("request_id", "metadata"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name}: {mine!r:.100} here, {theirs!r:.100} there"
+        if found := self._first_difference(other, ("request_id", "metadata")):
+            return found
         mine, theirs = _skeleton(self.tree), _skeleton(other.tree)
         if mine != theirs or list(self) != list(other):
             return f"tensors: {mine!r:.100} here, {theirs!r:.100} there"
@@ -172,10 +110,22 @@ class TensorTransferData:
         """The structure and the metadata, as the wire carries them."""
         return Branch.of_tree(name, _skeleton(self.tree), json_copy(self.metadata, "metadata"))
 
-    def reserve(self, branch: str) -> Iterator[Reserve]:
+    def reserve(self, branch: Branch) -> Iterator[Reserve]:
         """Name, dtype code and shape of each tensor, in the order of the wire."""
         for path, view in self._flat():
-            yield branch + path, dtype_code(view.dtype), tuple(view.shape)
+            yield branch.name + path, dtype_code(view.dtype), tuple(view.shape)
+
+    @classmethod
+    def views_of(
+        cls, manifest: Manifest, branches: Sequence[Branch], region: Region
+    ) -> TensorTransferData:
+        """The tensors of one validated branch as views."""
+        (branch,) = branches
+        views = iter(tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes))
+        data = object.__new__(cls)  # the manifest was validated
+        data.request_id, data.metadata = manifest.request_id, branch.extra
+        data._tree = _mapped(branch.tree, lambda _: next(views))
+        return data
 
     def close(self) -> None:
         """Release the tensors; those that the caller kept stay valid."""
@@ -185,18 +135,11 @@ class TensorTransferData:
         state = ", ".join(self._tree) if self._tree is not None else "(released)"
         return f"<TensorTransferData {self.request_id!r}: {state:.200}>"
 
+    def _branches(self) -> list[Branch]:
+        return [self.as_branch(TENSORS)]
+
     def _flat(self) -> Iterator[tuple[str, TensorView]]:
         return flatten(self.tree)  # type: ignore[return-value]  # every leaf was checked
-
-
-def tensors_at(manifest: Manifest, branch: Branch, region: Region) -> TensorTransferData:
-    """One branch of a validated payload as views."""
-    assert branch.tree is not None
-    specs = manifest.tensors_of(branch)
-    data = object.__new__(TensorTransferData)  # the manifest was validated
-    data.request_id, data.metadata = manifest.request_id, branch.extra
-    data._tree = _restored(branch.tree, iter(tensor_views(region, specs, manifest.header_nbytes)))
-    return data
 
 
 def _checked_dict(values: Mapping[str, Any], path: str, depth: int) -> dict[str, TensorTree]:
@@ -218,32 +161,21 @@ def _checked(value: object, path: str, depth: int) -> TensorTree:
         if isinstance(value, Mapping):
             return _checked_dict(value, path, depth + 1)
         return [_checked(child, f"{path}/{i}", depth + 1) for i, child in enumerate(value)]
-    is_plan = isinstance(value, torch.Tensor) and value.is_meta  # made by blank()
-    if not isinstance(value, PagedTensor) and not is_plan:
-        check_strided(value, where)
-    assert isinstance(value, TensorView)
-    if len(value.shape) > MAX_RANK:
-        raise SchemaError(f"{where} has {len(value.shape)} dimensions; the limit is {MAX_RANK}")
-    try:
-        dtype_code(value.dtype)
-    except SchemaError as error:
-        raise SchemaError(f"{where}: {error}") from None
-    return value
+    view = check_view(value, where)
+    if len(view.shape) > MAX_RANK:
+        raise SchemaError(f"{where} has {len(view.shape)} dimensions; the limit is {MAX_RANK}")
+    return view
 
 
-def _skeleton(node: Any) -> Any:
+def _skeleton(tree: dict[str, TensorTree]) -> dict[str, Any]:
     """The structure with a 0 in the place of each tensor."""
-    if isinstance(node, dict):
-        return {key: _skeleton(child) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_skeleton(child) for child in node]
-    return 0
+    return _mapped(tree, lambda _: 0)  # type: ignore[no-any-return]
 
 
-def _restored(node: Any, views: Iterator[torch.Tensor]) -> Any:
-    """The structure with the next tensor in the place of each 0."""
+def _mapped(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """The structure with what `replace` returns in the place of each leaf, in their order."""
     if isinstance(node, dict):
-        return {key: _restored(child, views) for key, child in node.items()}
+        return {key: _mapped(child, replace) for key, child in node.items()}
     if isinstance(node, list):
-        return [_restored(child, views) for child in node]
-    return next(views)
+        return [_mapped(child, replace) for child in node]
+    return replace(node)

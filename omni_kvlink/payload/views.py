@@ -11,7 +11,7 @@ import torch
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import DTYPES, TensorSpec
-from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.paged import PagedTensor, check_strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,44 +23,42 @@ TensorView: TypeAlias = torch.Tensor | PagedTensor
 
 _BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+_ALL_NAMES = ", ".join(DTYPES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in torch without the prefix, such as "bfloat16".
-
-    Raises:
-        SchemaError: the format has no code for the dtype.
-    """
+    """The name of a dtype in torch, such as "bfloat16"; SchemaError if it cannot be sent."""
     if dtype not in _NAMES:
-        raise SchemaError(f"dtype {dtype} cannot be sent; use one of {', '.join(DTYPES)}")
+        raise SchemaError(f"dtype {dtype} cannot be sent; use one of {_ALL_NAMES}")
     return _NAMES[dtype]
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The safetensors code of a dtype, such as "BF16".
-
-    Raises:
-        SchemaError: the format has no code for the dtype.
-    """
+    """The safetensors code of a dtype, such as "BF16"; SchemaError if it cannot be sent."""
     return DTYPES[dtype_name(dtype)]
 
 
+def check_view(view: object, where: str) -> TensorView:
+    """Return a tensor or a plan that `blank` made; SchemaError if it cannot be sent."""
+    if not isinstance(view, PagedTensor) and not (isinstance(view, torch.Tensor) and view.is_meta):
+        check_strided(view, where)
+    assert isinstance(view, TensorView)
+    if view.dtype not in _NAMES:
+        raise SchemaError(f"{where}: dtype {view.dtype} cannot be sent; use one of {_ALL_NAMES}")
+    return view
+
+
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
-    """One tensor of a payload; see `tensor_views`."""
+    """One tensor of a payload whose data section starts at byte `data`; see `tensor_views`."""
     return tensor_views(region, [spec], data)[0]
 
 
 def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
-    """Tensors of a payload as views of its region; no byte is copied.
+    """Tensors of a payload as views of its region; its data section starts at byte `data`.
 
     They share the region's span, so the region lives, and its finalizer waits, until the last
     tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
     readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
-
-    Args:
-        region: the payload.
-        specs: which tensors.
-        data: where the data section starts, in bytes.
     """
     flat = byte_tensor(region)  # one buffer for all, and one call a tensor: a payload has hundreds
     typed: dict[str, torch.Tensor] = {}
@@ -98,14 +96,9 @@ def same_bytes(a: TensorView, b: TensorView) -> bool:
 
 
 def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
-    """Copy tokens into the blocks of a paged tensor, by the compiled library where it can.
+    """Copy tokens of the same shape and dtype, on any device, into the blocks of a paged tensor.
 
-    Args:
-        paged: where to.
-        tokens: of the paged tensor's shape and dtype, on any device.
-
-    Raises:
-        SchemaError: the two share memory.
+    SchemaError if the two share memory.
     """
     packed = packed_view(paged)
     if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
@@ -131,19 +124,40 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
-    """The view as the compiled libraries take it; empty if only torch can reach its memory.
-
-    Args:
-        view: a tensor or a paged tensor.
-        on: the type of the device whose memory the library can reach.
-    """
+    """The view as a compiled library for devices of type `on` takes it; else empty."""
     if view.device.type != on:
         return ()
+    sizes: Sequence[int]
+    table = None
     if isinstance(view, PagedTensor):
-        return _packed_paged(view)
-    if _is_flat(view):
+        memory, table = view.pool, view.block_table
+        inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
+        unused = (host.DIMS - 1) - (memory.dim() - inner)
+        sizes = (len(table.index), *(1,) * unused, *memory.shape[inner:])
+        strides = (memory.stride(0), *(0,) * unused, *memory.stride()[inner:])
+    elif _is_flat(view):
         return host.packed_flat_view(view.data_ptr(), view.nbytes)
-    return _packed_strided(view)
+    else:
+        memory, sizes, strides = view, view.shape, view.stride()
+    if memory.is_neg() or len(sizes) > host.DIMS:
+        return ()
+    size, storage = memory.element_size(), memory.untyped_storage()
+    packed = host.packed_view(
+        storage.data_ptr(),
+        storage.nbytes(),  # the library checks the strides against it
+        size,
+        offset=int(memory.storage_offset()) * size,
+        sizes=sizes,
+        strides=[stride * size for stride in strides],
+    )
+    if table is None:
+        return packed
+    split, blocks = table.block_size, memory.shape[0]
+    if not table.by_slot:
+        return host.packed_indexed_view(packed, table.address, limit=blocks)
+    return host.packed_indexed_view(
+        packed, table.address, limit=blocks * split, split=split, stride=memory.stride(1) * size
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,48 +168,6 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_flat(tensor: torch.Tensor) -> bool:
     return not tensor.is_neg() and tensor.is_contiguous()
-
-
-def _packed_strided(tensor: torch.Tensor) -> host.PackedView:
-    """Bounded by the tensor's storage, so that the library can check the strides against it."""
-    if tensor.is_neg() or tensor.dim() > host.DIMS:
-        return ()
-    size, storage = tensor.element_size(), tensor.untyped_storage()
-    return host.packed_view(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(tensor.storage_offset()) * size,
-        sizes=tensor.shape,
-        strides=[stride * size for stride in tensor.stride()],
-    )
-
-
-def _packed_paged(paged: PagedTensor) -> host.PackedView:
-    pool, table = paged.pool, paged.block_table
-    inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
-    unused = host.DIMS - 1 - (pool.dim() - inner)
-    if pool.is_neg() or unused < 0:
-        return ()
-    size, storage = pool.element_size(), pool.untyped_storage()
-    strides = [stride * size for stride in pool.stride()]
-    view = host.packed_view(
-        storage.data_ptr(),
-        storage.nbytes(),
-        size,
-        offset=int(pool.storage_offset()) * size,
-        sizes=(len(table.index), *(1,) * unused, *pool.shape[inner:]),
-        strides=(strides[0], *(0,) * unused, *strides[inner:]),
-    )
-    if not table.by_slot:
-        return host.packed_indexed_view(view, table.address, limit=pool.shape[0])
-    return host.packed_indexed_view(
-        view,
-        table.address,
-        limit=pool.shape[0] * table.block_size,
-        split=table.block_size,
-        stride=strides[1],
-    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.lookup import PrefixStore
-from omni_kvlink.lookup.index import PrefixIndex
-from omni_kvlink.lookup.tokens import common, count, encode
+from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
 
 BIG = 1 << 30
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)

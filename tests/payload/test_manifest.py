@@ -130,8 +130,8 @@ def _seconds(header: bytes, nbytes: int) -> float:
 
 def test_digests_are_one_for_each_started_mib() -> None:
     manifest, _ = written(cache(layers=1, shape=(DIGEST_CHUNK // 32 + 1, 2, 4)))
-    assert [len(spec.chunk_digests()) for spec in manifest.tensors] == [2, 2]
-    assert all(spec.chunk_digests() == [] for spec in cache().plan(digests=False).tensors)
+    assert [len(spec.digest) for spec in manifest.tensors] == [2 * 8, 2 * 8]
+    assert all(spec.digest == "" for spec in cache().plan(digests=False).tensors)
 
 
 def test_where_names_a_tensor_by_branch_layer_and_part() -> None:

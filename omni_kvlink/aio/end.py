@@ -1,0 +1,54 @@
+"""`AsyncLinkEnd`, what both ends of a link share for asyncio; `in_thread`, methods in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from omni_kvlink.link import KVConsumer, KVProducer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from typing_extensions import Self
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Link = TypeVar("Link", bound=KVProducer | KVConsumer)
+
+
+def in_thread(
+    attribute: str, method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The method of the object that `self.<attribute>` is, as a coroutine that runs in a thread."""
+
+    @wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        below: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
+        return await asyncio.to_thread(below, *args, **kwargs)
+
+    return call
+
+
+class AsyncLinkEnd(Generic[Link]):
+    """The methods of both `KVProducer` and `KVConsumer`, awaited where they block."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def abort(self, request_id: str, reason: str = "aborted") -> None:
+        """`abort` of the link below; does not block."""
+        self.link.abort(request_id, reason)
+
+    def stats(self) -> dict[str, Any]:
+        """`stats` of the link below."""
+        return self.link.stats()
+
+    close = in_thread("link", KVProducer.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
