@@ -185,7 +185,7 @@ def recorded() -> Iterator[dict[str, int]]:
 
     The moment of the commit is inside `put`, so it cannot be timed around a call.
     """
-    at, point = dict[str, int](), fault_points.point
+    at, point, enabled = dict[str, int](), fault_points.point, fault_points.enabled
 
     def record(name: str) -> None:
         at[name] = time.monotonic_ns()
@@ -195,7 +195,7 @@ def recorded() -> Iterator[dict[str, int]]:
     try:
         yield at
     finally:
-        fault_points.point = point
+        fault_points.point, fault_points.enabled = point, enabled
 
 
 def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:

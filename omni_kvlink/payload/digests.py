@@ -54,10 +54,16 @@ def verify(manifest: Manifest, region: Region) -> None:
 
 
 def compare(spec: TensorSpec, found: Sequence[int]) -> None:
-    """Raise IntegrityError, which names the first MiB whose digest is not the committed one."""
-    for chunk, crc in enumerate(found):
-        if spec.digest[8 * chunk : 8 * chunk + 8] != f"{crc:08x}":
-            raise IntegrityError(
-                f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
-                f"(MiB {chunk} of {len(spec.digest) // 8})"
-            )
+    """Raise `mismatch` for the first chunk whose digest is not the committed one."""
+    committed = (spec.digest[at : at + 8] for at in range(0, len(spec.digest), 8))
+    for chunk, (text, crc) in enumerate(zip(committed, found, strict=True)):
+        if text != f"{crc:08x}":
+            raise mismatch(spec, chunk)
+
+
+def mismatch(spec: TensorSpec, chunk: int) -> IntegrityError:
+    """The error for a chunk whose digest is not the committed one; names tensor and MiB."""
+    return IntegrityError(
+        f"{spec.where()}: the bytes from {chunk * DIGEST_CHUNK} on are not those committed "
+        f"(MiB {chunk} of {len(spec.digest) // 8})"
+    )
