@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.errors import IntegrityError, TransferFailed
-from omni_kvlink.integrations.vllm.payload import HEAD, LAST, Pools
+from omni_kvlink.integrations.vllm.pools import HEAD, LAST, Pools
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink import BlockTable, KVConsumer, ReceivedStream
+    from omni_kvlink import KVConsumer, PagedTensor, ReceivedStream
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
@@ -29,16 +29,9 @@ THREADS = 4
 
 
 class CacheLoad:
-    """The load of one cache.
+    """The load of one cache: a pool thread requests it; none waits; a pool thread copies it.
 
-    A pool thread requests it; no thread waits for it; a pool thread copies it.
-
-    Args:
-        load: what to load.
-        pools: the engine's pools.
-        peers: the producers' links.
-        submit: runs a function in the thread pool.
-        timeout: seconds within which the whole cache must be loaded.
+    `submit` runs a function in the thread pool; the load ends within `timeout` seconds.
     """
 
     def __init__(
@@ -47,7 +40,6 @@ class CacheLoad:
         pools: Pools,
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
-        *,
         timeout: float,
     ):
         self.load = load
@@ -130,11 +122,8 @@ class CacheLoad:
         began = time.monotonic()
         self.wait_seconds = began - self._started
         try:
-            delivery = pending.wait(timeout=0.0)
-            timeout = self._left()
-            with open_stream(
-                link, delivery, started=time.perf_counter(), timeout=timeout
-            ) as stream:
+            delivery, started = pending.wait(timeout=0.0), time.perf_counter()
+            with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
                 self._copy(stream, link.url)
         except Exception as error:
             self._complete(error)
@@ -152,29 +141,28 @@ class CacheLoad:
         self.nbytes = stream.manifest.nbytes
         targets = self._targets()
         for layer in range(len(self._pools.layers)):
-            for branch, (blocks, skip) in targets.items():
+            for branch, (views, skip) in targets.items():
                 self._check_cancelled()
                 received = stream.wait_for_layer(layer, branch=branch, timeout=self._left())
-                target = self._pools.layer_view(layer, blocks)
                 if not skip:
-                    received.scatter(target)
+                    received.scatter(views[layer])
                     continue
                 scratch = torch.empty_like(received.key)  # digests cover all blocks
                 received.scatter(scratch)
-                write(target, scratch[skip * self._pools.format.block_size :])
+                write(views[layer], scratch[skip * self._pools.format.block_size :])
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
         stream.wait(timeout=self._left())  # until the commit
 
-    def _targets(self) -> dict[str, tuple[BlockTable, int]]:
-        """By branch, the blocks to fill and the number of leading blocks that are present."""
+    def _targets(self) -> dict[str, tuple[list[PagedTensor], int]]:
+        """By branch, each layer's blocks to fill and the number of leading blocks present."""
         split, skip = self._pools.split(self.load), self.load.skip
         found = {}
         if len(split.get(HEAD, ())) > skip:
-            found[HEAD] = (self._pools.block_table(split[HEAD][skip:]), skip)
+            found[HEAD] = (self._pools.views(split[HEAD][skip:]), skip)
         if self.load.is_async:  # "sync": the engine computes it, as after a local hit
-            found[LAST] = (self._pools.block_table(split[LAST]), 0)
+            found[LAST] = (self._pools.views(split[LAST]), 0)
         return found
 
     def _complete(self, error: Exception | None) -> None:
@@ -188,20 +176,18 @@ class Loader:
     """The loads of a consumer's worker; called by the engine's thread only."""
 
     def __init__(self, pools: Pools, peers: Peers, meter: Meter, *, timeout: float):
-        self._pools, self._peers, self._meter = pools, peers, meter
-        self._timeout = timeout
+        self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self._submit = self._pool.submit
         self._loading: dict[str, CacheLoad] = {}
         self._invalid: set[int] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block."""
         for load in loads:
-            loading = CacheLoad(
-                load, self._pools, self._peers, self._pool.submit, timeout=self._timeout
-            )
+            loading = CacheLoad(load, self._pools, self._peers, self._submit, self._timeout)
             self._loading[load.request_id] = loading
-            self._pool.submit(loading.request)
+            self._submit(loading.request)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -211,24 +197,20 @@ class Loader:
 
     def wait_for_pass(self) -> set[int]:
         """Wait for the synchronous loads of the forward pass; return the invalid blocks so far."""
-        for request_id, loading in list(self._loading.items()):
-            if not loading.load.is_async:
-                loading.wait()
-                del self._loading[request_id]
-                self._report(loading)
+        for loading in [each for each in self._loading.values() if not each.load.is_async]:
+            loading.wait()
+            self._end(loading)
         return self._invalid
 
     def finished(self) -> set[str]:
         """Requests whose asynchronous load has ended, with or without success."""
         self.wait_for_pass()
-        ended = set()
-        for request_id, loading in list(self._loading.items()):
+        for loading in self._loading.values():
             loading.expire()
-            if loading.done.is_set():
-                del self._loading[request_id]
-                self._report(loading)
-                ended.add(request_id)
-        return ended
+        ended = [loading for loading in self._loading.values() if loading.done.is_set()]
+        for loading in ended:
+            self._end(loading)
+        return {loading.load.request_id for loading in ended}
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed since the last call."""
@@ -242,7 +224,7 @@ class Loader:
         if loading is not None:
             loading.cancel(cancelled.reason)
         if cancelled.readers == 1:  # other readers may still need it
-            self._pool.submit(self._abort, cancelled)
+            self._submit(self._abort, cancelled)
 
     def close(self) -> None:
         """Cancel all loads and close the links."""
@@ -258,8 +240,10 @@ class Loader:
         except Exception as error:
             log.warning("cache %r could not be aborted: %s", cancelled.key, str(error))
 
-    def _report(self, loading: CacheLoad) -> None:
+    def _end(self, loading: CacheLoad) -> None:
+        """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
+        del self._loading[load.request_id]
         if error is None:
             self._meter.count("received")
             self._meter.observe(

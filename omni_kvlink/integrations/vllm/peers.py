@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Consumer links by URL; thread-safe.
-
-    Args:
-        urls: the URLs that a request may name; any other is refused.
-        options: options of `KVLink.connect`.
-    """
+    """Consumer links by URL; a request may name one of `urls` and no other. Thread-safe."""
 
     def __init__(self, urls: Sequence[str], options: Mapping[str, Any]):
         self._urls, self._options = list(urls), dict(options)
@@ -28,11 +23,7 @@ class Peers:
         self._closed = False
 
     def link(self, url: str, *, timeout: float) -> KVConsumer:
-        """Return the link to a producer; connect if needed, and block until it serves.
-
-        Args:
-            url: one of `urls`; the first of them if empty.
-            timeout: seconds.
+        """The link to a producer, the first if `url` is empty; blocks until it serves.
 
         Raises:
             SchemaError: `url` is not one of `urls`.
@@ -45,10 +36,8 @@ class Peers:
                 f"remote_url {url!r:.200} is not one of this engine's peers: "
                 f"{', '.join(self._urls)}"
             )
-        started, lock = (
-            time.monotonic(),
-            self._locks[url],
-        )  # per URL: a slow peer does not block the others
+        started = time.monotonic()
+        lock = self._locks[url]  # per URL: a slow peer does not block the others
         if not lock.acquire(timeout=max(0.0, timeout)):
             raise TransferTimeout(f"{url}: no connection after {timeout:g} s", waited=timeout)
         try:

@@ -13,8 +13,8 @@ from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink import BlockTable, KVProducer, PutStream, Receipt
-    from omni_kvlink.integrations.vllm.payload import Pools
+    from omni_kvlink import KVProducer, PutStream, Receipt, TensorView
+    from omni_kvlink.integrations.vllm.pools import Pools
     from omni_kvlink.integrations.vllm.settings import VllmSettings
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import PromptCache
@@ -30,33 +30,28 @@ class CacheSave:
         self.error: Exception | None = None
         self.receipt: Receipt | None = None
         self._stream: PutStream | None = None
-        self._block_tables: dict[str, BlockTable] = {}
+        self._views: dict[str, list[TensorView]] = {}
         self._started = time.perf_counter()
 
     def open(self, link: KVProducer, ttl: float) -> None:
         """Announce the cache on the link."""
         bundle = self._pools.bundle(self.cache)
-        split = self._pools.split(self.cache)
-        self._block_tables = {
-            name: self._pools.block_table(blocks) for name, blocks in split.items()
-        }
+        self._views = {name: data.tensors() for name, data in bundle.tensor_data.items()}
         # timeout=0: waiting for memory would stall the forward pass.
         self._stream = link.stream_put(bundle, readers=self.cache.readers, ttl=ttl, timeout=0.0)
 
     def write(self, layer: int) -> None:
         """Copy one layer of every branch into the payload."""
         assert self._stream is not None
-        for name, block_table in self._block_tables.items():
-            self._stream.write_layer(layer, self._pools.layer_view(layer, block_table), branch=name)
+        for name, views in self._views.items():
+            self._stream.write_layer(layer, views[layer], branch=name)
 
     def commit(self, meter: Meter) -> None:
         """Commit the payload; `receipt` is set afterwards."""
         assert self._stream is not None
         self.receipt = self._stream.commit()
-        meter.observe(
-            save_seconds=time.perf_counter() - self._started,
-            save_bytes=self._stream.manifest.nbytes,
-        )
+        seconds = time.perf_counter() - self._started
+        meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
 
     def fail(self, link: KVProducer, error: Exception) -> None:
         """Fail the payload, so that consumers that wait for it raise the reason at once."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from omni_kvlink.integrations.vllm.settings import VllmSettings
 
 SEND, FETCH = "do_remote_decode", "do_remote_prefill"
 """vLLM's own keys in `kv_transfer_params`, so that its routers work with this connector."""
 
 
-class TransferScheduler:
-    """The transfers of one engine's scheduler. It decides; the worker's part moves the bytes.
+class SchedulerCalls(KVConnectorBase_V1):
+    """The methods that vLLM calls in the scheduler's process. They decide; the worker's move bytes.
 
     A request's `kv_transfer_params` may have these keys:
 
@@ -31,70 +37,78 @@ class TransferScheduler:
     - readers: the number of consumers that will read the cache; 1 by default.
     """
 
-    def __init__(self, settings: VllmSettings, *, block_size: int, produces: bool, consumes: bool):
-        self._settings, self._block_size = settings, block_size
-        self._produces, self._consumes = produces, consumes
-        self._step = StepMetadata()
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check_single_rank(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._settings = VllmSettings.read(
+            transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
+        )
+        self._is_async = self._settings.load == "async"
+        self._block_size = vllm_config.cache_config.block_size
+        self._planned = StepMetadata()
         self._sending: dict[str, Request] = {}
         self._sent: dict[str, str] = {}
         self._requested: set[str] = set()
         self._loading: set[str] = set()
 
-    @property
-    def _is_async(self) -> bool:
-        return self._settings.load == "async"
-
-    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Tokens that a producer has beyond the first `computed`, and whether they load later."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens to load beyond the computed ones, and whether the load is asynchronous."""
         if not self._fetches(request) or request.request_id in self._requested:
             return 0, False
-        more = max(0, self._tokens_needed(request) - computed)
+        more = max(0, self._tokens_needed(request) - num_computed_tokens)
         return more, self._is_async and more > 0
 
-    def allocated(self, request: Request, block_ids: list[int], external: int) -> None:
-        """Plan the transfers of a request; `external` of its tokens are loaded into `block_ids`."""
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the transfers of a request whose blocks were allocated."""
+        (block_ids,) = blocks.get_block_ids()
         has_tokens = request.prompt_token_ids is not None  # prompt embeddings have no token digest
         if self._sends(request) and has_tokens and request.request_id not in self._sent:
             self._sending[request.request_id] = request
         if not self._fetches(request) or request.request_id in self._requested:
             return
-        self._requested.add(
-            request.request_id
-        )  # a preempted request is recomputed, not loaded again
-        if not external:
+        self._requested.add(request.request_id)  # if it is preempted, it is recomputed
+        if not num_external_tokens:
             self._cancel(request, "the local prefix cache holds everything but its last tokens")
             return
-        load = Load(
-            **vars(self._cache(request, block_ids)),
-            url=_url(request),
-            skip=(self._tokens_needed(request) - external) // self._block_size,
-            is_async=self._is_async,
+        skip = (self._tokens_needed(request) - num_external_tokens) // self._block_size
+        cache = vars(_cache(request, block_ids))
+        self._planned.loads.append(
+            Load(**cache, url=_url(request), skip=skip, is_async=self._is_async)
         )
-        self._step.loads.append(load)
-        if load.is_async:
+        if self._is_async:
             self._loading.add(request.request_id)
 
-    def step(self, output: SchedulerOutput) -> StepMetadata:
-        """The metadata of a scheduled step for the worker's part."""
-        for request_id in output.num_scheduled_tokens.keys() & self._sending.keys():
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """The transfers of the step that was scheduled."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in scheduled.keys() & self._sending.keys():
             request = self._sending[request_id]
-            done = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
-            if done >= request.num_prompt_tokens:
+            if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
                 del self._sending[request_id]
-                state = output.kv_connector_block_state
-                cache = self._cache(request, state.resolve_block_ids(request_id)[0])
+                state = scheduler_output.kv_connector_block_state
+                cache = _cache(request, state.resolve_block_ids(request_id)[0])
                 self._sent[request_id] = cache.key
-                self._step.saves.append(cache)
-        step, self._step = self._step, StepMetadata()
+                self._planned.saves.append(cache)
+        step, self._planned = self._planned, StepMetadata()
         return step
 
-    def loaded(self, request_ids: set[str]) -> None:
-        """Record loads that have ended, with or without success."""
-        self._loading -= request_ids
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Record the loads that the worker reports as ended, with or without success."""
+        self._loading.difference_update(connector_output.finished_recving or ())
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks are kept until the worker reports them, and the client's params."""
-        name, params = request.request_id, _params(request)
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks are kept until the worker reports them, and the consumer's params."""
+        name = request.request_id
         if self._fetches(request):
             if name not in self._requested:
                 self._cancel(request, "the request ended before it was scheduled")
@@ -105,19 +119,18 @@ class TransferScheduler:
         if not self._sends(request):
             return False, None
         self._sending.pop(name, None)
-        key = self._sent.pop(name, None)
-        if key is None or not _finished_normally(request):
-            reason = request.get_finished_reason()
-            self._step.failed[_key(request)] = f"the request that computes it ended: {reason}"
+        key, reason = self._sent.pop(name, None), str(request.get_finished_reason())
+        if key is None or reason not in ("stop", "length", "repetition"):
+            self._planned.failed[_key(request)] = f"the request that computes it ended: {reason}"
             return False, None
         if self._settings.delay_free:
-            self._step.held.add(name)
+            self._planned.held.add(name)
         return self._settings.delay_free, {
             FETCH: True,
             SEND: False,
             "transfer_id": key,
             "remote_url": self._settings.url,
-            "readers": _readers(params),
+            "readers": _readers(request),
         }
 
     def _sends(self, request: Request) -> bool:
@@ -133,19 +146,8 @@ class TransferScheduler:
         return tokens if self._is_async else (tokens - 1) // self._block_size * self._block_size
 
     def _cancel(self, request: Request, reason: str) -> None:
-        readers = _readers(_params(request))
-        cancelled = CancelledLoad(request.request_id, _key(request), _url(request), readers, reason)
-        self._step.cancelled.append(cancelled)
-
-    def _cache(self, request: Request, block_ids: list[int]) -> PromptCache:
-        return PromptCache(
-            request.request_id,
-            _key(request),
-            prompt_digest(request),
-            request.num_prompt_tokens,
-            list(block_ids),
-            _readers(_params(request)),
-        )
+        load = (request.request_id, _key(request), _url(request), _readers(request))
+        self._planned.cancelled.append(CancelledLoad(*load, reason))
 
 
 def prompt_digest(request: Request) -> str:
@@ -154,6 +156,12 @@ def prompt_digest(request: Request) -> str:
     media = [feature.identifier for feature in request.mm_features]
     text = repr((list(request.prompt_token_ids or ()), media, adapter))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cache(request: Request, block_ids: list[int]) -> PromptCache:
+    tokens, blocks = request.num_prompt_tokens, list(block_ids)
+    digest, readers = prompt_digest(request), _readers(request)
+    return PromptCache(request.request_id, _key(request), digest, tokens, blocks, readers)
 
 
 def _params(request: Request) -> dict[str, Any]:
@@ -168,11 +176,19 @@ def _url(request: Request) -> str:
     return str(_params(request).get("remote_url") or "")
 
 
-def _readers(params: dict[str, Any]) -> int:
+def _readers(request: Request) -> int:
     """The number of readers; 0, which the link refuses, if the client's value is not an int."""
-    readers = params.get("readers", 1)
+    readers = _params(request).get("readers", 1)
     return readers if isinstance(readers, int) else 0
 
 
-def _finished_normally(request: Request) -> bool:
-    return str(request.get_finished_reason()) in ("stop", "length", "repetition")
+def _check_single_rank(vllm_config: VllmConfig) -> None:
+    """Refuse an engine of several ranks: each rank would need a link of its own."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1:
+        raise UnavailableError(
+            f"this engine has {parallel.world_size} ranks (tensor parallel "
+            f"{parallel.tensor_parallel_size}, pipeline parallel "
+            f"{parallel.pipeline_parallel_size}); this connector supports one: "
+            "--tensor-parallel-size 1 --pipeline-parallel-size 1"
+        )

@@ -13,55 +13,33 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """The settings of one engine.
+    """The settings of one engine; docs/vllm.md describes each."""
 
-    Args:
-        url: the URL that a producer serves, such as `shm://prefill-0`.
-        peers: the URLs of the producers that a consumer may read from. A request names one of
-            them by `remote_url`; without it the first one is used.
-        load: "async" loads the whole prompt between forward passes, while other requests run;
-            "sync" loads the blocks that a local prefix-cache hit would give (all but the last
-            token's) during the request's own forward pass, which waits for each layer.
-        model: a name of the weights, equal on both sides; the engine's `model` if empty.
-        timeout: seconds within which a cache must be loaded.
-        ttl: seconds for which a finished prefill stays available to its readers.
-        delay_free: whether a producer keeps a request's blocks until every reader has released
-            the cache.
-        serve: options of `KVLink.serve`, such as quota, directory, keys, peers.
-        connect: options of `KVLink.connect`.
-
-    Raises:
-        SchemaError: a value has the wrong type, or one that the engine's role needs is missing.
-    """
-
-    url: str = ""
-    peers: tuple[str, ...] = ()
-    load: str = "async"
-    model: str = ""
-    timeout: float = 30.0
-    ttl: float = 60.0
-    delay_free: bool = True
-    serve: dict[str, Any] = dataclasses.field(default_factory=dict)
-    connect: dict[str, Any] = dataclasses.field(default_factory=dict)
+    url: str = ""  # what a producer serves, such as shm://prefill-0
+    peers: tuple[str, ...] = ()  # URLs that a consumer may read from; the first is the default
+    load: str = "async"  # or "sync": during the request's own forward pass
+    model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
+    timeout: float = 30.0  # seconds within which a cache must be loaded
+    ttl: float = 60.0  # seconds for which a finished prefill stays available to its readers
+    delay_free: bool = True  # keep a request's blocks until every reader has released the cache
+    serve: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `KVLink.serve`
+    connect: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of `KVLink.connect`
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> VllmSettings:
-        """Validate `kv_connector_extra_config`.
+        """Validate the mapping that vLLM passes, for an engine of these roles.
 
-        Args:
-            extra: the mapping as vLLM passes it.
-            produces: whether the engine is a producer.
-            consumes: whether the engine is a consumer.
+        Raises:
+            SchemaError: a setting is unknown or wrong, or one that a role needs is missing.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(extra) - set(names))
         if unknown:
             raise _error(f"has no {', '.join(unknown)}; there are {', '.join(names)}")
-        values = dict(extra)
-        if not isinstance(values.get("peers", []), (list, tuple)):
+        peers = extra.get("peers", ())
+        if not isinstance(peers, (list, tuple)):
             raise _error('peers is a list of URLs, such as ["shm://prefill-0"]')
-        values["peers"] = tuple(values.get("peers", ()))
-        settings = cls(**values)
+        settings = cls(**{**extra, "peers": tuple(peers)})
         if settings.load not in ("sync", "async"):
             raise _error(f"load {settings.load!r}; wanted 'sync' or 'async'")
         if not (settings.timeout > 0 and settings.ttl > 0):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0]
 BYTES = [float(1 << power) for power in range(14, 36, 2)]
@@ -22,7 +19,7 @@ SERIES = {
     "save_bytes": ("bytes of a cache that was sent", BYTES),
     "wait_seconds": ("seconds from requesting a cache to its first bytes", SECONDS),
     "load_seconds": (
-        "seconds from a cache's first bytes to its last byte in the engine's blocks",
+        "seconds from its first bytes to its last one in the engine's blocks",
         SECONDS,
     ),
     "load_bytes": ("bytes of a cache that was received", BYTES),
@@ -105,32 +102,14 @@ class Meter:
 class KVLinkPrometheus(KVConnectorPromMetrics):
     """The statistics as Prometheus metrics `vllm:omni_kvlink_…`."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ):
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._series = {
-            name: self._per_engine(
-                self._histogram_cls(
-                    name=f"vllm:omni_kvlink_{name}",
-                    documentation=text,
-                    buckets=buckets,
-                    labelnames=labelnames,
-                )
-            )
+            name: self._metric(self._histogram_cls, name, text, buckets=buckets)
             for name, (text, buckets) in SERIES.items()
         }
         self._counts = {
-            name: self._per_engine(
-                self._counter_cls(
-                    name=f"vllm:omni_kvlink_{name}", documentation=text, labelnames=labelnames
-                )
-            )
-            for name, text in COUNTS.items()
+            name: self._metric(self._counter_cls, name, text) for name, text in COUNTS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -141,5 +120,7 @@ class KVLinkPrometheus(KVConnectorPromMetrics):
         for name, metric in self._counts.items():
             metric[engine_idx].inc(transfer_stats_data[name])
 
-    def _per_engine(self, metric: Any) -> Any:
+    def _metric(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        """A metric of each engine, by the engine's index."""
+        metric = kind(f"vllm:omni_kvlink_{name}", text, labelnames=self._labelnames, **options)
         return create_metric_per_engine(metric, self.per_engine_labelvalues)

@@ -9,38 +9,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclasses.dataclass(frozen=True)
 class PromptCache:
-    """The KV cache of one prompt.
+    """The KV cache of one prompt."""
 
-    Attributes:
-        request_id: the engine's request id.
-        key: the payload's request id on the link, equal on both sides.
-        prompt: the digest of the inputs that the cache depends on; see `prompt_digest`.
-        tokens: the number of prompt tokens.
-        blocks: the request's block ids in this engine, in token order.
-        readers: the number of consumers that read the cache.
-    """
-
-    request_id: str
-    key: str
-    prompt: str
-    tokens: int
-    blocks: list[int]
-    readers: int
+    request_id: str  # the engine's
+    key: str  # the payload's request id on the link, equal on both sides
+    prompt: str  # the digest of the inputs that the cache depends on; see `prompt_digest`
+    tokens: int  # prompt tokens
+    blocks: list[int]  # the request's blocks in this engine, in token order
+    readers: int  # the number of consumers that read the cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Load(PromptCache):
-    """A cache to load from a producer.
+    """A cache to load from a producer."""
 
-    Attributes:
-        url: the producer's URL; the first of `peers` if empty.
-        skip: the number of leading blocks that the local prefix cache already holds.
-        is_async: whether the last token's block is loaded, too, and no forward pass waits.
-    """
-
-    url: str = ""
-    skip: int = 0
-    is_async: bool = True
+    url: str = ""  # the producer's; the first of `peers` if empty
+    skip: int = 0  # leading blocks that the local prefix cache already holds
+    is_async: bool = True  # load the last token's block, too; no forward pass waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +41,10 @@ class CancelledLoad:
 
 @dataclasses.dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The transfers of one scheduler step.
+    """The transfers of one scheduler step: saves on a producer, loads on a consumer."""
 
-    Attributes:
-        saves: prompts whose last tokens are computed in this step.
-        loads: caches to load, on a consumer.
-        cancelled: loads that are no longer needed, on a consumer.
-        held: finished requests whose blocks are kept until the receipt is settled.
-        failed: caches that will not be sent, with the reason, by key.
-    """
-
-    saves: list[PromptCache] = dataclasses.field(default_factory=list)
+    saves: list[PromptCache] = dataclasses.field(default_factory=list)  # computed in this step
     loads: list[Load] = dataclasses.field(default_factory=list)
     cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
-    held: set[str] = dataclasses.field(default_factory=set)
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    held: set[str] = dataclasses.field(default_factory=set)  # finished, but their blocks are kept
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # keys not sent, with reasons

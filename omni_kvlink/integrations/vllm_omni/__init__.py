@@ -4,9 +4,12 @@ vLLM-Omni calls `register` through the entry point `vllm_omni.general_plugins`; 
 names `OmniKVLinkConnector`. A process that makes a connector manager itself calls `register()`.
 """
 
+import functools
+
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings as OmniSettings
 
 
+@functools.cache
 def register() -> None:
     """Register `OmniKVLinkConnector` with vLLM-Omni in this process; a second call does nothing.
 
@@ -14,6 +17,7 @@ def register() -> None:
         UnavailableError: vLLM-Omni cannot be imported; the error names the command to install it.
         ValueError: another connector is registered under this name.
     """
-    from omni_kvlink.integrations.vllm_omni.connector import register_connector
+    from omni_kvlink.integrations.vllm_omni import connector
 
-    register_connector()
+    name = "OmniKVLinkConnector"
+    connector.OmniConnectorFactory.register_connector(name, connector.VllmOmniConnector)

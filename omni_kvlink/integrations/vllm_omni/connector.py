@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import (
@@ -30,18 +31,17 @@ if TYPE_CHECKING:
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
-    from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
+    from vllm_omni.distributed.omni_connectors.factory import (
+        OmniConnectorFactory as OmniConnectorFactory,
+    )
 except ImportError as error:
     raise UnavailableError(
         f"vLLM-Omni cannot be imported: {error}; with its vLLM there, "
         "`pip install --no-deps vllm-omni` installs it"
     ) from error
 
-NAME = "OmniKVLinkConnector"
 MIN_CONNECT_SECONDS = 0.25
 """The least time to connect to a sender; the wait of a poll, 1 ms, is too short for it."""
-
-_registered: set[str] = set()
 
 
 class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
@@ -68,9 +68,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self._links, self._pending = Links(self.settings), PendingGets()
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
-        self._counters = dict.fromkeys(
-            ("puts", "gets", "bytes_transferred", "timeouts", "failures"), 0
-        )
+        self._counters = Counter(puts=0, gets=0, bytes_transferred=0, timeouts=0, failures=0)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self._pid, self._pending, self._links)
 
@@ -79,15 +77,9 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """Commit a payload; `data` may be modified when the call returns.
 
-        Args:
-            from_stage: the sending stage.
-            to_stage: the receiving stage.
-            put_key: the payload's key.
-            data: a KV cache as the manager makes it (packed bytes, a packed uint8 tensor or a
-                dict), or anything that vLLM-Omni's serializer takes.
-
-        Returns:
-            True, the payload's size in bytes, and the link's URL with the size.
+        `data` is a KV cache as the manager makes it (packed bytes, a packed uint8 tensor or a
+        dict), or anything that vLLM-Omni's serializer takes. Returns True, the payload's size in
+        bytes, and the link's URL with the size.
 
         Raises:
             SchemaError: the cache is incomplete, or `data` cannot be serialized.
@@ -103,18 +95,14 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             link = self._links.sender(edge)
             try:
                 payload, nbytes = payload_of(put_key, data, self.serialize_obj)
+                readers, ttl = int(self.settings.readers), self.settings.ttl
                 receipt = link.put(
-                    payload,
-                    readers=int(self.settings.readers),
-                    ttl=self.settings.ttl,
-                    timeout=self.settings.put_timeout,
+                    payload, readers=readers, ttl=ttl, timeout=self.settings.put_timeout
                 )
             except (DuplicateKeyError, ClosedError):
                 raise
             except Exception as error:
-                link.fail(
-                    put_key, str(error) or repr(error)
-                )  # a receiver that waits raises at once
+                link.fail(put_key, str(error) or repr(error))  # a waiting receiver raises at once
                 raise
         with self._lock:
             self._receipts[from_stage, to_stage, put_key] = receipt
@@ -122,23 +110,13 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         return True, nbytes, {"link": link.url, "size": nbytes}
 
     def get(
-        self,
-        from_stage: str,
-        to_stage: str,
-        get_key: str,
-        metadata: dict[str, Any] | None = None,
+        self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         """Wait for a payload: `settings.wait` seconds for a KV cache, `settings.poll` for others.
 
-        Args:
-            from_stage: the sending stage.
-            to_stage: the receiving stage.
-            get_key: the payload's key.
-            metadata: ignored; the sender is found by its edge's name.
-
-        Returns:
-            The data and its size in bytes, or None if it has not arrived yet. A packed cache is a
-            `Buffer`, which the caller releases.
+        Returns the data and its size in bytes, or None if it has not arrived yet. A packed cache
+        is a `Buffer`, which the caller releases. `metadata` is ignored; the sender is found by its
+        edge's name.
 
         Raises:
             TransferFailed: the sender failed or aborted it.
@@ -149,9 +127,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         """
         edge = StageEdge.of(from_stage, to_stage, get_key)
         wait = self.settings.wait if edge.is_cache else self.settings.poll
-        return self._get(
-            edge, get_key, time.monotonic() + wait, find=max(wait, MIN_CONNECT_SECONDS)
-        )
+        deadline = time.monotonic() + wait
+        return self._get(edge, get_key, deadline, find=max(wait, MIN_CONNECT_SECONDS))
 
     def get_with_deadline(
         self,
@@ -181,9 +158,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             found = [(entry, self._receipts.pop(entry)) for entry in entries]
         for entry, receipt in found:
             if not receipt.done:
-                self._links.sender(StageEdge.of(*entry)).abort(
-                    request_id, "cleaned up by the engine"
-                )
+                link = self._links.sender(StageEdge.of(*entry))
+                link.abort(request_id, "cleaned up by the engine")
 
     def reap_consumed(self) -> None:
         """Drop the receipts of payloads that every receiver has released."""
@@ -253,8 +229,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            for name, number in more.items():
-                self._counters[name] += number
+            self._counters.update(more)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -268,12 +243,5 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 def _close(pid: int, pending: PendingGets, links: Links) -> None:
     """Close the links, also at exit; in a forked child do nothing: the parent owns the links."""
     if pid == os.getpid():
-        pending.close()
+        pending.cancel()
         links.close()
-
-
-def register_connector() -> None:
-    """Register the connector with vLLM-Omni's factory."""
-    if NAME not in _registered:
-        OmniConnectorFactory.register_connector(NAME, VllmOmniConnector)
-        _registered.add(NAME)

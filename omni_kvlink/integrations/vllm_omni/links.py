@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
@@ -21,8 +21,10 @@ class Links:
     def __init__(self, settings: OmniSettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self._served: dict[StageEdge, tuple[KVProducer, Announcement | None]] = {}
-        self._receivers: dict[StageEdge, _ReceiverSlot] = {}
+        self._senders: dict[StageEdge, KVProducer] = {}
+        self._receivers: dict[StageEdge, KVConsumer] = {}
+        self._announcements: list[Announcement] = []
+        self._connecting: defaultdict[StageEdge, threading.Lock] = defaultdict(threading.Lock)
         self._closed = False
 
     def sender(self, edge: StageEdge) -> KVProducer:
@@ -33,9 +35,9 @@ class Links:
         """
         with self._lock:
             self._check_open()
-            if edge not in self._served:
-                self._served[edge] = self._serve(edge)
-            return self._served[edge][0]
+            if edge not in self._senders:
+                self._senders[edge] = self._serve(edge)
+            return self._senders[edge]
 
     def receiver(self, edge: StageEdge, *, timeout: float) -> KVConsumer:
         """The consumer of an edge; connects at the first call, and blocks until the edge is served.
@@ -46,94 +48,76 @@ class Links:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._check_open()
-            slot = self._receivers.setdefault(edge, _ReceiverSlot())
-        if not slot.lock.acquire(timeout=max(0.0, timeout)):
-            raise TransferTimeout(
-                f"{edge.name(self._settings)}: no connection after {timeout:g} s",
-                waited=timeout,
-                phase="connecting",
-            )
+            connecting = self._connecting[edge]
+        if not connecting.acquire(timeout=max(0.0, timeout)):
+            text = f"{edge.name(self._settings)}: no connection after {timeout:g} s"
+            raise TransferTimeout(text, waited=timeout, phase="connecting")
         try:
-            if slot.link is not None and self._has_moved(edge, slot.link):
-                self.close_receiver(edge, slot.link)
-            if slot.link is None:
+            link = self._receivers.get(edge)
+            if link is not None and self._has_moved(edge, link):
+                self.close_receiver(edge, link)
+                link = None
+            if link is None:
                 link = self._connect(edge, deadline)
                 with self._lock:
                     if not self._closed:
-                        slot.link = link
-                if slot.link is None:  # `close` was called meanwhile
+                        self._receivers[edge] = link
+                if self._closed:
                     link.close()
                     self._check_open()
-            assert slot.link is not None
-            return slot.link
+            return link
         finally:
-            slot.lock.release()
+            connecting.release()
 
     def close_receiver(self, edge: StageEdge, link: KVConsumer) -> None:
         """Close a consumer whose sender is gone; the next call of `receiver` connects anew."""
         with self._lock:
-            slot = self._receivers.get(edge)
-            if slot is None or slot.link is not link:
+            if self._receivers.get(edge) is not link:
                 return
-            slot.link = None
+            del self._receivers[edge]
         link.close()
 
     def stats(self) -> list[dict[str, Any]]:
         """The `stats` of every open link."""
-        return [link.stats() for link in self._all()]
+        with self._lock:
+            links = [*self._senders.values(), *self._receivers.values()]
+        return [link.stats() for link in links]
 
     def close(self) -> None:
         """Close all links; received tensors stay valid. A second call does nothing."""
         with self._lock:
             self._closed = True
-            served, self._served = list(self._served.values()), {}
-            links = [slot.link for slot in self._receivers.values() if slot.link is not None]
+            links = [*self._receivers.values(), *self._senders.values()]
+            announcements, self._announcements = self._announcements, []
             self._receivers.clear()
-        for link in [*links, *(link for link, _ in served)]:
+            self._senders.clear()
+        for link in links:
             link.close()
-        for _, announcement in served:
-            if announcement is not None:
-                announcement.close()
+        for announcement in announcements:
+            announcement.close()
 
-    def _all(self) -> list[KVProducer | KVConsumer]:
-        with self._lock:
-            reading = [slot.link for slot in self._receivers.values()]
-            return [*(link for link, _ in self._served.values()), *filter(None, reading)]
-
-    def _serve(self, edge: StageEdge) -> tuple[KVProducer, Announcement | None]:
-        options = dataclasses.asdict(self._settings.of_sender)
-        link = KVLink.serve(edge.url(self._settings), **options)
-        if not edge.is_announced(self._settings):
-            return link, None
-        try:
-            return link, Announcement(edge.file(self._settings, "url"), link.url)
-        except BaseException:
-            link.close()
-            raise
+    def _serve(self, edge: StageEdge) -> KVProducer:
+        link = KVLink.serve(edge.url(self._settings), **self._settings.of_sender)
+        if path := edge.url_file(self._settings):
+            try:
+                self._announcements.append(Announcement(path, link.url))
+            except BaseException:
+                link.close()
+                raise
+        return link
 
     def _connect(self, edge: StageEdge, deadline: float) -> KVConsumer:
-        url = edge.url(self._settings)
-        if edge.is_announced(self._settings):
-            left = max(0.0, deadline - time.monotonic())
-            url = find(edge.file(self._settings, "url"), timeout=left)
+        path = edge.url_file(self._settings)
         left = max(0.0, deadline - time.monotonic())
-        options = dataclasses.asdict(self._settings.of_receiver)
-        return KVLink.connect(url, timeout=left, **options)
+        url = find(path, timeout=left) if path else edge.url(self._settings)
+        left = max(0.0, deadline - time.monotonic())
+        return KVLink.connect(url, timeout=left, **self._settings.of_receiver)
 
     def _has_moved(self, edge: StageEdge, link: KVConsumer) -> bool:
         """Whether the edge's announced URL differs from the one that the link is connected to."""
-        return edge.is_announced(self._settings) and link.url != announced(
-            edge.file(self._settings, "url")
-        )
+        path = edge.url_file(self._settings)
+        return path != "" and link.url != announced(path)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the connector is closed")
-
-
-class _ReceiverSlot:
-    """The consumer of an edge, and the lock that is held while it connects."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.link: KVConsumer | None = None

@@ -46,13 +46,9 @@ class PackedHeader(msgspec.Struct):
 
 
 def header_of(flat: torch.Tensor) -> tuple[PackedHeader, int] | None:
-    """Decode the header of a packed cache; None if the bytes are not a packed cache.
+    """Decode a packed cache's header; return it with the offset of the first tensor.
 
-    Args:
-        flat: uint8 `[nbytes]`, on any device.
-
-    Returns:
-        The header, and the offset of the first tensor.
+    Returns None if the bytes, uint8 `[nbytes]` on any device, are not a packed cache.
 
     Raises:
         SchemaError: the bytes are packed, but the header has wrong fields.
@@ -75,12 +71,7 @@ def header_of(flat: torch.Tensor) -> tuple[PackedHeader, int] | None:
 
 
 def check_packed(flat: torch.Tensor, header: PackedHeader, start: int) -> None:
-    """Check that a packed cache is complete.
-
-    Raises:
-        SchemaError: a layer or tokens are missing, or K and V differ; the error names layer and K
-            or V.
-    """
+    """Check that a packed cache is complete; SchemaError names the layer, and K or V."""
     if len(header.td) != 2 * header.nl:
         raise SchemaError(f"packed KV cache: {len(header.td)} tensors for {header.nl} layers")
     found: dict[tuple[str, int], torch.Size] = {}
@@ -104,11 +95,7 @@ def check_complete(
 ) -> None:
     """Check that no part of a cache was left out before it reached the connector.
 
-    Args:
-        layers: the shapes of each layer's K and V, tokens first; None for an absent
-            tensor.
-        block_ids: the manager's block ids.
-        metadata: the manager's metadata.
+    `layers` has the shapes of each layer's K and V, tokens first; None for an absent tensor.
 
     Raises:
         SchemaError: a part is missing; the error names layer, K or V, and both sizes.
@@ -120,7 +107,8 @@ def check_complete(
             if shape is None:
                 raise SchemaError(f"layer {index}, {part} is missing")
         if pair[0] != pair[1]:
-            raise SchemaError(f"layer {index}: K is {_text(pair[0])}, V is {_text(pair[1])}")
+            k, v = (list(shape or ()) for shape in pair)
+            raise SchemaError(f"layer {index}: K is {k}, V is {v}")
     lengths = {pair[0][0] for pair in layers if pair[0]}
     tokens = metadata.get("seq_len", min(lengths, default=0))
     for index, (key, _) in enumerate(layers):
@@ -160,7 +148,3 @@ def _shape_of(entry: PackedEntry, nbytes: int, where: str) -> torch.Size:
     if entry.b != math.prod(entry.s) * dtype.itemsize or stop > nbytes:
         raise SchemaError(f"{where}: bytes {entry.o}…{stop} are not its {list(entry.s)} {dtype}")
     return torch.Size(entry.s)
-
-
-def _text(shape: torch.Size | None) -> str:
-    return str(list(shape or ()))

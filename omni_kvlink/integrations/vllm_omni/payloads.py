@@ -29,13 +29,11 @@ PARTS = ("key_cache", "value_cache")
 class Buffer:
     """A packed cache in the link's memory; the manager reads it there and releases it.
 
-    Attributes:
-        tensor: uint8 `[nbytes]`; readonly memory, valid until `release`.
+    `tensor` is uint8 `[nbytes]` of readonly memory, valid until `release`.
     """
 
     def __init__(self, received: Received, tensor: torch.Tensor):
-        self.tensor = tensor
-        self._received = received
+        self.tensor, self._received = tensor, received
 
     def release(self) -> None:
         """Release the payload; its memory lives until the last tensor on it is gone."""
@@ -47,15 +45,9 @@ class Buffer:
 
 
 def payload_of(key: str, data: Any, pack: Pack) -> tuple[Payload, int]:
-    """Describe data as a payload, without a copy of its tensors.
+    """Describe data as a payload; return it with the bytes of its tensors, which are not copied.
 
-    Args:
-        key: the payload's request id.
-        data: a packed cache, a dict with `layer_blocks`, or any other object.
-        pack: vLLM-Omni's serializer, for what is not a KV cache.
-
-    Returns:
-        The payload, and the bytes of its tensors.
+    `pack` is vLLM-Omni's serializer, for what is not a KV cache.
 
     Raises:
         SchemaError: a KV cache is incomplete, or the serializer refuses the data.
@@ -75,15 +67,11 @@ def payload_of(key: str, data: Any, pack: Pack) -> tuple[Payload, int]:
 
 
 def object_of(received: Received, unpack: Unpack, verify: Verify) -> tuple[Any, int]:
-    """Restore what was sent; everything but a `Buffer` is a copy.
+    """Restore what was sent; return it with the bytes of its tensors.
 
-    Args:
-        received: the payload; it is released here, or with the `Buffer`.
-        unpack: vLLM-Omni's deserializer.
-        verify: "full" checks every byte of a `Buffer` first.
-
-    Returns:
-        The data, and the bytes of its tensors.
+    Everything but a `Buffer` is a copy; the payload is released here, or with the `Buffer`. With
+    `verify="full"` every byte of a `Buffer` is checked first. `unpack` is vLLM-Omni's
+    deserializer.
 
     Raises:
         WireError: the payload was not sent by this connector.
@@ -101,7 +89,7 @@ def object_of(received: Received, unpack: Unpack, verify: Verify) -> tuple[Any, 
     if kind == "packed":
         return Buffer(received, flat), flat.numel()
     try:
-        return unpack(_view(flat)), flat.numel()
+        return unpack(flat.numpy().data), flat.numel()
     finally:
         received.release()
 
@@ -131,7 +119,7 @@ def _to_dict(received: Received, data: TensorTransferData, unpack: Unpack) -> tu
     received.scatter(copy)
     received.release()
     nbytes = sum(tensor.nbytes for tensor in copy.tensors())
-    return {**unpack(_view(rest)), "layer_blocks": layers}, nbytes
+    return {**unpack(rest.numpy().data), "layer_blocks": layers}, nbytes
 
 
 def _flat(data: Any) -> torch.Tensor | None:
@@ -147,11 +135,6 @@ def _bytes(data: bytes | bytearray | memoryview) -> torch.Tensor:
     """A tensor of the same memory, for reading only."""
     array = np.frombuffer(data, dtype=np.uint8)
     return byte_tensor(Region(array.ctypes.data, array.nbytes, array, readonly=True))
-
-
-def _view(flat: torch.Tensor) -> memoryview:
-    array: Any = flat.numpy()
-    return memoryview(array)
 
 
 def _packed(data: Any, pack: Pack) -> bytes:

@@ -23,19 +23,18 @@ class PendingGets:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gets: dict[tuple[StageEdge, str], tuple[PendingGet, KVConsumer, float]] = {}
+        self._gets: dict[tuple[StageEdge, str], tuple[PendingGet, float]] = {}
 
     def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
         """Do the same as `KVConsumer.get`, but keep the request pending after a timeout.
 
         Raises:
             TransferTimeout: the payload has not arrived yet.
-            KVConsumerError: as `KVConsumer.get`.
         """
         started = time.perf_counter()
         self.cancel_stale()
         with self._lock:
-            pending, _, _ = self._gets.pop((edge, key), (None, link, 0.0))
+            pending, _ = self._gets.pop((edge, key), (None, 0.0))
         if pending is None:
             pending = begin_get(link, key, timeout=timeout)
         try:
@@ -45,33 +44,28 @@ class PendingGets:
             raise
         if not done:
             with self._lock:
-                other = self._gets.setdefault((edge, key), (pending, link, time.monotonic()))
-            if other[0] is not pending:  # another thread began one, too
+                kept, _ = self._gets.setdefault((edge, key), (pending, time.monotonic()))
+            if kept is not pending:  # another thread began one, too
                 pending.cancel()
-            raise TransferTimeout(
-                f"no payload {key!r} yet", key=key, waited=timeout, phase="requested"
-            )
+            text = f"no payload {key!r} yet"
+            raise TransferTimeout(text, key=key, waited=timeout, phase="requested")
         return open_delivery(link, pending.wait(timeout=0.0), started=started, verify="auto")
 
-    def cancel(self, key: str) -> None:
-        """Cancel the gets of a key; a payload that arrived meanwhile goes to another receiver."""
-        self._cancel([name for name in list(self._gets) if name[1] == key])
+    def cancel(self, key: str | None = None) -> None:
+        """Cancel the gets of a key, or all; their payloads go to other receivers."""
+        self._cancel([name for name in list(self._gets) if key in (None, name[1])])
 
     def cancel_stale(self) -> None:
         """Cancel gets that were not polled for `STALE_SECONDS`."""
         before = time.monotonic() - STALE_SECONDS
-        self._cancel([name for name, (*_, at) in list(self._gets.items()) if at < before])
-
-    def close(self) -> None:
-        """Cancel all gets."""
-        self._cancel(list(self._gets))
+        self._cancel([name for name, (_, at) in list(self._gets.items()) if at < before])
 
     def __len__(self) -> int:
         return len(self._gets)
 
-    def _cancel(self, keys: list[tuple[StageEdge, str]]) -> None:
-        for name in keys:
+    def _cancel(self, names: list[tuple[StageEdge, str]]) -> None:
+        for name in names:
             with self._lock:
-                found = self._gets.pop(name, None)
-            if found is not None:
-                found[0].cancel()
+                pending, _ = self._gets.pop(name, (None, 0.0))
+            if pending is not None:
+                pending.cancel()

@@ -16,41 +16,23 @@ SECTION = "kvlink"
 
 @dataclasses.dataclass(frozen=True)
 class OmniSettings:
-    """How two stages are linked; equal on both sides.
-
-    Args:
-        transport: "shm", "zmq+ipc", "zmq+tcp" or "ucx".
-        name: the deployment's name, by which sender and receiver find each other; different for
-            each deployment on a machine.
-        addresses: for TCP and UCX between machines, the `host:port` of each channel's sender:
-            "kv0", "kv1" … for the KV caches of each rank, "data" for all other payloads. If empty,
-            the sender listens on a loopback port that the system chooses and announces it.
-        readers: the number of receivers of each payload.
-        ttl: seconds within which every receiver must get a payload.
-        put_timeout: seconds that `put` waits for memory.
-        wait: seconds that `get` waits for a KV cache.
-        poll: seconds that `get` waits for any other payload; vLLM-Omni polls many keys in turn.
-        verify: "full" checks every byte of a payload before it is returned as a buffer; "auto"
-            does not.
-        options: link options of both sides, as for `KVLink.serve`: quota, directory, insecure …
-        sender: link options of the sender only, such as keys and peers.
-        receiver: link options of the receiver only.
+    """How two stages are linked; equal on both sides. docs/vllm_omni.md describes each setting.
 
     Raises:
         ValueError: a setting is unknown or has an invalid value.
     """
 
-    transport: str = "shm"
-    name: str = "omni"
-    addresses: dict[str, str] = dataclasses.field(default_factory=dict)
-    readers: int = 1
-    ttl: float = 60.0
-    put_timeout: float = 10.0
-    wait: float = 5.0
-    poll: float = 0.001
-    verify: Verify = "full"
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sender: dict[str, Any] = dataclasses.field(default_factory=dict)
+    transport: str = "shm"  # one of `TRANSPORTS`
+    name: str = "omni"  # the deployment's, by which sender and receiver find each other
+    addresses: dict[str, str] = dataclasses.field(default_factory=dict)  # host:port by channel
+    readers: int = 1  # the number of receivers of each payload
+    ttl: float = 60.0  # seconds within which every receiver must get a payload
+    put_timeout: float = 10.0  # seconds that `put` waits for memory
+    wait: float = 5.0  # seconds that `get` waits for a KV cache
+    poll: float = 0.001  # seconds that `get` waits for others; vLLM-Omni polls many keys in turn
+    verify: Verify = "full"  # check every byte of a packed cache before it is returned
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # link options of both sides
+    sender: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of one side only
     receiver: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +49,12 @@ class OmniSettings:
         if self.readers != int(self.readers):
             raise ValueError(f"readers {self.readers!r}; expected a whole number")
         check_verify(self.verify)
-        self.of_sender, self.of_receiver  # noqa: B018  validate now, not at the first request
+        try:
+            Options(**self.of_sender)
+            Options(**self.of_receiver)
+        except TypeError as error:
+            names = ", ".join(field.name for field in dataclasses.fields(Options))
+            raise ValueError(f"{SECTION}: {error}; a link's options are {names}") from None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> OmniSettings:
@@ -82,19 +69,11 @@ class OmniSettings:
         return cls(**section)
 
     @property
-    def of_sender(self) -> Options:
+    def of_sender(self) -> dict[str, Any]:
         """The link options of the sending side."""
-        return _options({**self.options, **self.sender})
+        return {**self.options, **self.sender}
 
     @property
-    def of_receiver(self) -> Options:
+    def of_receiver(self) -> dict[str, Any]:
         """The link options of the receiving side."""
-        return _options({**self.options, **self.receiver})
-
-
-def _options(values: dict[str, Any]) -> Options:
-    try:
-        return Options(**values)
-    except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(Options))
-        raise ValueError(f"{SECTION}: {error}; a link's options are {names}") from None
+        return {**self.options, **self.receiver}

@@ -21,18 +21,11 @@ _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 
 
 class StageEdge(NamedTuple):
-    """One link between two stages.
-
-    Attributes:
-        from_stage: the sending stage.
-        to_stage: the receiving stage.
-        channel: "kv0", "kv1" … for the KV caches of the sending stage's ranks, "data" for all
-            other payloads.
-    """
+    """One link between two stages."""
 
     from_stage: str
     to_stage: str
-    channel: str
+    channel: str  # "kv0", "kv1" … for the KV caches of the sender's ranks, "data" for all else
 
     @classmethod
     def of(cls, from_stage: str, to_stage: str, key: str) -> StageEdge:
@@ -52,11 +45,6 @@ class StageEdge(NamedTuple):
         """The edge's name, unique in a deployment."""
         return f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
 
-    def file(self, settings: OmniSettings, suffix: str) -> str:
-        """The path of the edge's file in the deployment's directory."""
-        directory = settings.of_sender.directory or default_directory()
-        return os.path.join(directory, f"{self.name(settings)}.{suffix}")
-
     def url(self, settings: OmniSettings) -> str:
         """The URL that the sender serves.
 
@@ -66,7 +54,7 @@ class StageEdge(NamedTuple):
         if settings.transport == "shm":
             return f"shm://{self.name(settings)}"
         if settings.transport == "zmq+ipc":
-            return f"zmq+ipc://{self.file(settings, 'ipc')}"
+            return f"zmq+ipc://{self._file(settings, 'ipc')}"
         if not settings.addresses:
             return f"{settings.transport}://127.0.0.1:0"
         if self.channel not in settings.addresses:
@@ -76,17 +64,18 @@ class StageEdge(NamedTuple):
             )
         return f"{settings.transport}://{settings.addresses[self.channel]}"
 
-    def is_announced(self, settings: OmniSettings) -> bool:
-        """Whether the system chooses the sender's port, so that the sender announces its URL."""
-        return settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
+    def url_file(self, settings: OmniSettings) -> str:
+        """The file in which a sender announces a URL whose port the system chooses, or ""."""
+        is_announced = settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
+        return self._file(settings, "url") if is_announced else ""
+
+    def _file(self, settings: OmniSettings, suffix: str) -> str:
+        directory = settings.of_sender.get("directory") or default_directory()
+        return os.path.join(directory, f"{self.name(settings)}.{suffix}")
 
 
 class Announcement:
     """A link's URL in a private file; it is valid while its writer holds a lock on the file.
-
-    Args:
-        path: the file.
-        url: the link's URL.
 
     Raises:
         BusyError: another live sender has announced this name.
@@ -156,16 +145,12 @@ def find(path: str, *, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     with watching(directory) as events:
         while True:
-            url = announced(path)
-            if url:
+            if url := announced(path):
                 return url
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([events], [], [], left)[0]:
-                raise TransferTimeout(
-                    f"no sender announced {path} within {timeout:g} s",
-                    waited=timeout,
-                    phase="connecting",
-                )
+                text = f"no sender announced {path} within {timeout:g} s"
+                raise TransferTimeout(text, waited=timeout, phase="connecting")
             os.read(events, 65536)
 
 

@@ -84,7 +84,7 @@ def test_a_flipped_bit(producer: EngineProcess, consumer: Any, policy: str) -> N
     output = next(
         line for line in consumer.output().splitlines() if key in line and "not loaded" in line
     )
-    assert "layer 1" in output
+    assert "tensor 'model.layers.1." in output
     assert "are not those committed" in output
     producer.call("settle")
     assert f"payload '{key}' failed: a reader rejected it" in producer.output()

@@ -12,10 +12,9 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 from omni_kvlink import KVLink, SchemaError, UnavailableError
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.integrations.vllm.blocks import BlockFormat, byte_pools
 from omni_kvlink.integrations.vllm.loading import Loader
-from omni_kvlink.integrations.vllm.payload import Pools
 from omni_kvlink.integrations.vllm.peers import Peers
+from omni_kvlink.integrations.vllm.pools import BlockFormat, Pools, byte_pools
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
@@ -40,7 +39,7 @@ def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
     layers = byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)
     nbytes = HEADS * BLOCK * ROW * 4
     fields = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
-    return Pools(BlockFormat(*fields), list(layers.values()))
+    return Pools(BlockFormat(*fields), layers)
 
 
 class Halves:

@@ -95,7 +95,7 @@ class Engine:
         """Readers that wait at this producer's link for a cache that is not there yet."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        link = get_kv_transfer_group()._worker._saver._link
+        link = get_kv_transfer_group()._saver._link
         return int(link.stats()["transfers"]["waiting"])
 
     def preemptions(self) -> float:
