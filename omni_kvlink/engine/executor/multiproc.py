@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class MultiprocExecutor(DistributedExecutor):
     """Runs each rank of a stage, of either kind, in a process of its own.
 
-    Requests and images travel over socket pairs, large tensors in shared memory. The processes end
-    with this one, however it ends.
+    Messages travel over socket pairs, large tensors in shared memory. The processes end with this
+    one, however it ends.
     """
 
     _rendezvous = ""
@@ -33,15 +33,12 @@ class MultiprocExecutor(DistributedExecutor):
         config = dataclasses.replace(
             self.config, distributed_init_method=url, num_threads=_num_threads(self.config)
         )
+        service, directory = "worker.service:WorkerService", self._rendezvous
         for rank in range(ranks):
-            process = ProcessHandle(
-                "worker.service:WorkerService",
-                config,
-                [rank, rank],
-                name=f"rank {rank} of the {config.stage} stage",
-                directory=self._rendezvous,
+            name = f"rank {rank} of the {config.stage} stage"
+            self._add_worker(
+                ProcessHandle(service, config, [rank, rank], name=name, directory=directory)
             )
-            self._add_worker(process)
 
     def shutdown(self) -> None:
         """Shut down the processes, and release their memory; a second call does nothing."""

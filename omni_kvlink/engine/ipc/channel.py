@@ -34,13 +34,9 @@ class _Frame(NamedTuple):
 class RpcChannel:
     """Sends and receives maps of what `codec.pack` encodes, in order.
 
-    Any thread may send, one thread receives. A thread of this channel writes to the socket, so
-    that `send` does not block on a receiver that is frozen. Large tensors travel in shared memory,
-    which is reused once the receiver has copied them out.
-
-    Args:
-        sock: connected, blocking; owned.
-        quota: bytes of shared memory that messages sent from here may use at once.
+    Any thread may send, one thread receives. A thread of this channel writes to the socket
+    (blocking; owned), so that `send` does not block on a receiver that is frozen. Large tensors
+    travel in shared memory, at most `quota` bytes, reused once the receiver has copied them out.
     """
 
     def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
@@ -56,10 +52,8 @@ class RpcChannel:
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message to be written; waits only for shared memory for its tensors.
 
-        Raises:
-            EngineDeadError: the other process is known to be gone, or this channel is closed.
-            SchemaError: the message cannot be encoded.
-            CapacityError: there is no shared memory for its tensors.
+        Raises EngineDeadError if the other process is known to be gone or this channel is closed,
+        SchemaError if the message cannot be encoded, CapacityError if the memory is not freed.
         """
         if self._broken is not None or self._closed:
             raise EngineDeadError(f"the other process is gone: {self._broken or 'closed'}")
@@ -73,12 +67,7 @@ class RpcChannel:
             raise
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message.
-
-        Raises:
-            PeerLostError: the other process is gone or has closed the channel, or this side has.
-            WireError: the message cannot be decoded.
-        """
+        """Wait for the next message; PeerLostError once either side has closed the channel."""
         try:
             while (message := self._receive()) is None:
                 pass  # it only freed shared memory
@@ -146,8 +135,7 @@ class RpcChannel:
                 continue
             descriptors = [arena.fd for arena in frame.arenas]
             try:
-                head = _LENGTH.pack(len(frame.body))
-                socket.send_fds(self._sock, [head], descriptors)
+                socket.send_fds(self._sock, [_LENGTH.pack(len(frame.body))], descriptors)
                 self._sock.sendall(frame.body)
             except OSError as error:
                 self._broken = error

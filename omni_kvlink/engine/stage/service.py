@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 
 class StageService:
-    """A stage's engine whose methods can be called remotely.
+    """A stage's engine; `methods` can be called remotely.
 
-    Args:
-        config: of the stage.
-
-    Attributes:
-        methods: what can be called, by name: `start` and `watch`; after `start`, all public methods
-            of the engine, too.
+    They are `start` and `watch`; after `start`, all public methods of the engine, too.
     """
 
     def __init__(self, config: StageConfig):
