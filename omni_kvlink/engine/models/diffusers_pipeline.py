@@ -23,14 +23,8 @@ _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 class DiffusersPipeline:
     """Generates images for texts; all noise of a request comes from a generator with its seed.
 
-    Args:
-        pipe: a pipeline of diffusers that takes a `prompt` and returns `images`.
-
-    Attributes:
-        supports_request_batch: whether it takes lists of prompts and generators.
-
-    Raises:
-        EngineError: it takes no prompt, or no generator.
+    The pipeline of diffusers takes a `prompt` and a `generator`, and returns `images`.
+    `supports_request_batch` says whether it takes lists of prompts and generators.
     """
 
     def __init__(self, pipe: Any):
@@ -65,6 +59,7 @@ class DiffusersPipeline:
     def _refusal(self, request: OmniDiffusionRequest) -> KVLinkError | None:
         """Why a request cannot run; None if it can."""
         try:
+            refuse_kv(request)
             _text(request)
             self._arguments(request.sampling_params)
         except KVLinkError as error:
@@ -133,11 +128,7 @@ class DiffusersPipeline:
         return failure
 
     def _arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
-        """The sampling params that are set, as arguments of the pipeline.
-
-        Raises:
-            EngineError: the pipeline has no such parameter.
-        """
+        """The sampling params that are set, as arguments of the pipeline."""
         default, found = OmniDiffusionSamplingParams(), {}
         for field in KEY_FIELDS:
             value, name = getattr(params, field), _NAMES.get(field, field)
@@ -150,6 +141,15 @@ class DiffusersPipeline:
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()
+
+
+def refuse_kv(request: OmniDiffusionRequest) -> None:
+    """Raises EngineError if the request needs KV."""
+    if request.need_kv_receive or request.need_kv_transfer:
+        raise EngineError(
+            f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither receives"
+            " nor sends any: use distributed_executor_backend 'uni' or 'mp'"
+        )
 
 
 def _text(request: OmniDiffusionRequest) -> str:
