@@ -115,11 +115,8 @@ class OmniDiffusion:
         if late:
             for name in names:
                 self.abort(name)
-            raise TransferTimeout(
-                f"{len(late)} of {len(many)} prompts not done after {timeout:g} s",
-                waited=timeout or 0.0,
-                phase="running",
-            )
+            text = f"{len(late)} of {len(many)} prompts not done after {timeout:g} s"
+            raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         outputs = [future.result() for future in futures]
         if on_error == "return":
             return outputs
@@ -131,9 +128,7 @@ class OmniDiffusion:
     ) -> Future[DiffusionOutput]:
         """Queue one prompt; its future has the output, which may hold its error.
 
-        Raises:
-            EngineError: this id is in use.
-            EngineDeadError: the first stage is gone: `restart` it.
+        Raises EngineError if the id is in use, EngineDeadError if the first stage is gone.
         """
         params = self._params(sampling_params, 0)
         request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
@@ -245,11 +240,7 @@ class OmniDiffusion:
         )
 
     def _following(
-        self,
-        number: int,
-        request: OmniDiffusionRequest,
-        given: Params,
-        output: DiffusionOutput,
+        self, number: int, request: OmniDiffusionRequest, given: Params, output: DiffusionOutput
     ) -> OmniDiffusionRequest:
         """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
