@@ -74,13 +74,7 @@ class DeployConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
-        """Read a file, and its `base_config`.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            SchemaError: it is not a deploy file; the text names the field.
-            UnavailableError: PyYAML is not installed.
-        """
+        """Read a file, and its `base_config`; SchemaError if it is no deploy file."""
         return cls.from_dict(_read(Path(path)))
 
     @classmethod
@@ -89,9 +83,11 @@ class DeployConfig:
         pipeline = values.get("pipeline", "bagel")
         if pipeline not in PIPELINES:
             raise SchemaError(f"pipeline {pipeline!r}; there are {', '.join(PIPELINES)}")
-        connectors = {
-            name: _connector(name, spec) for name, spec in values.get("connectors", {}).items()
-        }
+        connectors = {}
+        for name, spec in values.get("connectors", {}).items():
+            if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+                raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
+            connectors[name] = ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
             raise SchemaError("stages: a list with at least one stage is needed")
@@ -130,12 +126,6 @@ def _stage(entry: Any, connectors: Mapping[str, ConnectorSpec]) -> StageDeploy:
         settings={name: entry[name] for name in sorted(rest & _USED)},
         ignored=tuple(sorted(rest - _USED) + sorted(set(sampling) - fields)),
     )
-
-
-def _connector(name: str, spec: Any) -> ConnectorSpec:
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-        raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
-    return ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
 
 
 def _read(path: Path) -> dict[str, Any]:

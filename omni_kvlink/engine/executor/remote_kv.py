@@ -133,10 +133,7 @@ class RemoteKVManager:
             self._free_on_workers(entry)
 
     def stats(self) -> dict[str, Any]:
-        """Budget, states and counts, with the sums of the workers' own counts under "workers".
-
-        Waits at most 1 s for the workers; "answered" is the number of those in the sums.
-        """
+        """Budget, states, counts; in "workers" the sums of those that "answered" within 1 s."""
         with self._lock:
             states = [entry.state.value for entry in self._entries.values()]
             own = {

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -24,11 +24,8 @@ _MAX_DESCRIPTORS = 64
 """File descriptors that may come with one message."""
 
 
-class _Frame(NamedTuple):
-    """An encoded message, and the arenas whose descriptors are sent with it."""
-
-    body: bytes
-    arenas: list[Mapping]
+_Frame: TypeAlias = tuple[bytes, list[Mapping]]
+"""An encoded message, and the arenas whose descriptors are sent with it."""
 
 
 class RpcChannel:
@@ -76,15 +73,8 @@ class RpcChannel:
             raise
         return self._decode(message)
 
-    def stats(self) -> dict[str, int]:
-        """Use of the shared memory for tensors sent from here, in bytes."""
-        return self._tensors_out.stats()
-
     def close(self) -> None:
-        """Close both directions after all queued messages are written; returns at once.
-
-        This side's `receive` raises at once, the other side's once it has read everything.
-        """
+        """Close both directions, this one after all queued messages; does not wait for that."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):  # the other side closed it
@@ -127,16 +117,17 @@ class RpcChannel:
         with self._sending:  # an arena is announced by the first message with a tensor in it
             arenas, numbers, retired = self._tensors_out.announce(blocks)
             body = msgspec.msgpack.encode([plain, numbers, retired, freed])
-            self._frames.put(_Frame(body, arenas))
+            self._frames.put((body, arenas))
 
     def _write(self) -> None:
         while (frame := self._frames.get()) is not None:
             if self._broken is not None:
                 continue
-            descriptors = [arena.fd for arena in frame.arenas]
+            body, arenas = frame
             try:
-                socket.send_fds(self._sock, [_LENGTH.pack(len(frame.body))], descriptors)
-                self._sock.sendall(frame.body)
+                head = [_LENGTH.pack(len(body))]
+                socket.send_fds(self._sock, head, [arena.fd for arena in arenas])
+                self._sock.sendall(body)
             except OSError as error:
                 self._broken = error
         with contextlib.suppress(OSError):

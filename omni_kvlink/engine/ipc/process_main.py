@@ -13,7 +13,7 @@ import sys
 
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack_config
-from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcServer
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, answer_call
 from omni_kvlink.errors import PeerLostError
 
 
@@ -25,11 +25,10 @@ def main() -> None:
     module, _, name = first["service"].partition(":")
     kind = getattr(importlib.import_module(f"omni_kvlink.engine.{module}"), name)
     service = kind(unpack_config(first["config"]), *first["args"])
-    server = RpcServer(service.methods)
     try:
         with contextlib.suppress(PeerLostError):
             while True:
-                server.handle(channel.receive(), channel.send)
+                answer_call(service.methods, channel.receive(), channel.send)
     finally:
         # exits even if a thread holds the interpreter's lock
         faulthandler.dump_traceback_later(2 * SHUTDOWN_TIMEOUT, exit=True)

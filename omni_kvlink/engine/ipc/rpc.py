@@ -1,4 +1,4 @@
-"""Remote procedure calls between the processes of an engine: `RpcClient` and `RpcServer`.
+"""Remote procedure calls between the processes of an engine: `RpcClient` and `answer_call`.
 
 A call is the message {"number", "method", "args", "kwargs"}, its answer {"number", "value"} or
 {"number", "error"}. Answers may come in any order. How messages travel, and how the end of the
@@ -192,26 +192,21 @@ class RpcClient:
             answer.set_result(message["value"])
 
 
-class RpcServer:
-    """Runs the methods that calls name, looked up at each call, and sends their results.
+def answer_call(methods: Methods, message: Mapping[str, Any], send: Send) -> None:
+    """Run the method that a call names in this thread, and `send` its answer.
 
-    Where a method returns a Future, the answer is sent when that has a result.
+    Where the method returns a Future, the answer is sent from the thread that sets its result.
     """
 
-    def __init__(self, methods: Methods):
-        self._methods = methods
-
-    def handle(self, message: Mapping[str, Any], send: Send) -> None:
-        """Run one call in this thread; `send` is called with its answer, here or in another one."""
-        answer: Future[Any] = Future()
-        set_result_of(answer, partial(self._run, message))
-        answer.add_done_callback(partial(_send_answer, send, message.get("number")))
-
-    def _run(self, message: Mapping[str, Any]) -> Any:
-        method = self._methods.get(message["method"])
+    def run() -> Any:
+        method = methods.get(message["method"])
         if method is None:
             raise AttributeError(f"no method {message['method']!r} can be called here")
         return method(*message["args"], **message["kwargs"])
+
+    answer: Future[Any] = Future()
+    set_result_of(answer, run)
+    answer.add_done_callback(partial(_send_answer, send, message.get("number")))
 
 
 def public_methods(service: object) -> dict[str, Callable[..., Any]]:

@@ -55,10 +55,9 @@ class ShmTensorWriter:
         return {**tensor_spec(tensor), "block": list(block)}
 
     def announce(self, blocks: list[Block]) -> tuple[list[Mapping], list[int], list[int]]:
-        """Arenas that the receiver must map before it reads these blocks, and those it may unmap.
+        """New arenas that the receiver must map for these blocks, their numbers, and retired ones.
 
-        Must be called in the order in which messages are sent. Returns mappings of the new arenas,
-        their numbers, and the numbers of the retired ones.
+        Must be called in the order in which messages are sent.
         """
         new = sorted({block.arena for block in blocks} - self._announced)
         self._announced.update(new)
@@ -69,10 +68,6 @@ class ShmTensorWriter:
         """Reuse blocks that the receiver has read, or that were not sent."""
         for block in blocks:
             self._pool.free(block)
-
-    def stats(self) -> dict[str, int]:
-        """Use of the shared memory, in bytes."""
-        return self._pool.stats()
 
     def close(self) -> None:
         """Release the memory; a `write` that waits raises ClosedError."""

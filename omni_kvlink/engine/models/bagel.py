@@ -54,6 +54,7 @@ class BagelUtility(ModelUtility):
         group = self.process_group
         rank, of = group.coords.tensor, group.parallel.tensor_parallel_size
         self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
+        self._think = isinstance(config, OmniARConfig) and config.think
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
@@ -85,7 +86,8 @@ class BagelUtility(ModelUtility):
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
-        own = self._own_branches()
+        group = self.process_group
+        own = BRANCHES[group.coords.guidance :: group.parallel.cfg_parallel_size]
         if not isinstance(payload, KVCacheBundle):
             raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
         missing = [name for name in own if name not in payload.branches]
@@ -158,14 +160,6 @@ class BagelUtility(ModelUtility):
         contexts.extra = {"generator": pack_generator(generator)}
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
-
-    @property
-    def _think(self) -> bool:
-        return isinstance(self.config, OmniARConfig) and self.config.think
-
-    def _own_branches(self) -> tuple[str, ...]:
-        group = self.process_group
-        return BRANCHES[group.coords.guidance :: group.parallel.cfg_parallel_size]
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""

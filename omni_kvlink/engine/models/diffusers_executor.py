@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
 
-INSTALL = "pip install 'omni-kvlink[diffusers]'"
-
 
 class DiffusersPipelineExecutor(Executor):
     """Generates images for requests that need no KV; one that needs KV ends in an error.
@@ -45,7 +43,12 @@ class DiffusersPipelineExecutor(Executor):
         directory = Path(self.config.model)
         if not (directory / "model_index.json").is_file():
             raise FileNotFoundError(f"{directory}: no model_index.json; save_pretrained makes one")
-        return _diffusers().DiffusionPipeline.from_pretrained(
+        try:
+            diffusers = importlib.import_module("diffusers")
+        except ImportError as error:
+            text = f"diffusers cannot be imported ({error}): pip install 'omni-kvlink[diffusers]'"
+            raise UnavailableError(text) from error
+        return diffusers.DiffusionPipeline.from_pretrained(
             directory,
             dtype=self.config.torch_dtype,
             local_files_only=True,
@@ -111,14 +114,7 @@ class DiffusersPipelineExecutor(Executor):
             if request_id in self._running:
                 self._cancelled.add(request_id)
 
-    def collective_rpc(
-        self,
-        method: str,
-        *,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    def collective_rpc(self, method: str, **_: Any) -> NoReturn:
         """Raises NoWorkersError."""
         raise NoWorkersError(
             f"{method}: a pipeline of diffusers runs without workers, in the engine's own process;"
@@ -161,13 +157,6 @@ class DiffusersPipelineExecutor(Executor):
     def _drop_pipeline(self) -> None:
         self.pipeline = None
         trim_memory()
-
-
-def _diffusers() -> Any:
-    try:
-        return importlib.import_module("diffusers")
-    except ImportError as error:
-        raise UnavailableError(f"diffusers cannot be imported ({error}): {INSTALL}") from error
 
 
 def _check(config: OmniDiffusionConfig) -> None:

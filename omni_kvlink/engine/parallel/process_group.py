@@ -96,10 +96,7 @@ class ProcessGroup:
         return [row.tolist() for row in rows]
 
     def broadcast_bytes(self, message: bytes, sender: int) -> bytes:
-        """Send a message of the sender, an index in the group, to all its ranks; returns it.
-
-        It has at most `MAX_BROADCAST` bytes; the other ranks' own messages are ignored.
-        """
+        """Send the message of `sender`, an index in the group, to all its ranks; returns it."""
         if self.is_alone:
             return message
         framed = len(message).to_bytes(4, "little") + message

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RankCoords:
-    """A rank's data-parallel group, and its index among those that share branches, and heads.
-
-    A request runs on all ranks of one group.
-    """
+    """A rank's data-parallel group, and its index among those that share branches, and heads."""
 
     group: int
     guidance: int

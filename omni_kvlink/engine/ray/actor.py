@@ -26,7 +26,7 @@ from omni_kvlink.engine.ipc.codec import (
     unpack,
     unpack_config,
 )
-from omni_kvlink.engine.ipc.rpc import RpcServer
+from omni_kvlink.engine.ipc.rpc import answer_call
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.parallel.process_group import open_rendezvous
 from omni_kvlink.engine.ray.cluster import NODE, Cluster, library
@@ -145,7 +145,6 @@ class ActorHost(ABC):
             one.__name__: one for one in (self.open_rendezvous, self.open, self.shutdown)
         }
         self._methods = ChainMap(own)
-        self._server = RpcServer(self._methods)
         self._next = 0
         self._early: dict[int, tuple[Message, Future[Message]]] = {}
         self._calls: queue.SimpleQueue[tuple[Message, Future[Message]]] = queue.SimpleQueue()
@@ -195,7 +194,7 @@ class ActorHost(ABC):
             except Exception as error:
                 send({"number": None, "error": error})
             else:
-                self._server.handle(call, send)
+                answer_call(self._methods, call, send)
 
 
 def encode(value: dict[str, Any]) -> Message:

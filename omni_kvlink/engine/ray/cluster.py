@@ -32,8 +32,7 @@ class Cluster:
 
     If the process was connected before the first of them was made, it stays so after the last one
     is closed. `address` is "auto" for the cluster of this machine or of RAY_ADDRESS, "host:port",
-    or "local" to start one. Raises EngineError if there is no such cluster, or this process is
-    connected to another one.
+    or "local" to start one.
     """
 
     _lock = threading.Lock()
