@@ -13,16 +13,8 @@ import torch
 
 from omni_kvlink import errors as library_errors
 from omni_kvlink.engine import errors as engine_errors
+from omni_kvlink.engine import outputs
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
-from omni_kvlink.engine.outputs import (
-    ARSchedulerOutput,
-    BatchRunnerOutput,
-    DiffusionOutput,
-    DiffusionSchedulerOutput,
-    KVSent,
-    ModelRunnerOutput,
-    RunnerOutput,
-)
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError, WireError
@@ -36,15 +28,15 @@ _KIND = "~"
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        ARSchedulerOutput,
-        BatchRunnerOutput,
-        DiffusionOutput,
-        DiffusionSchedulerOutput,
-        KVSent,
-        ModelRunnerOutput,
+        outputs.ARSchedulerOutput,
+        outputs.BatchRunnerOutput,
+        outputs.DiffusionOutput,
+        outputs.DiffusionSchedulerOutput,
+        outputs.KVSent,
+        outputs.ModelRunnerOutput,
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
-        RunnerOutput,
+        outputs.RunnerOutput,
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
