@@ -53,8 +53,8 @@ class ConnectorSpec:
 class StageDeploy:
     """One entry under `stages:`.
 
-    `connector` brings its KV, and is None for the first stage; `sampling` has defaults of the
-    sampling params, `settings` the other fields that this engine uses.
+    `devices` are such as "0,1"; `connector` brings its KV, and is None for the first stage;
+    `sampling` has defaults of the sampling params, `settings` the other fields in use here.
     """
 
     stage_id: int
@@ -74,7 +74,7 @@ class DeployConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
-        """Read a file, and its `base_config`; SchemaError if it is no deploy file."""
+        """Read a file, and its `base_config`; SchemaError names the field that is wrong."""
         return cls.from_dict(_read(Path(path)))
 
     @classmethod
