@@ -75,7 +75,7 @@ def engine_with_ranks(
         finally:
             workers += made.workers
             made.engine.close()
-        assert not any(worker.is_alive for worker in workers)
+        assert all(worker.error for worker in workers)
 
 
 def until(true: Callable[[], Any]) -> None:

@@ -189,7 +189,12 @@ def _declare(library: ctypes.CDLL) -> int:
 
 
 _part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
-_load, missing = _part.load, _part.missing
+missing = _part.missing
+
+
+def _load() -> ctypes.CDLL:
+    # Without a call once it is loaded: this is in every copy's path.
+    return _part.loaded or _part.load()
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:

@@ -37,8 +37,6 @@ class CompiledPart:
 
     def load(self) -> ctypes.CDLL:
         """Return the library, or raise the same NativeError at every call; any thread."""
-        if self.loaded is not None:  # without the lock: this is in every copy's path
-            return self.loaded
         with self._lock:
             if self.loaded is None and self._error is None:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -214,7 +215,8 @@ class SessionConsumer(Consumer):
 
     def _live_session(self, timeout: float) -> Session:
         """Return the session, a new one if the last has ended."""
-        self._check_open()
+        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+            self._check_open()
         session = self._session
         if session is not None and not session.is_closed:
             return session

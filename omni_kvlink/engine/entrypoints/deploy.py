@@ -21,6 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_kvlink.engine.config import (
+    DiffusionParallelConfig,
+    OmniARConfig,
+    OmniDiffusionConfig,
+)
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError, UnavailableError
 
@@ -29,37 +34,16 @@ PIPELINES = {"bagel": "ar, dit", "bagel_think": "ar, dit", "bagel_single_stage":
 
 _OWN = {"stage_id", "devices", "input_connectors", "output_connectors", "default_sampling_params"}
 _USED = {
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "dtype",
-    "device",
-    "num_threads",
-    "request_batch_max_wait_ms",
-    "step_execution",
-    "cache_backend",
-    "cache_config",
-    "distributed_executor_backend",
-    "distributed_init_method",
-    "data_parallel_size",
-    "cfg_parallel_size",
-    "tensor_parallel_size",
-    "sequence_parallel_size",
-    "model_class_name",
-    "kv",
-    "own_process",
-    "ray",
-}
+    field.name
+    for kind in (OmniARConfig, OmniDiffusionConfig, DiffusionParallelConfig)
+    for field in dataclasses.fields(kind)
+} | {"max_num_batched_tokens", "own_process"}
+_USED -= {"model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorSpec:
-    """One entry under `connectors:`.
-
-    Attributes:
-        name: the kind of connector.
-        extra: its settings.
-    """
+    """One entry under `connectors:`: the name of a kind of connector, and its settings."""
 
     name: str
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,12 +53,8 @@ class ConnectorSpec:
 class StageDeploy:
     """One entry under `stages:`.
 
-    Attributes:
-        devices: such as "0" or "0,1".
-        connector: by which its KV comes; None for the first stage.
-        sampling: defaults of the sampling params.
-        settings: the other fields that this engine uses.
-        ignored: names of fields that it does not use.
+    `devices` are such as "0,1"; `connector` brings its KV, and is None for the first stage;
+    `sampling` has defaults of the sampling params, `settings` the other fields in use here.
     """
 
     stage_id: int
@@ -87,24 +67,14 @@ class StageDeploy:
 
 @dataclasses.dataclass(frozen=True)
 class DeployConfig:
-    """All stages, in the order of their ids.
-
-    Attributes:
-        pipeline: one of `PIPELINES`.
-    """
+    """All stages of one of the `PIPELINES`, in the order of their ids."""
 
     pipeline: str
     stages: tuple[StageDeploy, ...]
 
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
-        """Read a file, and its `base_config`.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            SchemaError: it is not a deploy file; the text names the field.
-            UnavailableError: PyYAML is not installed.
-        """
+        """Read a file, and its `base_config`; SchemaError names the field that is wrong."""
         return cls.from_dict(_read(Path(path)))
 
     @classmethod
@@ -113,17 +83,18 @@ class DeployConfig:
         pipeline = values.get("pipeline", "bagel")
         if pipeline not in PIPELINES:
             raise SchemaError(f"pipeline {pipeline!r}; there are {', '.join(PIPELINES)}")
-        connectors = {
-            name: _connector(name, spec) for name, spec in values.get("connectors", {}).items()
-        }
+        connectors = {}
+        for name, spec in values.get("connectors", {}).items():
+            if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+                raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
+            connectors[name] = ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
             raise SchemaError("stages: a list with at least one stage is needed")
         stages = sorted((_stage(entry, connectors) for entry in entries), key=lambda s: s.stage_id)
-        if [stage.stage_id for stage in stages] != list(range(len(stages))):
-            raise SchemaError(
-                f"stage_ids {[stage.stage_id for stage in stages]}: they must be 0, 1, …"
-            )
+        ids = [stage.stage_id for stage in stages]
+        if ids != list(range(len(stages))):
+            raise SchemaError(f"stage_ids {ids}: they must be 0, 1, …")
         return cls(pipeline, tuple(stages))
 
     def kinds(self) -> list[str]:
@@ -136,38 +107,25 @@ def _stage(entry: Any, connectors: Mapping[str, ConnectorSpec]) -> StageDeploy:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("stage_id"), int):
         raise SchemaError(f"a stage is a map with a stage_id, not {entry!r:.100}")
     stage_id, inputs = entry["stage_id"], entry.get("input_connectors") or {}
-    unknown = sorted(set(inputs) - {f"from_stage_{stage_id - 1}"})
-    if unknown:
-        raise SchemaError(
-            f"stage {stage_id}: input_connectors {unknown}; only from_stage_{stage_id - 1} is known"
-        )
+    known = f"from_stage_{stage_id - 1}"
+    if unknown := sorted(set(inputs) - {known}):
+        raise SchemaError(f"stage {stage_id}: input_connectors {unknown}; only {known} is known")
     names = list(inputs.values())
     if names and names[0] not in connectors:
         raise SchemaError(f"stage {stage_id}: no connector {names[0]!r} under connectors:")
-    sampling = entry.get("default_sampling_params") or {}
+    sampling = dict(entry.get("default_sampling_params") or {})
+    if sampling.pop("top_k", None) == 1:  # is the same; other values have no effect
+        sampling["temperature"] = 0.0
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     rest = set(entry) - _OWN
     return StageDeploy(
         stage_id=stage_id,
         devices=str(entry.get("devices") or ""),
         connector=connectors[names[0]] if names else None,
-        sampling=_sampling({k: v for k, v in sampling.items() if k in fields | {"top_k"}}),
+        sampling={name: value for name, value in sampling.items() if name in fields},
         settings={name: entry[name] for name in sorted(rest & _USED)},
-        ignored=tuple(sorted(rest - _USED) + sorted(set(sampling) - fields - {"top_k"})),
+        ignored=tuple(sorted(rest - _USED) + sorted(set(sampling) - fields)),
     )
-
-
-def _sampling(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `top_k: 1` by temperature 0, which is the same; other values have no effect."""
-    if values.pop("top_k", None) == 1:
-        values["temperature"] = 0.0
-    return values
-
-
-def _connector(name: str, spec: Any) -> ConnectorSpec:
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-        raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
-    return ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -115,11 +115,8 @@ class OmniDiffusion:
         if late:
             for name in names:
                 self.abort(name)
-            raise TransferTimeout(
-                f"{len(late)} of {len(many)} prompts not done after {timeout:g} s",
-                waited=timeout or 0.0,
-                phase="running",
-            )
+            text = f"{len(late)} of {len(many)} prompts not done after {timeout:g} s"
+            raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         outputs = [future.result() for future in futures]
         if on_error == "return":
             return outputs
@@ -131,9 +128,7 @@ class OmniDiffusion:
     ) -> Future[DiffusionOutput]:
         """Queue one prompt; its future has the output, which may hold its error.
 
-        Raises:
-            EngineError: this id is in use.
-            EngineDeadError: the first stage is gone: `restart` it.
+        Raises EngineError if the id is in use, EngineDeadError if the first stage is gone.
         """
         params = self._params(sampling_params, 0)
         request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
@@ -148,7 +143,7 @@ class OmniDiffusion:
             with self._lock:
                 self._open.discard(request_id)
             raise
-        first.add_done_callback(partial(self._on_stage, 0, request, sampling_params, done, []))
+        first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
         return done
 
     def abort(self, request_id: str) -> None:
@@ -204,52 +199,50 @@ class OmniDiffusion:
 
     def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
         """The given params, completed with the stage's defaults."""
-        defaults = dict(self.deploy.stages[number].sampling)
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
             fields = [field.name for field in dataclasses.fields(given)]
             given = {f: getattr(given, f) for f in fields if getattr(given, f) != getattr(blank, f)}
-        return OmniDiffusionSamplingParams(**{**defaults, **(given or {})})
+        return OmniDiffusionSamplingParams(
+            **{**self.deploy.stages[number].sampling, **(given or {})}
+        )
 
     def _on_stage(
         self,
-        number: int,
         request: OmniDiffusionRequest,
         given: Params,
         done: Future[DiffusionOutput],
         stages: list[DiffusionOutput],
         finished: Future[DiffusionOutput],
     ) -> None:
-        """Called when a stage is done with a request: submit it to the next, or resolve it."""
-        output = finished.result()
+        """Called when a stage is done with a request: submit it to the next, or resolve `done`."""
+        output, key = finished.result(), request.request_id
         stages.append(output)
-        if output.error is not None and number:
-            self.stages[number - 1].fail_kv(request.request_id, str(output.error))
-        if output.error is not None or number == len(self.stages) - 1:
-            self._resolve(request.request_id, output, stages, done)
-            return
-        try:
-            following = self._following(number + 1, request, given, output)
-            coming = self.stages[number + 1].submit(following)
-        except Exception as error:
-            self.stages[number].fail_kv(request.request_id, str(error))
-            failed = DiffusionOutput(request.request_id, error=error)
-            self._resolve(request.request_id, failed, stages, done)
-            return
+        number = len(stages)  # of the next stage
+        if output.error is not None and number > 1:
+            self.stages[number - 2].fail_kv(key, str(output.error))
+        if output.error is None and number < len(self.stages):
+            try:
+                following = self._following(number, request, given, output)
+                coming = self.stages[number].submit(following)
+            except Exception as error:
+                self.stages[number - 1].fail_kv(key, str(error))
+                output = DiffusionOutput(key, error=error)
+            else:
+                with self._lock:
+                    aborted = key in self._aborted
+                if aborted:  # between two stages: the next one releases its KV
+                    self.stages[number].abort(key)
+                coming.add_done_callback(partial(self._on_stage, following, given, done, stages))
+                return
         with self._lock:
-            aborted = request.request_id in self._aborted
-        if aborted:  # between two stages: the next one releases its KV
-            self.stages[number + 1].abort(request.request_id)
-        coming.add_done_callback(
-            partial(self._on_stage, number + 1, following, given, done, stages)
-        )
+            self._open.discard(key)
+            self._aborted.discard(key)
+        text = next((stage.text for stage in stages if stage.text is not None), None)
+        done.set_result(dataclasses.replace(output, text=text, stages=stages))
 
     def _following(
-        self,
-        number: int,
-        request: OmniDiffusionRequest,
-        given: Params,
-        output: DiffusionOutput,
+        self, number: int, request: OmniDiffusionRequest, given: Params, output: DiffusionOutput
     ) -> OmniDiffusionRequest:
         """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
@@ -265,19 +258,6 @@ class OmniDiffusion:
             need_kv_transfer=number < len(self.stages) - 1,
             kv_nbytes=sent.nbytes,
         )
-
-    def _resolve(
-        self,
-        request_id: str,
-        output: DiffusionOutput,
-        stages: list[DiffusionOutput],
-        done: Future[DiffusionOutput],
-    ) -> None:
-        with self._lock:
-            self._open.discard(request_id)
-            self._aborted.discard(request_id)
-        text = next((stage.text for stage in stages if stage.text is not None), None)
-        done.set_result(dataclasses.replace(output, text=text, stages=stages))
 
 
 class _Bar:

@@ -17,6 +17,7 @@ from omni_kvlink.engine.config import (
     KVConfig,
     OmniARConfig,
     OmniDiffusionConfig,
+    StageConfig,
 )
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
@@ -30,32 +31,15 @@ if TYPE_CHECKING:
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
-_AR_FIELDS = {
-    "max_num_seqs",
-    "block_size",
-    "dtype",
-    "device",
-    "num_threads",
-    "model_class_name",
-    "distributed_executor_backend",
-    "distributed_init_method",
-    "distributed_timeout",
-    "ray",
-}
+_AR_FIELDS = {field.name for field in dataclasses.fields(StageConfig)} | {"block_size"}
 
 
 def stage_configs(
     deploy: DeployConfig, model: str, overrides: Mapping[str, Any]
 ) -> list[OmniARConfig | OmniDiffusionConfig]:
-    """A configuration for each stage; a stage's sink is what the next one's connector names.
+    """A configuration for each stage, in which `overrides` replace the deployment's settings.
 
-    Args:
-        deploy: the deployment.
-        model: directory of the checkpoint.
-        overrides: fields for every stage, such as dtype.
-
-    Raises:
-        SchemaError: a setting is not valid.
+    A stage's sink is what the next one's connector names. Raises SchemaError for invalid settings.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
     ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
@@ -73,7 +57,8 @@ def stage_configs(
             if kind == "ar":
                 configs.append(_ar(values, tokens, think=deploy.pipeline == "bagel_think"))
             else:
-                configs.append(_dit(values))
+                values.pop("block_size", None)
+                configs.append(msgspec.convert(values, OmniDiffusionConfig))
         except (msgspec.ValidationError, ValueError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
     for at, after in enumerate(configs[1:]):
@@ -86,7 +71,9 @@ def with_sources(
     config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
 ) -> OmniDiffusionConfig:
     """A stage's configuration with the URLs that the ranks of the stage before serve."""
-    options = {**_consumer_options(before.sink_options), **config.kv.source_options}
+    sink = before.sink_options  # of which both ends need these; keys are each end's own
+    options: dict[str, Any] = {name: sink[name] for name in ("directory", "mode") if name in sink}
+    options |= config.kv.source_options
     kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
     return dataclasses.replace(config, kv=kv)
 
@@ -98,38 +85,30 @@ def rank_urls(url: str, ranks: int) -> tuple[str, ...]:
 
 def environment(stage: StageDeploy) -> dict[str, str]:
     """Environment variables that limit a process to the stage's devices."""
-    return {"CUDA_VISIBLE_DEVICES": stage.devices} if stage.devices and _has_cuda() else {}
+    is_limited = stage.devices and torch.cuda.is_available()
+    return {"CUDA_VISIBLE_DEVICES": stage.devices} if is_limited else {}
 
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
     own = {name: value for name, value in values.items() if name in _AR_FIELDS}
-    own |= {name: values[name] for name in ("model", "kv", "stage", "parallel_config")}
-    config: OmniARConfig = msgspec.convert({**own, "think": think}, OmniARConfig)
+    config = msgspec.convert({**own, "think": think}, OmniARConfig)
     if tokens is None:
         return config
     return dataclasses.replace(config, num_blocks=-(-tokens // config.block_size))
 
 
-def _dit(values: dict[str, Any]) -> OmniDiffusionConfig:
-    values.pop("block_size", None)
-    config: OmniDiffusionConfig = msgspec.convert(values, OmniDiffusionConfig)
-    return config
-
-
 def _check_placement(stage: StageDeploy, sinks: Sequence[str]) -> None:
     """Raises SchemaError if a setting for Ray is unknown, or used without Ray."""
     own_process, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
+    error = ""
     if own_process not in (True, False, "ray"):
-        raise SchemaError(
-            f"stage {stage.stage_id}: own_process {own_process!r}; true, false or ray"
-        )
-    if "ray" in stage.settings and not is_on_ray:
-        raise SchemaError(
-            f"stage {stage.stage_id}: ray: is for own_process: ray, or for "
-            "distributed_executor_backend: ray"
-        )
-    if not is_on_ray and any(NODE in url for url in sinks):
-        raise SchemaError(f"stage {stage.stage_id}: {NODE} in a URL is for stages on Ray")
+        error = f"own_process {own_process!r}; true, false or ray"
+    elif "ray" in stage.settings and not is_on_ray:
+        error = "ray: is for own_process: ray, or for distributed_executor_backend: ray"
+    elif not is_on_ray and any(NODE in url for url in sinks):
+        error = f"{NODE} in a URL is for stages on Ray"
+    if error:
+        raise SchemaError(f"stage {stage.stage_id}: {error}")
 
 
 def _is_on_ray(stage: StageDeploy) -> bool:
@@ -148,9 +127,7 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
         return _mooncake(spec.extra)
     if spec.name == "KVLinkConnector":
         if "url" not in spec.extra:
-            raise SchemaError(
-                "KVLinkConnector: extra must have a url, such as zmq+tcp://127.0.0.1:0"
-            )
+            raise SchemaError("KVLinkConnector: extra has no url, such as zmq+tcp://127.0.0.1:0")
         return str(spec.extra["url"]), _options(spec.extra)
     raise SchemaError(
         f"no connector {spec.name!r}; there are SharedMemoryConnector, Mooncake…Connector and "
@@ -182,17 +159,8 @@ def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in _OPTIONS}
 
 
-def _consumer_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that both ends have in common; keys are each end's own."""
-    return {name: value for name, value in options.items() if name in ("directory", "mode")}
-
-
 def _device(stage: StageDeploy, kind: str) -> str:
     """A stage in a process of its own sees only its devices, and selects by rank."""
-    if not (stage.devices and _has_cuda()) or kind == "ar" or _is_on_ray(stage):
+    if not stage.devices or kind == "ar" or _is_on_ray(stage) or not torch.cuda.is_available():
         return "auto"
     return f"cuda:{stage.devices.split(',')[0]}"
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()

@@ -42,13 +42,10 @@ class DistributedExecutor(Executor):
     A request goes to all ranks of its data-parallel group; the group's leader answers with images,
     the other ranks with errors only. When one worker dies all are killed, because the others may
     wait for it.
-
-    Attributes:
-        workers: clients of the workers, by rank.
-        start_timeout: seconds until every worker must have loaded its model.
     """
 
     start_timeout = 120.0
+    """Seconds until every worker must have loaded its model."""
 
     @abstractmethod
     def _start_workers(self) -> None:
@@ -58,7 +55,7 @@ class DistributedExecutor(Executor):
         self.workers.append(WorkerClient(transport, self._fail))
 
     def _init_executor(self) -> None:
-        self.workers: list[WorkerClient] = []
+        self.workers: list[WorkerClient] = []  # by rank
         self._lock = threading.Lock()
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
@@ -148,11 +145,7 @@ class DistributedExecutor(Executor):
             callback(dead)
 
     def check_health(self, *, timeout: float) -> None:
-        """Return if every worker answers; otherwise kill all of them.
-
-        Raises:
-            EngineDeadError: a worker is gone, or did not answer within `timeout` seconds.
-        """
+        """Return if every worker answers in time; otherwise kill all, and raise EngineDeadError."""
         try:
             self.collective_rpc("check_health", timeout=timeout)
         except TransferTimeout as error:
@@ -183,11 +176,7 @@ class DistributedExecutor(Executor):
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
     def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> dict[str, DiffusionOutput]:
-        """Run parts of a batch, each on one group; a group runs its parts one after the other.
-
-        Raises:
-            EngineDeadError: a worker is gone.
-        """
+        """Run parts of a batch, each on one group; a group runs its parts one after the other."""
         self._check_alive()
         requests = [request for part in work for request in part.requests]
         try:

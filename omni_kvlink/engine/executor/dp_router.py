@@ -6,11 +6,7 @@ import threading
 
 
 class DPRouter:
-    """Assigns requests to data-parallel groups; thread-safe.
-
-    Args:
-        count: number of groups.
-    """
+    """Assigns requests to as many data-parallel groups as `count`; thread-safe."""
 
     def __init__(self, count: int):
         self._lock = threading.Lock()

@@ -6,20 +6,16 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
 
 from omni_kvlink.engine.executor.distributed import DistributedExecutor
 from omni_kvlink.engine.ipc.process import ProcessHandle
-
-if TYPE_CHECKING:
-    from omni_kvlink.engine.config import StageConfig
 
 
 class MultiprocExecutor(DistributedExecutor):
     """Runs each rank of a stage, of either kind, in a process of its own.
 
-    Requests and images travel over socket pairs, large tensors in shared memory. The processes end
-    with this one, however it ends.
+    Messages travel over socket pairs, large tensors in shared memory. The processes end with this
+    one, however it ends.
     """
 
     _rendezvous = ""
@@ -30,29 +26,19 @@ class MultiprocExecutor(DistributedExecutor):
         if ranks > 1 and not url:
             self._rendezvous = tempfile.mkdtemp(prefix="kvl-ranks-")
             url = f"file://{self._rendezvous}/rendezvous"
-        config = dataclasses.replace(
-            self.config, distributed_init_method=url, num_threads=_num_threads(self.config)
-        )
+        threads = self.config.num_threads
+        if ranks > 1 and not threads and self.config.device_of(0).type == "cpu":
+            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        config = dataclasses.replace(self.config, distributed_init_method=url, num_threads=threads)
+        service, directory = "worker.service:WorkerService", self._rendezvous
         for rank in range(ranks):
-            process = ProcessHandle(
-                "worker.service:WorkerService",
-                config,
-                [rank, rank],
-                name=f"rank {rank} of the {config.stage} stage",
-                directory=self._rendezvous,
+            name = f"rank {rank} of the {config.stage} stage"
+            self._add_worker(
+                ProcessHandle(service, config, [rank, rank], name=name, directory=directory)
             )
-            self._add_worker(process)
 
     def shutdown(self) -> None:
         """Shut down the processes, and release their memory; a second call does nothing."""
         super().shutdown()
         if self._rendezvous:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
-
-
-def _num_threads(config: StageConfig) -> int:
-    """Threads of torch in each rank: its share of the CPUs, unless configured or on a GPU."""
-    ranks = config.parallel_config.world_size
-    if config.num_threads or ranks == 1 or config.device_of(0).type != "cpu":
-        return config.num_threads
-    return max(1, len(os.sched_getaffinity(0)) // ranks)

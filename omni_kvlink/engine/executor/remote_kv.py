@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -31,29 +32,16 @@ _STATS_TIMEOUT = 1.0
 
 @dataclasses.dataclass(eq=False)
 class RemoteKVEntry:
-    """One request's KV on the ranks of its data-parallel group.
-
-    Attributes:
-        request: without its prompt.
-        timeout: seconds from `started` until all ranks must have received it.
-        started: on `time.monotonic`'s clock.
-        remaining: ranks that have not received it yet.
-        nbytes: largest size that a rank has received.
-    """
+    """One request's KV on the ranks of its data-parallel group; the request has no prompt."""
 
     request: OmniDiffusionRequest
     timeout: float
     workers: list[WorkerClient]
     state: KVState = KVState.ALLOCATED
     error: Exception | None = None
-    started: float = 0.0
-    remaining: int = 0
-    nbytes: int = 0
-
-    @property
-    def deadline(self) -> float:
-        """When the receive fails even if no worker reports it."""
-        return self.started + self.timeout + _GRACE
+    deadline: float = math.inf  # monotonic; the receive fails then even if no worker reports it
+    remaining: int = 0  # ranks that have not received it yet
+    nbytes: int = 0  # largest size that a rank has received
 
 
 class RemoteKVManager:
@@ -61,13 +49,7 @@ class RemoteKVManager:
 
     It keeps the stage's budget and lets all ranks of a request's group receive their parts. The KV
     is ready when all ranks have it, and failed as soon as one rank fails. A thread of its own fails
-    what is late even if no worker reports it.
-
-    Args:
-        config: budget and timeout.
-        router: assigns a request to a group when its KV is allocated.
-        workers_of: the workers of a group.
-        workers: all workers.
+    what is late even if no worker reports it. `workers_of` returns the workers of a group.
     """
 
     def __init__(
@@ -98,12 +80,7 @@ class RemoteKVManager:
             return self._budget.has_room(request)
 
     def allocate(self, request: OmniDiffusionRequest) -> None:
-        """Charge a request's KV to the budget, and assign the request to a group.
-
-        Raises:
-            CapacityError: the budget has no room; says how many bytes are needed and free.
-            EngineError: the request is allocated already.
-        """
+        """Charge a request's KV to the budget, and assign the request to a group."""
         key = request.request_id
         timeout = self._config.timeout if request.kv_timeout is None else request.kv_timeout
         with self._lock:
@@ -115,18 +92,14 @@ class RemoteKVManager:
             self._entries[key] = RemoteKVEntry(short, timeout, workers)
 
     def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Let the ranks of the request's group start to receive; returns at once.
-
-        Raises:
-            EngineError: the request is not allocated, or was prefetched before.
-        """
+        """Let the ranks of the request's group start to receive; returns at once."""
         with self._lock:
             entry = self._entries.get(request.request_id)
             if entry is None or entry.state is not KVState.ALLOCATED:
                 state = KVState.ABSENT if entry is None else entry.state
                 raise EngineError(f"the KV of {request.request_id!r} is {state.value}")
-            entry.state, entry.started = KVState.RECEIVING, time.monotonic()
-            entry.remaining = len(entry.workers)
+            entry.state, entry.remaining = KVState.RECEIVING, len(entry.workers)
+            entry.deadline = time.monotonic() + entry.timeout + _GRACE
         self._receiver.submit(self._begin, entry)
 
     def state(self, request_id: str) -> KVState:
@@ -160,10 +133,7 @@ class RemoteKVManager:
             self._free_on_workers(entry)
 
     def stats(self) -> dict[str, Any]:
-        """Budget, states and counts, with the sums of the workers' own counts under "workers".
-
-        Waits at most 1 s for the workers; "answered" is the number of those in the sums.
-        """
+        """Budget, states, counts; in "workers" the sums of those that "answered" within 1 s."""
         with self._lock:
             states = [entry.state.value for entry in self._entries.values()]
             own = {
@@ -196,38 +166,11 @@ class RemoteKVManager:
         error: Any = answer.exception()
         if error is None:
             with self._lock:
-                if entry.state is not KVState.RECEIVING:
-                    return
                 entry.remaining -= 1
                 entry.nbytes = max(entry.nbytes, answer.result())
                 if entry.remaining:
                     return
-                error = self._set_ready(entry)
-        if error is None:
-            self._notify()
-        else:
-            self._fail(entry, error)
-
-    def _set_ready(self, entry: RemoteKVEntry) -> CapacityError | None:
-        """All ranks have received it: charge its actual size. The lock is held."""
-        try:
-            self._budget.correct(entry.request.request_id, entry.nbytes)
-        except CapacityError as error:
-            return error
-        entry.state = KVState.READY
-        self._counts["received"] += 1
-        self._counts["nbytes"] += entry.nbytes
-        return None
-
-    def _fail(self, entry: RemoteKVEntry, error: Exception) -> None:
-        """Fail a receive, and free what the ranks have of it."""
-        with self._lock:
-            if entry.state is not KVState.RECEIVING:
-                return
-            entry.state, entry.error = KVState.FAILED, error
-            self._counts["failed"] += 1
-        self._free_on_workers(entry)
-        self._notify()
+        self._end(entry, error)
 
     def _on_deadline(self) -> None:
         now = time.monotonic()
@@ -236,12 +179,30 @@ class RemoteKVManager:
         for entry in late:
             key, waited = entry.request.request_id, entry.timeout
             text = f"the KV of {key!r} did not arrive within {waited:g} s; no worker reported it"
-            self._fail(entry, TransferTimeout(text, key=key, waited=waited, phase="requested"))
+            self._end(entry, TransferTimeout(text, key=key, waited=waited, phase="requested"))
+
+    def _end(self, entry: RemoteKVEntry, error: Exception | None) -> None:
+        """End a receive that goes on: charge its actual size, or free what the ranks have of it."""
+        with self._lock:
+            if entry.state is not KVState.RECEIVING:
+                return
+            if error is None:
+                try:
+                    self._budget.correct(entry.request.request_id, entry.nbytes)
+                except CapacityError as too_large:
+                    error = too_large
+            if error is None:
+                entry.state = KVState.READY
+                self._counts["received"] += 1
+                self._counts["nbytes"] += entry.nbytes
+            else:
+                entry.state, entry.error = KVState.FAILED, error
+                self._counts["failed"] += 1
+        if error is not None:
+            self._free_on_workers(entry)
+        for callback in self._listeners:
+            callback()
 
     def _free_on_workers(self, entry: RemoteKVEntry) -> None:
         for worker in entry.workers:
             worker.free_kv(entry.request)
-
-    def _notify(self) -> None:
-        for callback in self._listeners:
-            callback()

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -24,23 +24,16 @@ _MAX_DESCRIPTORS = 64
 """File descriptors that may come with one message."""
 
 
-class _Frame(NamedTuple):
-    """An encoded message, and the arenas whose descriptors are sent with it."""
-
-    body: bytes
-    arenas: list[Mapping]
+_Frame: TypeAlias = tuple[bytes, list[Mapping]]
+"""An encoded message, and the arenas whose descriptors are sent with it."""
 
 
 class RpcChannel:
     """Sends and receives maps of what `codec.pack` encodes, in order.
 
-    Any thread may send, one thread receives. A thread of this channel writes to the socket, so
-    that `send` does not block on a receiver that is frozen. Large tensors travel in shared memory,
-    which is reused once the receiver has copied them out.
-
-    Args:
-        sock: connected, blocking; owned.
-        quota: bytes of shared memory that messages sent from here may use at once.
+    Any thread may send, one thread receives. A thread of this channel writes to the socket
+    (blocking; owned), so that `send` does not block on a receiver that is frozen. Large tensors
+    travel in shared memory, at most `quota` bytes, reused once the receiver has copied them out.
     """
 
     def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
@@ -56,10 +49,8 @@ class RpcChannel:
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message to be written; waits only for shared memory for its tensors.
 
-        Raises:
-            EngineDeadError: the other process is known to be gone, or this channel is closed.
-            SchemaError: the message cannot be encoded.
-            CapacityError: there is no shared memory for its tensors.
+        Raises EngineDeadError if the other process is known to be gone or this channel is closed,
+        SchemaError if the message cannot be encoded, CapacityError if the memory is not freed.
         """
         if self._broken is not None or self._closed:
             raise EngineDeadError(f"the other process is gone: {self._broken or 'closed'}")
@@ -73,12 +64,7 @@ class RpcChannel:
             raise
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message.
-
-        Raises:
-            PeerLostError: the other process is gone or has closed the channel, or this side has.
-            WireError: the message cannot be decoded.
-        """
+        """Wait for the next message; PeerLostError once either side has closed the channel."""
         try:
             while (message := self._receive()) is None:
                 pass  # it only freed shared memory
@@ -87,15 +73,8 @@ class RpcChannel:
             raise
         return self._decode(message)
 
-    def stats(self) -> dict[str, int]:
-        """Use of the shared memory for tensors sent from here, in bytes."""
-        return self._tensors_out.stats()
-
     def close(self) -> None:
-        """Close both directions after all queued messages are written; returns at once.
-
-        This side's `receive` raises at once, the other side's once it has read everything.
-        """
+        """Close both directions, this one after all queued messages; does not wait for that."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):  # the other side closed it
@@ -138,17 +117,17 @@ class RpcChannel:
         with self._sending:  # an arena is announced by the first message with a tensor in it
             arenas, numbers, retired = self._tensors_out.announce(blocks)
             body = msgspec.msgpack.encode([plain, numbers, retired, freed])
-            self._frames.put(_Frame(body, arenas))
+            self._frames.put((body, arenas))
 
     def _write(self) -> None:
         while (frame := self._frames.get()) is not None:
             if self._broken is not None:
                 continue
-            descriptors = [arena.fd for arena in frame.arenas]
+            body, arenas = frame
             try:
-                head = _LENGTH.pack(len(frame.body))
-                socket.send_fds(self._sock, [head], descriptors)
-                self._sock.sendall(frame.body)
+                head = [_LENGTH.pack(len(body))]
+                socket.send_fds(self._sock, head, [arena.fd for arena in arenas])
+                self._sock.sendall(body)
             except OSError as error:
                 self._broken = error
         with contextlib.suppress(OSError):

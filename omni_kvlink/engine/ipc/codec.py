@@ -1,7 +1,4 @@
-"""Encodes requests, outputs, errors and tensors as plain values that MessagePack can write.
-
-Only the types named here are encoded; nothing is pickled.
-"""
+"""Encodes requests, outputs, errors and tensors, and nothing else, as values for MessagePack."""
 
 from __future__ import annotations
 
@@ -16,47 +13,33 @@ import torch
 
 from omni_kvlink import errors as library_errors
 from omni_kvlink.engine import errors as engine_errors
+from omni_kvlink.engine import outputs
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
-from omni_kvlink.engine.outputs import (
-    ARSchedulerOutput,
-    BatchRunnerOutput,
-    DiffusionOutput,
-    DiffusionSchedulerOutput,
-    KVSent,
-    ModelRunnerOutput,
-    RunnerOutput,
-)
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError, WireError
 
 WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
-"""Writes a tensor's bytes somewhere; returns plain values that say where."""
-
+"""Writes a tensor's bytes somewhere; returns plain values that say where, for a `ReadTensor`."""
 ReadTensor: TypeAlias = Callable[[Mapping[str, Any]], torch.Tensor]
-"""Reads the tensor that a `WriteTensor` wrote, from the values that it returned."""
-
 _KIND = "~"
 """Key that marks a map as an encoded object; its value is the object's type."""
 
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        ARSchedulerOutput,
-        BatchRunnerOutput,
-        DiffusionOutput,
-        DiffusionSchedulerOutput,
-        KVSent,
-        ModelRunnerOutput,
+        outputs.ARSchedulerOutput,
+        outputs.BatchRunnerOutput,
+        outputs.DiffusionOutput,
+        outputs.DiffusionSchedulerOutput,
+        outputs.KVSent,
+        outputs.ModelRunnerOutput,
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
-        RunnerOutput,
+        outputs.RunnerOutput,
     )
 }
-
-_PLAIN = (str, int, float)
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
-
 _NOT_SENT = {"past_key_values", "is_cancelled", "generator"}
 """Fields of `_CLASSES` that have a meaning in their own process only."""
 
@@ -130,7 +113,7 @@ def unpack_config(values: Mapping[str, Any]) -> StageConfig:
 
 def pack_error(error: BaseException) -> dict[str, Any]:
     """Encode an error: its class's name, its text, and its attributes that are plain values."""
-    plain = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+    plain = {name: one for name, one in vars(error).items() if isinstance(one, (str, int, float))}
     return {"kind": type(error).__name__, "text": str(error), "attributes": plain}
 
 

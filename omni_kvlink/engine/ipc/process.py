@@ -12,29 +12,19 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import pack_config
-from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, Methods, RpcServer
-from omni_kvlink.errors import PeerLostError
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from omni_kvlink.engine.config import StageConfig
 
-_MAIN = "omni_kvlink.engine.ipc.process_main"
-
 
 class ProcessHandle:
     """A process that serves the calls of one service; an `RpcTransport`.
 
-    The process exits when this one closes the channel, or ends.
-
-    Args:
-        service: class of the service below `omni_kvlink.engine`: "stage.service:StageService".
-        config: first argument of the class.
-        args: its other arguments.
-        name: of the process, for errors.
-        directory: a temporary directory that the process removes when it exits; none if empty.
-        environment: variables of the process in addition to this one's.
+    The service is "module:Class" below `omni_kvlink.engine`, and made of `config` and `args`. The
+    process exits when this one closes the channel, or ends, and removes `directory` then.
     """
 
     def __init__(
@@ -51,7 +41,7 @@ class ProcessHandle:
         here, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MAIN, str(there.fileno())],
+                [sys.executable, "-m", f"{__package__}.process_main", str(there.fileno())],
                 pass_fds=[there.fileno()],
                 env={**os.environ, **(environment or {})},
             )
@@ -59,11 +49,6 @@ class ProcessHandle:
         self._channel = RpcChannel(here)
         first = {"service": service, "config": pack_config(config), "args": list(args)}
         self._channel.send({**first, "directory": directory})
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended; a frozen one is alive."""
-        return self._process.poll() is None
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; see `RpcTransport.send`."""
@@ -99,11 +84,3 @@ class ProcessHandle:
     def close(self) -> None:
         """Release the channel and its shared memory."""
         self._channel.join()
-
-
-def serve_calls(channel: RpcChannel, methods: Methods) -> None:
-    """In the process of a `ProcessHandle`: run calls until the channel is closed."""
-    server = RpcServer(methods)
-    with contextlib.suppress(PeerLostError):
-        while True:
-            server.handle(channel.receive(), channel.send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -12,8 +13,8 @@ import sys
 
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack_config
-from omni_kvlink.engine.ipc.process import serve_calls
-from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, answer_call
+from omni_kvlink.errors import PeerLostError
 
 
 def main() -> None:
@@ -25,7 +26,9 @@ def main() -> None:
     kind = getattr(importlib.import_module(f"omni_kvlink.engine.{module}"), name)
     service = kind(unpack_config(first["config"]), *first["args"])
     try:
-        serve_calls(channel, service.methods)
+        with contextlib.suppress(PeerLostError):
+            while True:
+                answer_call(service.methods, channel.receive(), channel.send)
     finally:
         # exits even if a thread holds the interpreter's lock
         faulthandler.dump_traceback_later(2 * SHUTDOWN_TIMEOUT, exit=True)

@@ -1,4 +1,4 @@
-"""Remote procedure calls between the processes of an engine: `RpcClient` and `RpcServer`.
+"""Remote procedure calls between the processes of an engine: `RpcClient` and `answer_call`.
 
 A call is the message {"number", "method", "args", "kwargs"}, its answer {"number", "value"} or
 {"number", "error"}. Answers may come in any order. How messages travel, and how the end of the
@@ -41,19 +41,12 @@ _EXIT_REPORT = 5.0
 class RpcTransport(Protocol):
     """Carries messages to one process and back, and ends that process.
 
-    `receive` and `describe_exit` are called by one thread, everything else by any.
-
-    Attributes:
-        name: of the process, for errors.
-        pid: of the process; 0 while unknown.
+    `receive` and `describe_exit` are called by one thread, everything else by any. `name` is the
+    process's, for errors; `pid` is 0 while unknown.
     """
 
     name: str
     pid: int
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended; a frozen one is alive."""
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; does not wait for the other process.
@@ -82,15 +75,10 @@ class RpcTransport(Protocol):
 
 
 class RpcClient:
-    """Calls methods of a service in another process; thread-safe.
+    """Calls methods of a service in another process, over a transport it owns; thread-safe.
 
-    Args:
-        transport: to the process; owned.
-        on_death: called once, in the reader thread, when the process has ended without `shutdown`
-            or `kill`. Every pending call has failed by then.
-
-    Attributes:
-        error: what every call fails with once the process is gone; None before.
+    `on_death` is called once, in the reader thread, when the process has ended without `shutdown`
+    or `kill`; every pending call has failed by then. Once it is gone, calls fail with `error`.
     """
 
     def __init__(self, transport: RpcTransport, on_death: DeathCallback):
@@ -113,20 +101,13 @@ class RpcClient:
         """Process id; 0 while unknown."""
         return self._transport.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether calls can still be answered; a frozen process is alive."""
-        return self.error is None and self._transport.is_alive
-
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Future[Any]:
-        """Call a method of the service; returns at once.
+        """Call a method of the service; returns a future of its result, at once.
 
-        Returns:
-            A future of the method's result. It fails with what the method raised, with SchemaError
-            or CapacityError if the arguments cannot be sent, with EngineDeadError if the process
-            dies, and with ClosedError after `shutdown`.
+        The future fails with what the method raised, SchemaError or CapacityError if the arguments
+        cannot be sent, EngineDeadError if the process dies, and ClosedError after `shutdown`.
         """
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
@@ -150,16 +131,12 @@ class RpcClient:
     ) -> Any:
         """Call a method, and wait for its result; raises what the future of `call` fails with.
 
-        Raises:
-            TransferTimeout: there was no answer within `timeout` seconds; the call goes on.
+        After `timeout` seconds it raises TransferTimeout; the call goes on.
         """
         answer = self.call(method, args)
         if not wait([answer], timeout).done:
-            raise TransferTimeout(
-                f"{method}: no answer of {self.name} within {timeout:g} s",
-                waited=timeout,
-                phase=phase,
-            )
+            text = f"{method}: no answer of {self.name} within {timeout:g} s"
+            raise TransferTimeout(text, waited=timeout, phase=phase)
         return answer.result()
 
     def shutdown(self) -> None:
@@ -215,28 +192,21 @@ class RpcClient:
             answer.set_result(message["value"])
 
 
-class RpcServer:
-    """Runs the methods that calls name, and sends their results.
+def answer_call(methods: Methods, message: Mapping[str, Any], send: Send) -> None:
+    """Run the method that a call names in this thread, and `send` its answer.
 
-    Args:
-        methods: functions by name, looked up at each call. Where one returns a Future, the answer
-            is sent when that has a result.
+    Where the method returns a Future, the answer is sent from the thread that sets its result.
     """
 
-    def __init__(self, methods: Methods):
-        self._methods = methods
-
-    def handle(self, message: Mapping[str, Any], send: Send) -> None:
-        """Run one call in this thread; `send` is called with its answer, here or in another one."""
-        answer: Future[Any] = Future()
-        set_result_of(answer, partial(self._run, message))
-        answer.add_done_callback(partial(_send_answer, send, message.get("number")))
-
-    def _run(self, message: Mapping[str, Any]) -> Any:
-        method = self._methods.get(message["method"])
+    def run() -> Any:
+        method = methods.get(message["method"])
         if method is None:
             raise AttributeError(f"no method {message['method']!r} can be called here")
         return method(*message["args"], **message["kwargs"])
+
+    answer: Future[Any] = Future()
+    set_result_of(answer, run)
+    answer.add_done_callback(partial(_send_answer, send, message.get("number")))
 
 
 def public_methods(service: object) -> dict[str, Callable[..., Any]]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 INLINE_NBYTES = 64 << 10
 """Tensors of fewer bytes are part of the message itself."""
-
 QUOTA = 1 << 30
 _MIN_ARENA = 8 << 20
 _RESERVE_TIMEOUT = 10.0
@@ -25,11 +24,7 @@ _RESERVE_TIMEOUT = 10.0
 
 
 class ShmTensorWriter:
-    """Writes tensors into shared memory for one other process; thread-safe.
-
-    Args:
-        quota: bytes that may be in use at once.
-    """
+    """Writes tensors into shared memory, up to a quota of bytes, for one process; thread-safe."""
 
     def __init__(self, quota: int = QUOTA):
         self._retired: list[int] = []
@@ -40,11 +35,8 @@ class ShmTensorWriter:
     def write(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
         """Copy a tensor into shared memory, for which it waits up to 10 s; a `WriteTensor`.
 
-        The block that it uses is appended to `blocks`. Small tensors are inlined.
-
-        Raises:
-            CapacityError: the receiver has not freed enough of what was sent before.
-            ClosedError: this writer was closed.
+        The block that it uses is appended to `blocks`. Small tensors are inlined. Raises
+        CapacityError if the receiver has not freed enough of what was sent before.
         """
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes < INLINE_NBYTES:
@@ -63,10 +55,9 @@ class ShmTensorWriter:
         return {**tensor_spec(tensor), "block": list(block)}
 
     def announce(self, blocks: list[Block]) -> tuple[list[Mapping], list[int], list[int]]:
-        """Arenas that the receiver must map before it reads these blocks, and those it may unmap.
+        """New arenas that the receiver must map for these blocks, their numbers, and retired ones.
 
-        Must be called in the order in which messages are sent. Returns mappings of the new arenas,
-        their numbers, and the numbers of the retired ones.
+        Must be called in the order in which messages are sent.
         """
         new = sorted({block.arena for block in blocks} - self._announced)
         self._announced.update(new)
@@ -77,10 +68,6 @@ class ShmTensorWriter:
         """Reuse blocks that the receiver has read, or that were not sent."""
         for block in blocks:
             self._pool.free(block)
-
-    def stats(self) -> dict[str, int]:
-        """Use of the shared memory, in bytes."""
-        return self._pool.stats()
 
     def close(self) -> None:
         """Release the memory; a `write` that waits raises ClosedError."""
@@ -94,27 +81,19 @@ class ShmTensorReader:
         self._arenas: dict[int, Mapping] = {}
 
     def add_arenas(self, numbers: list[int], descriptors: list[int], retired: list[int]) -> None:
-        """Map new arenas of the sender, whose descriptors are owned; unmap the retired ones.
-
-        Raises:
-            WireError: the numbers do not fit the descriptors, or one is not a sealed memfd.
-        """
+        """Map new arenas of the sender, whose descriptors are owned; unmap the retired ones."""
         for number in retired:
             self._arenas.pop(number, None)
         if len(numbers) != len(descriptors) or not all(map(is_sealed, descriptors)):
             close_all(descriptors)
             raise WireError(f"{len(numbers)} arenas need as many descriptors of sealed memory")
         for number, descriptor in zip(numbers, descriptors, strict=True):
-            nbytes = os.fstat(descriptor).st_size
-            self._arenas[number] = Mapping.readonly(descriptor, nbytes)
+            self._arenas[number] = Mapping.readonly(descriptor, os.fstat(descriptor).st_size)
 
     def read(self, blocks: list[Block], values: Values[str, Any]) -> torch.Tensor:
         """Copy a tensor out of shared memory; a `ReadTensor`.
 
         The block that the sender may reuse is appended to `blocks`.
-
-        Raises:
-            WireError: the tensor is in an arena that was not announced.
         """
         if "block" not in values:
             return read_inline_tensor(values)

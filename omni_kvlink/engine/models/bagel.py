@@ -19,8 +19,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
-from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
-from omni_kvlink.engine.models.bagel_requests import fill_params
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility
@@ -52,11 +51,10 @@ class BagelUtility(ModelUtility):
     ):
         super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
-        rank, of = (
-            self.process_group.coords.tensor,
-            self.process_group.parallel.tensor_parallel_size,
-        )
-        self._split = Split(rank, of, self.process_group.all_reduce) if of > 1 else Split()
+        group = self.process_group
+        rank, of = group.coords.tensor, group.parallel.tensor_parallel_size
+        self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
+        self._think = isinstance(config, OmniARConfig) and config.think
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
@@ -87,11 +85,9 @@ class BagelUtility(ModelUtility):
                 old.data = tensors[key]
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
-        """The three contexts; also sets the sampling params' generator.
-
-        Contexts of other guidance ranks are `BagelContext.elsewhere`.
-        """
-        own = self._own_branches()
+        """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
+        group = self.process_group
+        own = BRANCHES[group.coords.guidance :: group.parallel.cfg_parallel_size]
         if not isinstance(payload, KVCacheBundle):
             raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
         missing = [name for name in own if name not in payload.branches]
@@ -99,11 +95,9 @@ class BagelUtility(ModelUtility):
             raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
         self._check_heads(payload, request)
         metadata, params = payload[own[0]].metadata, request.sampling_params
-        shape, expected = metadata.image_shape, (params.height, params.width)
-        if expected not in (shape, (None, None)):
-            raise SchemaError(
-                f"the KV of {request.request_id!r} is for {shape}, not for {expected}"
-            )
+        shape, size = metadata.image_shape, (params.height, params.width)
+        if size not in (shape, (None, None)):
+            raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {size}")
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
         params.generator = unpack_generator(metadata.extra["generator"])
@@ -131,11 +125,8 @@ class BagelUtility(ModelUtility):
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
-        return self._pipeline.count_tokens(
-            request.prompt,
-            think=self._think,
-            max_think_tokens=request.sampling_params.max_tokens,
-        )
+        most = request.sampling_params.max_tokens
+        return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers, and `(heads of this rank, head_dim)`."""
@@ -170,15 +161,6 @@ class BagelUtility(ModelUtility):
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
 
-    @property
-    def _think(self) -> bool:
-        return isinstance(self.config, OmniARConfig) and self.config.think
-
-    def _own_branches(self) -> tuple[str, ...]:
-        return BRANCHES[
-            self.process_group.coords.guidance :: self.process_group.parallel.cfg_parallel_size
-        ]
-
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""
         if self._split.of == 1:
@@ -186,7 +168,6 @@ class BagelUtility(ModelUtility):
         return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        """Raises SchemaError if the KV has other heads than this rank."""
         heads = self._pipeline.model.kv_heads
         for name in payload:
             shard = payload[name].metadata.shard

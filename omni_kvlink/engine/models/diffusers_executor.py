@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from omni_kvlink.engine.errors import (
-    EngineDeadError,
-    EngineError,
-    NoWorkersError,
-)
+from omni_kvlink.engine.errors import EngineDeadError, EngineError, NoWorkersError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
-from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
-from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, DiffusionSchedulerOutput
+from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refuse_kv
+from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput, RunnerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.errors import UnavailableError
@@ -28,19 +24,13 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
 
-INSTALL = "pip install 'omni-kvlink[diffusers]'"
-
 
 class DiffusersPipelineExecutor(Executor):
     """Generates images for requests that need no KV; one that needs KV ends in an error.
 
     `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may load its
-    pipeline from elsewhere. `config.model_class_name` and `config.stage` are ignored.
-
-    Raises:
-        UnavailableError: diffusers is not installed.
-        FileNotFoundError: `config.model` is no such directory.
-        EngineError: a setting has no meaning for this executor.
+    pipeline from elsewhere. `config.model_class_name` and `config.stage` are ignored; a setting
+    that has no meaning here raises EngineError.
     """
 
     config: OmniDiffusionConfig
@@ -53,7 +43,12 @@ class DiffusersPipelineExecutor(Executor):
         directory = Path(self.config.model)
         if not (directory / "model_index.json").is_file():
             raise FileNotFoundError(f"{directory}: no model_index.json; save_pretrained makes one")
-        return _diffusers().DiffusionPipeline.from_pretrained(
+        try:
+            diffusers = importlib.import_module("diffusers")
+        except ImportError as error:
+            text = f"diffusers cannot be imported ({error}): pip install 'omni-kvlink[diffusers]'"
+            raise UnavailableError(text) from error
+        return diffusers.DiffusionPipeline.from_pretrained(
             directory,
             dtype=self.config.torch_dtype,
             local_files_only=True,
@@ -80,14 +75,8 @@ class DiffusersPipelineExecutor(Executor):
         return DiffusersPipeline(self.load_pipeline().to(self.device))
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
-        """Check a request; the params that it leaves open are the pipeline's choice.
-
-        Raises:
-            EngineError: the request needs KV.
-        """
-        error = _needs_kv(request)
-        if error is not None:
-            raise error
+        """Refuse a request that needs KV; params that it leaves open are the pipeline's choice."""
+        refuse_kv(request)
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request in a call of its own."""
@@ -104,34 +93,20 @@ class DiffusersPipelineExecutor(Executor):
         assert self.pipeline is not None
         started = time.perf_counter()
         batch = DiffusionRequestBatch(requests)
-        outputs = {
-            request.request_id: DiffusionOutput(request.request_id, error=_needs_kv(request))
-            for request in batch
-        }
-        ready = [request for request in batch if outputs[request.request_id].error is None]
+        with self._lock:
+            self._running.update(batch.request_ids)
         try:
-            self._begin(ready)
-            if ready:
-                found = self.pipeline.forward(DiffusionRequestBatch(ready))
-                outputs |= {output.request_id: output for output in found}
+            for request in batch:
+                request.is_cancelled = partial(self._cancelled.__contains__, request.request_id)
+            outputs = self.pipeline.forward(batch)
         finally:
-            self._end(ready)
-        for output in outputs.values():
+            with self._lock:
+                self._running.difference_update(batch.request_ids)
+                self._cancelled.difference_update(batch.request_ids)
+        for output in outputs:
             output.seconds["execute"] = time.perf_counter() - started
             output.clear_traceback()
-        return BatchRunnerOutput.of(batch.request_ids, outputs)
-
-    def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
-        with self._lock:
-            self._running |= {request.request_id for request in requests}
-        for request in requests:
-            request.is_cancelled = partial(self._cancelled.__contains__, request.request_id)
-
-    def _end(self, requests: Sequence[OmniDiffusionRequest]) -> None:
-        with self._lock:
-            for request in requests:
-                self._running.discard(request.request_id)
-                self._cancelled.discard(request.request_id)
+        return BatchRunnerOutput([RunnerOutput(output.request_id, output) for output in outputs])
 
     def abort(self, request_id: str) -> None:
         """End a running request at its next denoising step."""
@@ -139,14 +114,7 @@ class DiffusersPipelineExecutor(Executor):
             if request_id in self._running:
                 self._cancelled.add(request_id)
 
-    def collective_rpc(
-        self,
-        method: str,
-        *,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    def collective_rpc(self, method: str, **_: Any) -> NoReturn:
         """Raises NoWorkersError."""
         raise NoWorkersError(
             f"{method}: a pipeline of diffusers runs without workers, in the engine's own process;"
@@ -166,19 +134,11 @@ class DiffusersPipelineExecutor(Executor):
         return [available_memory(self.device)]
 
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of memory: 1 keeps them elsewhere, 2 drops the pipeline.
-
-        Returns:
-            Whether it was awake.
-        """
+        """Take the weights out of memory: 1 keeps them elsewhere, 2 drops the pipeline."""
         return self._weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Bring back what `sleep` took; there is no "kv_cache" to bring back.
-
-        Returns:
-            Whether anything was asleep.
-        """
+        """Bring back what `sleep` took; there is no "kv_cache" to bring back."""
         return (tags is None or "weights" in tags) and self._weights.wake_up()
 
     def shutdown(self) -> None:
@@ -199,13 +159,6 @@ class DiffusersPipelineExecutor(Executor):
         trim_memory()
 
 
-def _diffusers() -> Any:
-    try:
-        return importlib.import_module("diffusers")
-    except ImportError as error:
-        raise UnavailableError(f"diffusers cannot be imported ({error}): {INSTALL}") from error
-
-
 def _check(config: OmniDiffusionConfig) -> None:
     """Raises EngineError if a setting is used that this executor ignores."""
     useless = {
@@ -217,12 +170,3 @@ def _check(config: OmniDiffusionConfig) -> None:
     names = ", ".join(name for name, value in useless.items() if value)
     if names:
         raise EngineError(f"a pipeline of diffusers has no use for {names}: leave it out")
-
-
-def _needs_kv(request: OmniDiffusionRequest) -> EngineError | None:
-    if not (request.need_kv_receive or request.need_kv_transfer):
-        return None
-    return EngineError(
-        f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither receives nor"
-        " sends any: use distributed_executor_backend 'uni' or 'mp'"
-    )

@@ -14,7 +14,7 @@ from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 """Sampling params that diffusers calls by another name."""
@@ -23,14 +23,8 @@ _NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 class DiffusersPipeline:
     """Generates images for texts; all noise of a request comes from a generator with its seed.
 
-    Args:
-        pipe: a pipeline of diffusers that takes a `prompt` and returns `images`.
-
-    Attributes:
-        supports_request_batch: whether it takes lists of prompts and generators.
-
-    Raises:
-        EngineError: it takes no prompt, or no generator.
+    The pipeline of diffusers takes a `prompt` and a `generator`, and returns `images`.
+    `supports_request_batch` says whether it takes lists of prompts and generators.
     """
 
     def __init__(self, pipe: Any):
@@ -65,6 +59,7 @@ class DiffusersPipeline:
     def _refusal(self, request: OmniDiffusionRequest) -> KVLinkError | None:
         """Why a request cannot run; None if it can."""
         try:
+            refuse_kv(request)
             _text(request)
             self._arguments(request.sampling_params)
         except KVLinkError as error:
@@ -79,13 +74,20 @@ class DiffusersPipeline:
         except Exception as error:
             if len(requests) > 1 and not isinstance(error, RequestAborted):
                 return [output for request in requests for output in self.forward(request)]
-            return [DiffusionOutput(r.request_id, error=self._failure(error)) for r in requests]
-        return [
-            self._output(request, images) for request, images in zip(requests, images, strict=True)
-        ]
+            if not isinstance(error, KVLinkError):
+                cause, error = error, RequestFailed(f"{self.name} failed: {error!r}")
+                error.__cause__ = cause
+            return [DiffusionOutput(request.request_id, error=error) for request in requests]
+        return [self._output(*pair) for pair in zip(requests, images, strict=True)]
 
     def _run(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
         """Each request's images, float [num_outputs_per_prompt, H, W, 3] from 0 to 1."""
+
+        def on_step_end(pipe: Any, step: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+            if all(request.is_cancelled() for request in requests):
+                raise RequestAborted(f"aborted after step {step + 1}")
+            return kept
+
         params = requests[0].sampling_params
         each = params.num_outputs_per_prompt
         texts = [_text(request) for request in requests]
@@ -99,7 +101,7 @@ class DiffusersPipeline:
             **self._arguments(params),
         }
         if "callback_on_step_end" in self._parameters:
-            how["callback_on_step_end"] = _ending(requests)
+            how["callback_on_step_end"] = on_step_end
         found = getattr(self.pipe(**how), "images", None)
         if found is None:
             raise EngineError(f"{self.name} gives no images")
@@ -125,19 +127,8 @@ class DiffusersPipeline:
         levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
         return DiffusionOutput(request.request_id, levels)
 
-    def _failure(self, error: Exception) -> KVLinkError:
-        if isinstance(error, KVLinkError):
-            return error
-        failure = RequestFailed(f"{self.name} failed: {error!r}")
-        failure.__cause__ = error
-        return failure
-
     def _arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
-        """The sampling params that are set, as arguments of the pipeline.
-
-        Raises:
-            EngineError: the pipeline has no such parameter.
-        """
+        """The sampling params that are set, as arguments of the pipeline."""
         default, found = OmniDiffusionSamplingParams(), {}
         for field in KEY_FIELDS:
             value, name = getattr(params, field), _NAMES.get(field, field)
@@ -150,6 +141,15 @@ class DiffusersPipeline:
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()
+
+
+def refuse_kv(request: OmniDiffusionRequest) -> None:
+    """Raises EngineError if the request needs KV."""
+    if request.need_kv_receive or request.need_kv_transfer:
+        raise EngineError(
+            f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither receives"
+            " nor sends any: use distributed_executor_backend 'uni' or 'mp'"
+        )
 
 
 def _text(request: OmniDiffusionRequest) -> str:
@@ -171,14 +171,3 @@ def _generator(request: OmniDiffusionRequest) -> torch.Generator:
 
 def _aborted(request: OmniDiffusionRequest) -> RequestAborted:
     return RequestAborted(f"request {request.request_id!r} was aborted")
-
-
-def _ending(requests: Sequence[OmniDiffusionRequest]) -> Callable[..., dict[str, Any]]:
-    """A callback that ends the batch once all its requests are aborted."""
-
-    def on_step_end(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        if all(request.is_cancelled() for request in requests):
-            raise RequestAborted(f"aborted after step {step + 1}")
-        return kept
-
-    return on_step_end

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_tensors(prompt: Any) -> Prompt:
-    """A prompt whose images are uint8 [H, W, 3]; transparency becomes white.
-
-    Raises:
-        SchemaError: an item is neither a text nor an image.
-    """
+    """A prompt whose images are uint8 [H, W, 3]; transparency becomes white."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, (list, tuple)):

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class SequenceBlocks:
-    """One sequence in the pools: its blocks, and how many of their slots are used.
-
-    Args:
-        pools: the memory.
-        block_ids: in token order.
-    """
+    """One sequence in the pools: its blocks, in token order, and how many slots are claimed."""
 
     def __init__(self, pools: KVPools, block_ids: list[int]):
         self.pools, self.block_ids, self.claimed = pools, block_ids, 0
@@ -32,18 +27,11 @@ class SequenceBlocks:
         self._slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(pools.device)
 
     def claim(self, rows: int) -> range:
-        """Use the next `rows` slots.
-
-        Raises:
-            CapacityError: the blocks have fewer left.
-        """
-        start, stop = self.claimed, self.claimed + rows
-        if stop > len(self._slots):
-            raise CapacityError(
-                f"{stop} tokens for {len(self.block_ids)} blocks of {self.pools.block_size}",
-                requested=stop,
-                free=len(self._slots),
-            )
+        """Use the next `rows` slots; CapacityError if the blocks have fewer left."""
+        start, stop, free = self.claimed, self.claimed + rows, len(self._slots)
+        if stop > free:
+            text = f"{stop} tokens for {len(self.block_ids)} blocks of {self.pools.block_size}"
+            raise CapacityError(text, requested=stop, free=free)
         self.claimed = stop
         return range(start, stop)
 
@@ -82,11 +70,7 @@ class PagedNaiveCache(NaiveCache):
         return self.tokens
 
     def after(self, rows: int) -> NaiveCache:
-        """A prefix of the table that is longer by `rows`.
-
-        Raises:
-            CapacityError: the blocks have fewer slots left.
-        """
+        """A prefix of the table that is longer by `rows`."""
         if self._is_snapshot or self.tokens != self.table.claimed:
             return super().after(rows)
         claimed = self.table.claim(rows)

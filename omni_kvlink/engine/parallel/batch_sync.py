@@ -41,9 +41,6 @@ class BatchSync:
     blocks until they do; a single rank communicates with nobody. `abort` may be called from any
     thread, and reaches the ranks at different times; `is_cancelled` changes on all of them at the
     same step.
-
-    Args:
-        process_group: the ranks.
     """
 
     def __init__(self, process_group: ProcessGroup):
@@ -54,12 +51,7 @@ class BatchSync:
         self._cancelled = self._aborted if process_group.is_alone else set[str]()  # on all ranks
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Begin a batch of these requests.
-
-        Raises:
-            EngineError: another rank began a different batch.
-            EngineDeadError: another rank is gone.
-        """
+        """Begin a batch of these requests; EngineError if another rank began a different one."""
         with self._lock:
             self._running = list(request_ids)
             self._aborted.clear()
@@ -86,13 +78,7 @@ class BatchSync:
     def step(self, error: Exception | None = None) -> None:
         """Wait until all ranks are at this step; exchange failures and aborts.
 
-        Args:
-            error: why this rank cannot continue.
-
-        Raises:
-            Exception: `error`, if there is one.
-            RankFailed: another rank cannot continue.
-            EngineDeadError: another rank is gone.
+        `error` says why this rank cannot continue, and is raised here; the others raise RankFailed.
         """
         aborted = [request_id in self._aborted for request_id in self._running]
         try:
@@ -103,24 +89,14 @@ class BatchSync:
             raise error
         if any(row[0] for row in rows):
             raise RankFailed("another rank failed at this step")
-        by_request = zip(*(row[1:] for row in rows), strict=True)
-        self._cancelled.update(
-            request_id
-            for request_id, flags in zip(self._running, by_request, strict=True)
-            if any(flags)
-        )
+        by_request = zip(self._running, *(row[1:] for row in rows), strict=True)
+        self._cancelled.update(request_id for request_id, *flags in by_request if any(flags))
 
     def sync_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        """Exchange the errors of running requests.
+        """Exchange the errors of running requests; returns those of all ranks.
 
         A rank that failed may call this early; the others then raise RankFailed at their next step,
         and call this, too.
-
-        Args:
-            errors: this rank's, by request.
-
-        Returns:
-            The errors of all ranks, by request.
         """
         return self._synchronize(_Phase.SETTLE, errors)
 

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 class SharedBranches:
     """Hook of a pipeline's denoising loop: each guidance rank computes its branches' flows.
 
-    It must be called on every rank at each step; afterwards all ranks have all flows.
-
-    Args:
-        names: all branches of the model; branch i is computed by guidance rank i modulo their
-            number.
-        process_group: the ranks.
-        sync: of the batch that runs.
+    It must be called on every rank at each step; afterwards all ranks have all flows. Branch i of
+    `names`, all branches of the model, is computed by guidance rank i modulo their number.
     """
 
     def __init__(self, names: Sequence[str], process_group: ProcessGroup, sync: BatchSync):
@@ -35,13 +30,8 @@ class SharedBranches:
     ) -> dict[str, Tensor]:
         """Flows of some branches by name; the same bits on ranks of the same tensor index.
 
-        Args:
-            branches: names of the branches.
-            compute: computes one branch's flow.
-            like: a tensor of a flow's shape and dtype.
-
-        Raises:
-            RankFailed: `compute` raised an error on another rank; one on this rank is raised as is.
+        `compute` computes one branch's flow, which has the shape and dtype of `like`. If it raises
+        on another rank, RankFailed is raised here.
         """
         group, own = self._process_group, dict[str, Tensor]()
         if group.parallel.tensor_parallel_size > 1:  # a rank that has failed would miss the sums

@@ -37,15 +37,8 @@ class ProcessGroup:
 
     Every collective method must be called by all ranks that take part, and blocks until they do.
     When one of them is gone, it raises EngineDeadError, and this rank aborts its own group, so
-    that the other ranks stop waiting, too: the stage must be restarted.
-
-    Args:
-        place: of this rank.
-        parallel: how the stage divides its work. By default it is not divided, and no method
-            communicates.
-
-    Attributes:
-        is_alone: whether this rank is the only one of its group.
+    that the other ranks stop waiting, too: the stage must be restarted. A rank that `is_alone` in
+    its group, as by default, does not communicate.
     """
 
     def __init__(
@@ -63,11 +56,7 @@ class ProcessGroup:
 
     @classmethod
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
-        """Connect to all ranks of the stage: NCCL on GPUs, gloo on CPUs. Blocks until all joined.
-
-        Raises:
-            ValueError: there are several ranks, and no rendezvous URL.
-        """
+        """Connect to all ranks of the stage, by NCCL on GPUs, gloo on CPUs; waits for all."""
         parallel = config.parallel_config
         if parallel.world_size == 1:
             return cls()
@@ -107,12 +96,7 @@ class ProcessGroup:
         return [row.tolist() for row in rows]
 
     def broadcast_bytes(self, message: bytes, sender: int) -> bytes:
-        """Send one rank's message to all ranks of the group; returns it on each of them.
-
-        Args:
-            message: at most `MAX_BROADCAST` bytes; ignored on the other ranks.
-            sender: index of the sending rank within the group.
-        """
+        """Send the message of `sender`, an index in the group, to all its ranks; returns it."""
         if self.is_alone:
             return message
         framed = len(message).to_bytes(4, "little") + message
@@ -123,12 +107,7 @@ class ProcessGroup:
         return received[4 : 4 + int.from_bytes(received[:4], "little")]
 
     def broadcast_flow(self, flow: Tensor, guidance: int) -> Tensor:
-        """Send a tensor from one guidance rank to the others, bit for bit.
-
-        Args:
-            flow: what to send; on the other ranks, a tensor of its shape that is overwritten.
-            guidance: the sending guidance rank.
-        """
+        """Send a tensor from one guidance rank to the others, whose own are overwritten."""
         if self.parallel.cfg_parallel_size == 1:
             return flow
         flow = flow.contiguous()
@@ -150,11 +129,12 @@ class ProcessGroup:
     def abort(self) -> None:
         """Abort the group, so that the other ranks stop waiting for this one; repeatable."""
         self._aborted = True
-        groups = [one for one in (self._tensor, self._guidance, self._all) if one is not None]
+        groups = self._tensor, self._guidance, self._all
         self._tensor = self._guidance = self._all = None
         for group in groups:
-            with contextlib.suppress(RuntimeError):  # it may be broken
-                dist.destroy_process_group(group)
+            if group is not None:
+                with contextlib.suppress(RuntimeError):  # it may be broken
+                    dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Abort the group, and disconnect from all ranks of the stage."""
@@ -198,8 +178,7 @@ class ProcessGroup:
 def open_rendezvous(address: str) -> str:
     """Open a port for `join_rendezvous` of rank 0, which must be in this process; returns its URL.
 
-    Raises:
-        OSError: the address is not this machine's.
+    Raises OSError if the address is not this machine's.
     """
     sock = socket.create_server((address, 0))
     url = f"tcp://{address}:{sock.getsockname()[1]}"
@@ -210,10 +189,8 @@ def open_rendezvous(address: str) -> str:
 def join_rendezvous(url: str, rank: int, size: int) -> Any:
     """Connect to the `TCPStore` of a stage's ranks; rank 0 serves it, at this address only.
 
-    Raises:
-        ValueError: the URL is not tcp://address:port.
-        OSError: the address is not this machine's, or in use.
-        RuntimeError: the other ranks did not connect in time.
+    Raises OSError if the address is not this machine's or in use, and RuntimeError if the other
+    ranks do not connect in time.
     """
     parts = urlsplit(url)
     if not parts.hostname or not parts.port:

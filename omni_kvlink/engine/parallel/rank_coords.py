@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RankCoords:
-    """A rank's index in each dimension of a stage's parallelism.
-
-    Attributes:
-        group: data-parallel group; a request runs on all ranks of one group.
-        guidance: index among the ranks that share the guidance branches.
-        tensor: index among the ranks that share the heads.
-    """
+    """A rank's data-parallel group, and its index among those that share branches, and heads."""
 
     group: int
     guidance: int
@@ -25,11 +19,7 @@ class RankCoords:
 
     @classmethod
     def of(cls, rank: int, parallel: DiffusionParallelConfig) -> RankCoords:
-        """Coordinates of a rank: tensor varies fastest, then guidance, then group.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Coordinates of a rank: tensor varies fastest, then guidance, then group."""
         if not 0 <= rank < parallel.world_size:
             raise ValueError(f"rank {rank} of {parallel.world_size}; ranks count from 0")
         rest, tensor = divmod(rank, parallel.tensor_parallel_size)

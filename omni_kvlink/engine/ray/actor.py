@@ -26,7 +26,7 @@ from omni_kvlink.engine.ipc.codec import (
     unpack,
     unpack_config,
 )
-from omni_kvlink.engine.ipc.rpc import RpcServer
+from omni_kvlink.engine.ipc.rpc import answer_call
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.parallel.process_group import open_rendezvous
 from omni_kvlink.engine.ray.cluster import NODE, Cluster, library
@@ -47,19 +47,10 @@ _MAX_CALLS = 1 << 20
 
 
 class ActorHandle:
-    """An actor that this process starts; an `RpcTransport`.
+    """An actor that this process starts in a cluster; an `RpcTransport`.
 
-    Messages are encoded by the engine's own codec; Ray carries bytes.
-
-    Args:
-        host: class of the actor.
-        cluster: where it runs; closed by the caller, after `join`.
-        options: of the actor: its resources, and where it is placed.
-        name: of the actor, for errors.
-        rank: of the worker in it.
-
-    Attributes:
-        pid: 0 until the caller sets it to what `ActorHost.open` returned.
+    Messages are encoded by the engine's own codec; Ray carries bytes. `options` are the actor's
+    resources and placement. `pid` is 0 until the caller sets it to what `ActorHost.open` returned.
     """
 
     def __init__(
@@ -81,11 +72,6 @@ class ActorHandle:
         defaults = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": _MAX_CALLS}
         self._actor = ray.remote(host).options(**defaults, **options).remote(rank)
         self._actor.wait_forever.remote().future().add_done_callback(self._answers.put)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the actor is reachable, as far as is known here."""
-        return self._cluster.is_connected
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; see `RpcTransport.send`."""
@@ -150,19 +136,15 @@ class ActorHost(ABC):
     """Class of an actor: runs the calls of an `ActorHandle` in one thread, in their order.
 
     Ray does not keep the order of calls to an asynchronous actor, so calls are numbered.
-
-    Args:
-        rank: of the worker in this actor, if it has one.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._service: Service | None = None
-        own = {method.__name__: method for method in (self.open_rendezvous, self.open)}
-        self._methods: ChainMap[str, Callable[..., Any]] = ChainMap(
-            {**own, "shutdown": self.shutdown}
-        )
-        self._server = RpcServer(self._methods)
+        own: dict[str, Callable[..., Any]] = {
+            one.__name__: one for one in (self.open_rendezvous, self.open, self.shutdown)
+        }
+        self._methods = ChainMap(own)
         self._next = 0
         self._early: dict[int, tuple[Message, Future[Message]]] = {}
         self._calls: queue.SimpleQueue[tuple[Message, Future[Message]]] = queue.SimpleQueue()
@@ -190,10 +172,7 @@ class ActorHost(ABC):
         return "" if self.rank else open_rendezvous(node_address())
 
     def open(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the service, whose methods can be called from now on.
-
-        Returns this process's "pid", and its node's "address".
-        """
+        """Make the service, whose methods can be called from now on; say where it is."""
         self._service = self.make_service(unpack_config(config))
         self._methods.maps.append(self._service.methods)
         return {"pid": os.getpid(), "address": node_address()}
@@ -215,11 +194,11 @@ class ActorHost(ABC):
             except Exception as error:
                 send({"number": None, "error": error})
             else:
-                self._server.handle(call, send)
+                answer_call(self._methods, call, send)
 
 
 def encode(value: dict[str, Any]) -> Message:
-    """Encode a message; raises SchemaError if it contains what the codec does not encode."""
+    """Encode a message; SchemaError if the codec does not encode something in it."""
     large: list[Any] = []
 
     def write(tensor: torch.Tensor) -> dict[str, Any]:
@@ -235,11 +214,7 @@ def encode(value: dict[str, Any]) -> Message:
 
 
 def decode(message: Message) -> dict[str, Any]:
-    """Decode a message; its tensors are copies, so that the object store can free its memory.
-
-    Raises:
-        WireError: `encode` does not write this.
-    """
+    """Decode a message; its tensors are copies, so that the object store can free its memory."""
     packed, large = message
 
     def read(values: Mapping[str, Any]) -> torch.Tensor:

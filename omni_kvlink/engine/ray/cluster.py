@@ -31,15 +31,8 @@ class Cluster:
     """Connects this process to a Ray cluster for as long as one of these objects is open.
 
     If the process was connected before the first of them was made, it stays so after the last one
-    is closed.
-
-    Args:
-        address: "auto" for the cluster of this machine, or of RAY_ADDRESS; "host:port"; "local"
-            to start one.
-
-    Raises:
-        UnavailableError: Ray is not installed.
-        EngineError: there is no such cluster, or this process is connected to another one.
+    is closed. `address` is "auto" for the cluster of this machine or of RAY_ADDRESS, "host:port",
+    or "local" to start one.
     """
 
     _lock = threading.Lock()
@@ -89,16 +82,9 @@ class Cluster:
 
 
 class Placement:
-    """A placement group: one bundle of resources for each actor, on one node or several.
+    """A placement group: one bundle of resources, {"CPU": 1.0, …}, for each actor.
 
-    Args:
-        cluster: where the resources are.
-        bundles: what each actor needs: {"CPU": 1.0, "GPU": 1.0, …}.
-        strategy: of Ray's placement group, such as "PACK".
-        timeout: seconds to wait for the resources.
-
-    Raises:
-        TransferTimeout: the resources were not available in time.
+    Raises TransferTimeout if they are not available within `timeout` seconds.
     """
 
     def __init__(
@@ -142,11 +128,7 @@ class Placement:
 
 
 def rank_resources(config: StageConfig) -> dict[str, float]:
-    """The resources that one rank of a stage needs: a GPU, too, if its device is one.
-
-    Raises:
-        EngineError: the configuration names one GPU, which is Ray's choice, or "cuda" without GPUs.
-    """
+    """The resources that one rank of a stage needs: a GPU, too, if its device is one."""
     gpus, device = config.ray.num_gpus, config.device
     if device not in ("auto", "cpu", "cuda"):
         raise EngineError(f"device {device!r}: Ray chooses the GPU; say 'cuda', 'cpu' or 'auto'")

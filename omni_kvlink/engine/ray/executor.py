@@ -26,17 +26,11 @@ class RankHost(ActorHost):
 class RayExecutor(DistributedExecutor):
     """Runs each rank of a stage, of either kind, in an actor, placed as `config.ray` says.
 
-    Actors end with the process that started them.
-
-    Attributes:
-        locations: of each rank: its "pid" and its node's "address".
-
-    Raises:
-        UnavailableError: Ray is not installed.
-        TransferTimeout: the cluster has no room.
+    Actors end with the process that started them. Raises TransferTimeout if there is no room.
     """
 
     locations: list[dict[str, Any]]
+    """Of each rank: its "pid" and its node's "address"."""
     _cluster: Cluster | None = None
     _placement: Placement | None = None
 

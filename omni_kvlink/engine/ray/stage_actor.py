@@ -35,20 +35,11 @@ class StageActor(RemoteStage):
     """A stage in an actor, placed as `config.ray` says; see `RemoteStage`.
 
     It restarts on its former node, at the same URLs. If that node has no room for it any more it
-    restarts on another one, with new `sink_urls`.
-
-    Args:
-        config: of the stage.
-        options: keyword arguments of `RemoteStage`.
-
-    Attributes:
-        address: of the actor's node.
-
-    Raises:
-        UnavailableError: Ray is not installed.
+    restarts on another one, with new `sink_urls`. `options` are `RemoteStage`'s.
     """
 
     address = ""
+    """Address of the actor's node."""
     _placement: Placement | None = None
 
     def __init__(self, config: OmniARConfig | OmniDiffusionConfig, **options: Any):

@@ -25,17 +25,12 @@ S = TypeVar("S", bound="RemoteStage")
 class RemoteStage(ABC):
     """The methods of `StageEngine`, executed in another process; thread-safe; a context manager.
 
-    Args:
-        config: of the stage.
-        on_death: called once, from another thread, when the stage, or a worker of it, is gone.
-        timeout: seconds until the stage must have loaded its model and opened its links.
+    `on_death` is called once, from another thread, when the stage, or a worker of it, is gone. The
+    constructor raises what loading the model and opening the links raises, and TransferTimeout if
+    that takes more than `timeout` seconds.
 
     Attributes:
         sink_urls: what the next stage connects to, by tensor rank; empty if this is the last one.
-
-    Raises:
-        TransferTimeout: the stage was not ready in time.
-        Exception: what loading the model and opening the links raises.
     """
 
     def __init__(
@@ -66,10 +61,7 @@ class RemoteStage(ABC):
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
         """Queue a request; its future has the output, which may hold the request's error.
 
-        Raises:
-            EngineDeadError: the stage is gone: `restart` it first.
-            EngineError: this id is in use.
-            ClosedError: the stage was closed.
+        Raises EngineDeadError if the stage is gone: `restart` it; EngineError if the id is in use.
         """
         future: Future[DiffusionOutput] = Future()
         future.set_running_or_notify_cancel()
@@ -88,10 +80,7 @@ class RemoteStage(ABC):
         self._client.call("abort", [request_id])
 
     def fail_kv(self, request_id: str, reason: str) -> None:
-        """Release the KV that this stage sent for a request which the next stage will not receive.
-
-        Returns at once.
-        """
+        """Release the KV sent for a request that the next stage will not receive; does not wait."""
         self._client.call("fail_kv", [request_id, reason])
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
@@ -104,8 +93,7 @@ class RemoteStage(ABC):
 
     def stats(self, *, timeout: float = 10.0) -> dict[str, Any]:
         """Queues, steps and memory in use, as JSON values."""
-        stats: dict[str, Any] = self._request("stats", [], timeout)
-        return stats
+        return dict(self._request("stats", [], timeout))
 
     def restart(self) -> None:
         """Start the stage again at the same URLs; requests of before have failed."""

@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 
 class StageService:
-    """A stage's engine whose methods can be called remotely.
+    """A stage's engine; `methods` can be called remotely.
 
-    Args:
-        config: of the stage.
-
-    Attributes:
-        methods: what can be called, by name: `start` and `watch`; after `start`, all public methods
-            of the engine, too.
+    They are `start` and `watch`; after `start`, all public methods of the engine, too.
     """
 
     def __init__(self, config: StageConfig):
@@ -38,8 +33,7 @@ class StageService:
         kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
         self._engine = engine = kind(self._config, on_death=self._death.set_result)
         self.methods |= public_methods(engine) | self.methods  # own methods hide the engine's
-        urls: tuple[str, ...] = engine.sink_urls
-        return urls
+        return tuple(engine.sink_urls)
 
     def watch(self) -> Future[EngineError]:
         """A future whose result is why a worker of the stage is gone."""

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 
 
 class StageProcess(RemoteStage):
-    """A stage in a process that ends with this one; see `RemoteStage`.
+    """A stage in a process that ends with this one; see `RemoteStage`, which takes `options`.
 
-    Args:
-        config: of the stage.
-        environment: variables of the process in addition to this one's.
-        options: keyword arguments of `RemoteStage`.
+    The process has this one's environment variables, and those in `environment`.
     """
 
     def __init__(
@@ -34,11 +31,7 @@ class StageProcess(RemoteStage):
         super().__init__(config, **options)
 
     def _start_process(self) -> RpcClient:
-        config = self.config.served_at(self.sink_urls)
-        handle = ProcessHandle(
-            "stage.service:StageService",
-            config,
-            name=f"the {config.stage} stage",
-            environment=self._environment,
-        )
+        config, name = self.config.served_at(self.sink_urls), f"the {self.config.stage} stage"
+        service, own = "stage.service:StageService", self._environment
+        handle = ProcessHandle(service, config, name=name, environment=own)
         return RpcClient(handle, self._on_process_death)

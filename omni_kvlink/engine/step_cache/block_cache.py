@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change, count, number
+from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,11 +18,8 @@ class BlockCache(StepCache):
 
     What the first layers add to their input is compared with what they added when the middle was
     last computed. While the relative L1 change is below the threshold, the middle adds what it
-    added then. This is DBCache of cache-dit, whose names the settings have.
-
-    Args:
-        config: `Fn_compute_blocks`, layers at the beginning (1), `Bn_compute_blocks`, at the end
-            (0), `residual_diff_threshold` (0.08).
+    added then. This is DBCache of cache-dit, whose names the settings have: `Fn_compute_blocks` are
+    layers at the beginning, `Bn_compute_blocks` at the end.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -30,18 +27,19 @@ class BlockCache(StepCache):
         "Bn_compute_blocks": 0,
         "residual_diff_threshold": 0.08,
     }
+    threshold = "residual_diff_threshold"
     hook = "layers"
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        self._first = count(self.config, "Fn_compute_blocks", 1)
-        self._last = count(self.config, "Bn_compute_blocks", 0)
-        self._threshold = number(self.config, "residual_diff_threshold")
+        self._first = self._count("Fn_compute_blocks", 1)
+        self._last = self._count("Bn_compute_blocks", 0)
 
-    @property
-    def threshold(self) -> float:
-        """`residual_diff_threshold`."""
-        return self._threshold
+    def _count(self, name: str, least: int) -> int:
+        value: Any = self.config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} {value!r}: a whole number, {least} or more")
+        return value
 
     def enable(self, pipeline: Any) -> None:
         """Hook into the pipeline's layers; see `CacheBackend.enable`."""

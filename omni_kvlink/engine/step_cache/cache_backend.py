@@ -20,10 +20,8 @@ class CacheBackend(ABC):
     """One acceleration. It changes outputs, so it is off unless a configuration names it.
 
     The runner calls `enable` once after loading, and `refresh` before every generation. The
-    pipeline provides the hooks: BAGEL's are `pipeline.hooks`, a `DenoiseHooks`.
-
-    Args:
-        config: the backend's own settings.
+    pipeline provides the hooks: BAGEL's are `pipeline.hooks`, a `DenoiseHooks`. `config` holds the
+    backend's own settings.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -32,11 +30,7 @@ class CacheBackend(ABC):
 
     @abstractmethod
     def enable(self, pipeline: Any) -> None:
-        """Hook into the pipeline.
-
-        Raises:
-            ValueError: a setting is unknown, or the pipeline offers no hook for this.
-        """
+        """Hook into the pipeline; raises ValueError if it offers no hook for this."""
 
     @abstractmethod
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
@@ -53,11 +47,7 @@ def register_cache_backend(name: str, target: str) -> None:
 
 
 def make_cache_backend(name: str, config: Mapping[str, Any]) -> CacheBackend | None:
-    """The backend of this name; None for "none".
-
-    Raises:
-        ValueError: there is no such backend, or it does not take these settings.
-    """
+    """The backend of this name, None for "none"; ValueError if it does not take these settings."""
     if name == "none":
         return None
     if name not in _BACKENDS:

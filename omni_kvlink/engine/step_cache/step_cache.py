@@ -35,12 +35,7 @@ class Kept:
 
 
 class StepMemory:
-    """The last step of every branch, in one generation.
-
-    Attributes:
-        computed: passes since the last `forget`, by branch.
-        reused: passes that were skipped, by branch.
-    """
+    """The last step of every branch, in one generation; passes computed and reused since then."""
 
     def __init__(self) -> None:
         self.computed, self.reused = Counter[str](), Counter[str]()
@@ -70,16 +65,12 @@ class StepCache(CacheBackend):
 
     This is decided for each request of a batch by itself, so that its image is that of a run alone;
     the pass is skipped if no request needs it. K and V are neither read nor written.
-
-    Args:
-        config: the backend's settings.
-
-    Raises:
-        ValueError: a setting is unknown or out of range.
     """
 
     defaults: ClassVar[Mapping[str, Any]]
     """All settings, with their defaults."""
+    threshold: ClassVar[str]
+    """The setting below which a drift lets values be reused; at 0 everything is computed."""
     hook: ClassVar[str]
     """The field of `DenoiseHooks` that the backend sets."""
 
@@ -92,6 +83,11 @@ class StepCache(CacheBackend):
             )
         self.config = {**self.defaults, **config}
         self.memory = StepMemory()
+        most = self.config[self.threshold]
+        known = isinstance(most, int | float) and not isinstance(most, bool)
+        if not known or not math.isfinite(most) or most < 0:
+            raise ValueError(f"{self.threshold} {most!r}: a number, 0 (off) or more")
+        self._threshold = float(most)
 
     def enable(self, pipeline: Any) -> None:
         """Set the hook; see `CacheBackend.enable`."""
@@ -109,11 +105,6 @@ class StepCache(CacheBackend):
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         """Clear the memory; see `CacheBackend.refresh`."""
         self.memory.forget()
-
-    @property
-    @abstractmethod
-    def threshold(self) -> float:
-        """Values are reused while the drift is below it; at 0 everything is computed."""
 
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
@@ -140,7 +131,7 @@ class StepCache(CacheBackend):
             self.memory.keep(branch, Kept(step, probe, value, nothing), reused=False)
             return out
         drift = self._drift(last, probe)
-        close = drift < self.threshold  # not so if there is a NaN
+        close = drift < self._threshold  # not so if there is a NaN
         same, every = close[..., None], bool(close.all())
         value = last.value
         out = value if base is None else base + value
@@ -148,10 +139,8 @@ class StepCache(CacheBackend):
             new = compute()
             out = torch.where(same, out, new)
             value = torch.where(same, value, new if base is None else new - base)
-        kept = Kept(
-            step, self._anchor(last, probe, same), value, drift.where(close, drift.new_zeros(()))
-        )
-        self.memory.keep(branch, kept, reused=every)
+        drift, anchor = drift.where(close, drift.new_zeros(())), self._anchor(last, probe, same)
+        self.memory.keep(branch, Kept(step, anchor, value, drift), reused=every)
         return out
 
 
@@ -159,20 +148,3 @@ def change(new: Tensor, old: Tensor) -> Tensor:
     """The L1 distance relative to `old`, of each request: float32 [] or [batch]."""
     apart, size = (new - old).abs(), old.abs()
     return apart.mean((0, -1), dtype=torch.float32) / size.mean((0, -1), dtype=torch.float32)
-
-
-def number(config: Mapping[str, Any], name: str) -> float:
-    """A setting that is a number, 0 or more."""
-    value = config[name]
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} {value!r}: a number, 0 (off) or more")
-    return float(value)
-
-
-def count(config: Mapping[str, Any], name: str, least: int) -> int:
-    """A setting that is a whole number."""
-    value = config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} {value!r}: a whole number, {least} or more")
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change, number
+from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,22 +19,11 @@ class TeaCache(StepCache):
     relative L1 changes are summed since the last computed pass. After Tong Liu et al., "Timestep
     Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, but without their fitted
     polynomial, and with the flow kept instead of what the layers added.
-
-    Args:
-        config: `rel_l1_thresh`, 0.2 if not given.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"rel_l1_thresh": 0.2}
+    threshold = "rel_l1_thresh"
     hook = "velocity"
-
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__(config)
-        self._threshold = number(self.config, "rel_l1_thresh")
-
-    @property
-    def threshold(self) -> float:
-        """`rel_l1_thresh`."""
-        return self._threshold
 
     def velocity(
         self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]

@@ -47,11 +47,16 @@ def reads(channel: RpcChannel) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
+def stats(channel: RpcChannel) -> dict[str, int]:
+    """Use of the shared memory for tensors that are sent from here."""
+    return channel._tensors_out._pool.stats()
+
+
 def used(channel: RpcChannel) -> int:
     deadline = time.monotonic() + 5
-    while channel.stats()["used"] and time.monotonic() < deadline:
+    while stats(channel)["used"] and time.monotonic() < deadline:
         time.sleep(0.005)
-    return channel.stats()["used"]
+    return stats(channel)["used"]
 
 
 def filled(seed: int, dtype: torch.dtype = torch.uint8, numel: int = BIG) -> torch.Tensor:
@@ -101,15 +106,15 @@ def test_the_memory_is_reused(ends: tuple[RpcChannel, RpcChannel]) -> None:
         assert torch.equal(got["one"], filled(seed))
         assert torch.equal(got["two"], filled(-seed))
         assert used(here) == 0
-    assert here.stats()["arenas"] == 1
-    assert there.stats()["mapped"] == 0  # no tensor was sent from there
+    assert stats(here)["arenas"] == 1
+    assert stats(there)["mapped"] == 0  # no tensor was sent from there
 
 
 def test_small_tensors_use_no_shared_memory(ends: tuple[RpcChannel, RpcChannel]) -> None:
     here, there = ends
     here.send({"one": filled(1, numel=INLINE_NBYTES - 1)})
     assert torch.equal(there.receive()["one"], filled(1, numel=INLINE_NBYTES - 1))
-    assert here.stats()["mapped"] == 0
+    assert stats(here)["mapped"] == 0
 
 
 def test_arenas_are_replaced_by_larger_ones(ends: tuple[RpcChannel, RpcChannel]) -> None:
@@ -119,7 +124,7 @@ def test_arenas_are_replaced_by_larger_ones(ends: tuple[RpcChannel, RpcChannel])
         here.send({"one": filled(size, numel=size)})
         assert torch.equal(there.receive()["one"], filled(size, numel=size))
         assert used(here) == 0
-    assert here.stats()["mapped"] <= here.stats()["quota"]
+    assert stats(here)["mapped"] <= stats(here)["quota"]
 
 
 def test_more_than_the_quota_is_an_error(
@@ -130,7 +135,7 @@ def test_more_than_the_quota_is_an_error(
     with pytest.raises(CapacityError, match="send less at once") as caught:
         here.send({"small": filled(1), "large": torch.zeros(5 << 20, dtype=torch.uint8)})
     assert caught.value.requested == 5 << 20
-    assert here.stats()["used"] == 0
+    assert stats(here)["used"] == 0
     here.send({"large": filled(2, numel=3 << 20)})
     with pytest.raises(CapacityError, match="send less at once"):  # the first is not received yet
         here.send({"large": filled(3, numel=3 << 20)})
@@ -219,7 +224,7 @@ def test_a_value_that_cannot_be_encoded_fails_the_send(
     here, there = ends
     with pytest.raises(SchemaError):
         here.send({"large": filled(1), "what": [what]})
-    assert here.stats()["used"] == 0
+    assert stats(here)["used"] == 0
     here.send({"next": filled(2)})
     assert torch.equal(there.receive()["next"], filled(2))
 

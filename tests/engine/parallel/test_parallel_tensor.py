@@ -39,7 +39,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.models.bagel_requests import denoise_params
+from omni_kvlink.engine.models.bagel_pipeline import denoise_params
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed

@@ -79,6 +79,11 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(autouse=True)
+def as_many_threads_as_actors() -> None:
+    torch.set_num_threads(1)  # the KV and the images made here must have the actors' sums
+
+
+@pytest.fixture(autouse=True)
 def leaves_no_actor(nodes: Nodes) -> Iterator[None]:
     yield
     until(lambda: not pids_alive())

@@ -16,7 +16,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.models.bagel_requests import fill_params
+from omni_kvlink.engine.models.bagel_pipeline import fill_params
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 
