@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,14 @@ C = TypeVar("C", bound="StageConfig")
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
+    """The class that a configuration names, by its name in `known` or as "module:Class"."""
+    module, separator, attribute = known.get(name, name).partition(":")
+    if not separator:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known)}, or 'module:Class'")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclasses.dataclass(frozen=True)

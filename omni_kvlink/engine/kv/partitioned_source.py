@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
-from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV, kv_payload
+from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV, kv_payload
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
 from omni_kvlink.topology import blank_heads, head_targets
@@ -42,7 +42,8 @@ def connect_source(
     """
     partition = KVPartition(heads, len(config.sources), parallel)
     if partition.is_whole:
-        return KVSource.connect(config)
+        url, timeout = config.sources[0], config.connect_timeout
+        return KVSource(KVLink.connect(url, timeout=timeout, **config.source_options))
     return PartitionedKVSource.connect_parts(config, partition, coords)
 
 
@@ -75,11 +76,12 @@ class PartitionedKVSource(KVSource):
             raise
         return cls([(links[p.sender], p) for p in parts], partition.receiver(coords.tensor))
 
-    def keys(self, request_id: str) -> list[str]:
-        """The key of each part."""
-        return [part.key(request_id) for _, part in self._parts]
+    def timeout_hint(self, request_id: str) -> str:
+        """Names the keys of the parts, which the stage before puts as its `receivers` says."""
+        names = ", ".join(part.key(request_id) for _, part in self._parts)
+        return f" as {names}: check kv.receivers of the stage before"
 
-    def begin_get(self, request_id: str, *, timeout: float) -> KVGet:
+    def begin_get(self, request_id: str, *, timeout: float) -> PartitionedGet:
         """Request every part; see `KVSource.begin_get`."""
         gets: list[PendingGet] = []
         try:
@@ -117,11 +119,6 @@ class PartitionedKVSource(KVSource):
         """Tell every sender to keep no part for this rank; raises ClosedError once closed."""
         for link, part in self._parts:
             link.abort(part.key(request_id), reason)
-
-    def stats(self) -> dict[str, Any]:
-        """The statistics of each link, and how many gets wait in all."""
-        links = [link.stats() for link in self._links]
-        return {"waiting": sum(one["waiting"] for one in links), "links": links}
 
     def close(self) -> None:
         """Close all links."""

@@ -46,7 +46,6 @@ class OmniARScheduler(Scheduler):
             try:
                 needed = self._needed(state.request)
             except Exception as error:  # such as: a prompt that cannot be read
-                del self._waiting[state.request_id]
                 self._end(state, error)
                 continue
             if not self.blocks.can_allocate(sum(needed.values())):
@@ -56,9 +55,6 @@ class OmniARScheduler(Scheduler):
             }
             chosen.append(state)
         return chosen
-
-    def _on_waiting(self) -> None:
-        """Does nothing: waiting prompts need no preparation."""
 
     def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """How many blocks each branch needs.

@@ -23,17 +23,14 @@ TAGS = ("weights", "kv_cache")
 
 
 class Runner(Protocol):
-    """What a worker needs of its model runner."""
+    """What a worker needs of its model runner; `close` releases all KV and the links."""
 
     utility: ModelUtility
     kv_manager: DiffusionKVManager | None
     kv_sink: KVSink | None
 
-    def abort(self, request_id: str) -> None:
-        """End a running request as soon as possible."""
-
-    def close(self) -> None:
-        """Close the links, and release all KV."""
+    def abort(self, request_id: str) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
 
 
 R = TypeVar("R", bound=Runner)
@@ -57,7 +54,7 @@ class WorkerBase(ABC, Generic[R]):
         self.device = config.device_of(local_rank)
         self.model_runner: R | None = None
         self.process_group = ProcessGroup()
-        self._weights = OffloadableWeights(
+        self.weights = OffloadableWeights(
             modules=lambda: self.runner.utility.modules(),
             drop=lambda: drop_weights(self.runner.utility.modules()),
             reload=lambda: self.runner.utility.reload(),
@@ -71,8 +68,14 @@ class WorkerBase(ABC, Generic[R]):
     def runner(self) -> R:
         """The model runner; raises EngineError before `init_device`."""
         if self.model_runner is None:
-            raise EngineError("this worker has no runner yet: init_device() makes it")
+            raise self.unready_error()
         return self.model_runner
+
+    def unready_error(self) -> EngineError:
+        """Why nothing can run: there is no model yet, or its weights are not in memory."""
+        if self.model_runner is None:
+            return EngineError("this worker has no runner yet: init_device() makes it")
+        return EngineAsleepError(f"asleep at level {self.weights.level}: wake_up() first")
 
     def init_device(self) -> None:
         """Select the device, join the other ranks (NCCL on GPUs, gloo on CPUs), load the model."""
@@ -83,35 +86,19 @@ class WorkerBase(ABC, Generic[R]):
         self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
 
-    def check_awake(self) -> None:
-        """Raises EngineAsleepError while the weights are not in memory."""
-        if self._weights.level:
-            raise EngineAsleepError(f"asleep at level {self._weights.level}: wake_up() first")
-
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of the device's memory.
+        """Take the weights out of the device's memory; returns whether they were there.
 
-        Args:
-            level: 1 keeps them elsewhere; 2 drops them, to be read from the checkpoint again.
-
-        Returns:
-            Whether it was awake.
+        Level 1 keeps them elsewhere; 2 drops them, to be read from the checkpoint again.
         """
-        return self._weights.sleep(level)
+        return self.weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Bring back what `sleep` took.
-
-        Args:
-            tags: of "weights" and "kv_cache"; both if None.
-
-        Returns:
-            Whether anything was asleep.
-        """
+        """Bring back "weights", "kv_cache", or both if None; returns whether any was asleep."""
         unknown = sorted(set(tags or ()) - set(TAGS))
         if unknown:
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
-        return (tags is None or "weights" in tags) and self._weights.wake_up()
+        return (tags is None or "weights" in tags) and self.weights.wake_up()
 
     def determine_available_memory(self) -> int:
         """Bytes free on the device."""
@@ -140,7 +127,7 @@ class WorkerBase(ABC, Generic[R]):
 
     def shutdown(self) -> None:
         """Leave the other ranks, and release everything; idempotent."""
-        self._weights.close()
+        self.weights.close()
         self.process_group.close()
         if self.model_runner is not None:
             self.model_runner.close()

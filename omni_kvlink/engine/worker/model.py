@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink import KVPayload
-    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
@@ -127,16 +126,8 @@ class ModelUtility(ABC):
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
-    """The class of a stage's model; no weights are loaded.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    name = config.model_class_name
-    module, separator, attribute = _MODELS.get(name, name).partition(":")
-    if not separator:
-        raise ValueError(f"no model {name!r}; there are {', '.join(_MODELS)}, or 'module:Class'")
-    found: type[ModelUtility] = getattr(importlib.import_module(module), attribute)
+    """The class of a stage's model; no weights are loaded."""
+    found: type[ModelUtility] = load_class("model", config.model_class_name, _MODELS)
     return found
 
 

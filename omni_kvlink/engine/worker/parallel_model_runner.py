@@ -10,7 +10,7 @@ from omni_kvlink.engine.parallel.guidance import SharedBranches
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -51,7 +51,7 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
                 self.abort(request.request_id)
             request.is_cancelled = partial(self._batch_sync.is_cancelled, request.request_id)
 
-    def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+    def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:
         return self._batch_sync.sync_errors(errors)
 
     def _end(

@@ -9,10 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
-from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
@@ -20,11 +19,11 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
-from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
+from omni_kvlink.engine.worker import make_worker
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
+    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
@@ -212,13 +211,3 @@ class WorkerService:
             else:
                 released = ClosedError(f"the KV of {key!r} was released")
                 received.set_exception(manager.error(key) or released)
-
-
-def make_worker(
-    config: StageConfig, local_rank: int, rank: int
-) -> GPUARWorker | GPUDiffusionWorker:
-    """The worker for a stage's kind."""
-    if isinstance(config, OmniARConfig):
-        return GPUARWorker(local_rank, rank, config)
-    assert isinstance(config, OmniDiffusionConfig)
-    return GPUDiffusionWorker(local_rank, rank, config)

@@ -81,7 +81,7 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         assert (dit["waiting"], dit["running"], dit["kv"]["charged"]) == (0, 0, 0)
         assert (dit["kv"]["received"], dit["kv"]["freed"]) == (64, 64)
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
-        assert runner_of(reader).connector.stats()["waiting"] == 0
+        assert runner_of(reader).connector.link.stats()["waiting"] == 0
         assert link_used(omni) == 0
     for prompt, fields, image in zip(prompts, params, images, strict=True):
         expected = alone(prompt, **fields)
