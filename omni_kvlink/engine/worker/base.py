@@ -37,23 +37,16 @@ R = TypeVar("R", bound=Runner)
 
 
 class WorkerBase(ABC, Generic[R]):
-    """A rank's device; its model runner loads and runs the model.
+    """A rank's device; its model runner, made by `init_device`, loads and runs the model.
 
-    Args:
-        local_rank: on this machine; selects the device.
-        rank: among all workers of the stage.
-        config: of the stage.
-
-    Attributes:
-        process_group: the ranks that compute with this one; joined by `init_device`.
-        model_runner: made by `init_device`; None before.
+    `local_rank` is on this machine and selects the device, `rank` is among the stage's workers.
     """
 
     def __init__(self, local_rank: int, rank: int, config: StageConfig):
         self.local_rank, self.rank, self.config = local_rank, rank, config
         self.device = config.device_of(local_rank)
         self.model_runner: R | None = None
-        self.process_group = ProcessGroup()
+        self.process_group = ProcessGroup()  # the ranks that compute with this one
         self.weights = OffloadableWeights(
             modules=lambda: self.runner.utility.modules(),
             drop=lambda: drop_weights(self.runner.utility.modules()),
@@ -87,9 +80,9 @@ class WorkerBase(ABC, Generic[R]):
         self.model_runner = self._make_runner()
 
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of the device's memory; returns whether they were there.
+        """Take the weights out of memory, to be kept elsewhere at level 1; False if they were out.
 
-        Level 1 keeps them elsewhere; 2 drops them, to be read from the checkpoint again.
+        Level 2 drops them, to be read from the checkpoint again.
         """
         return self.weights.sleep(level)
 

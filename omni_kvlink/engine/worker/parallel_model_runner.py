@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
-    """One rank of a group that generates images together.
+    """One rank of a group that generates images together, which its leader has.
 
     All ranks are given the same batches in the same order. An error on one of them is the request's
-    error on all; an abort takes effect on all at the same step. Only the group's leader has images.
-    `execute_model` raises EngineDeadError when another rank is gone.
+    error on all; an abort takes effect on all at the same step. EngineDeadError: a rank is gone.
     """
 
     def __init__(
