@@ -207,6 +207,11 @@ class DiffusionKVManager:
         """Allocate, if `allocate` was not called, and receive; blocks until every byte is there.
 
         `timeout` in seconds replaces the request's. After an error the request holds nothing.
+
+        Raises:
+            TransferTimeout, TransferFailed, PeerLostError: it did not come.
+            IntegrityError, WireError: what came is not what was sent.
+            CapacityError: the budget has no room for it.
         """
         if self.state(request.request_id) is KVState.ABSENT:
             self.allocate(request)

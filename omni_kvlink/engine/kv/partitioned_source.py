@@ -94,10 +94,8 @@ class PartitionedKVSource(KVSource):
             for (link, _), delivery in zip(self._parts, deliveries, strict=True):
                 received.append(open_delivery(link, delivery, started=started, verify=verify))
         except BaseException:
-            for one in received:
+            for one in [*received, *deliveries[len(received) + 1 :]]:
                 one.release_unread()
-            for delivery in deliveries[len(received) + 1 :]:
-                delivery.release_unread()
             raise
         return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,25 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.engine.config import StageConfig
-    from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-    from omni_kvlink.engine.kv.kv_sink import KVSink
-    from omni_kvlink.engine.worker.model import ModelUtility
+    from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
+    from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 TAGS = ("weights", "kv_cache")
 
 
-class Runner(Protocol):
-    """What a worker needs of its model runner; `close` releases all KV and the links."""
-
-    utility: ModelUtility
-    kv_manager: DiffusionKVManager | None
-    kv_sink: KVSink | None
-
-    def abort(self, request_id: str) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
-
-
-R = TypeVar("R", bound=Runner)
+R = TypeVar("R", bound="GPUDiffusionModelRunner | GPUARModelRunner")
 
 
 class WorkerBase(ABC, Generic[R]):
@@ -61,10 +49,10 @@ class WorkerBase(ABC, Generic[R]):
     def runner(self) -> R:
         """The model runner; raises EngineError before `init_device`."""
         if self.model_runner is None:
-            raise self.unready_error()
+            raise self._unready_error()
         return self.model_runner
 
-    def unready_error(self) -> EngineError:
+    def _unready_error(self) -> EngineError:
         """Why nothing can run: there is no model yet, or its weights are not in memory."""
         if self.model_runner is None:
             return EngineError("this worker has no runner yet: init_device() makes it")

@@ -25,7 +25,7 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
         """Pass prompts on to the runner; EngineAsleepError while asleep."""
         if self.model_runner is None or self.weights.level:
-            raise self.unready_error()
+            raise self._unready_error()
         return self.model_runner.execute_model(scheduler_output)
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:

@@ -24,7 +24,7 @@ class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):
     def execute_model(self, requests: list[OmniDiffusionRequest]) -> BatchRunnerOutput:
         """Pass requests that make one batch on to the runner; EngineAsleepError while asleep."""
         if self.model_runner is None or self.weights.level:
-            raise self.unready_error()
+            raise self._unready_error()
         return self.model_runner.execute_model(requests)
 
     def _make_runner(self) -> GPUDiffusionModelRunner:
