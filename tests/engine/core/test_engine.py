@@ -143,13 +143,14 @@ def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_k
     if fault_kind == "corrupt":  # before a get is pending, which would verify it at once
         put_corrupted(fixture.producer, "bad")
         kind = IntegrityError
+    wrong = bundle("bad", shape=(8, 8))  # before the 0.5 s begin
     started = time.monotonic()
     future = fixture.submit("bad", kv_timeout=0.5)
     if fault_kind == "failed":
         fixture.producer.fail("bad", "the AR stage ran out of blocks")
         kind = TransferFailed
     elif fault_kind == "another size":
-        fixture.send("bad", shape=(8, 8))
+        fixture.producer.put(wrong)
         kind = SchemaError
     for seed, name in enumerate("ab"):
         fixture.send(name, seed=seed)
