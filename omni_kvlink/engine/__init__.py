@@ -24,8 +24,8 @@ from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
 from omni_kvlink.engine.kv.interface import KVManager as KVManager
-from omni_kvlink.engine.kv.kv_entry import KVState as KVState
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
+from omni_kvlink.engine.kv.kv_manager import KVState as KVState
 from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
@@ -41,7 +41,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams as OmniDiffu
 from omni_kvlink.engine.sampling import SamplingParamsKey as SamplingParamsKey
 from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler as OmniARScheduler
 from omni_kvlink.engine.sched.scheduler import Scheduler as Scheduler
-from omni_kvlink.engine.sched.sync_scheduler import SyncScheduler as SyncScheduler
+from omni_kvlink.engine.sched.scheduler import SyncScheduler as SyncScheduler
 from omni_kvlink.engine.stage.remote_stage import RemoteStage as RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess as StageProcess
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend as CacheBackend

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from dataclasses import field
 from typing import Any, TypeVar
 
 import torch
@@ -15,33 +17,32 @@ _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
+    """The class that a configuration names, by its name in `known` or as "module:Class"."""
+    module, separator, attribute = known.get(name, name).partition(":")
+    if not separator:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known)}, or 'module:Class'")
+    return getattr(importlib.import_module(module), attribute)
+
+
 @dataclasses.dataclass(frozen=True)
 class DiffusionParallelConfig:
-    """How a diffusion stage divides its work among ranks.
+    """How a diffusion stage divides its work among ranks."""
 
-    Attributes:
-        data_parallel_size: groups that run different requests.
-        cfg_parallel_size: ranks that divide the guidance branches; 1, 2 or 3.
-        tensor_parallel_size: ranks that divide the heads.
-        sequence_parallel_size: 1; latent rows are not divided here.
-    """
-
-    data_parallel_size: int = 1
-    cfg_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    sequence_parallel_size: int = 1
+    data_parallel_size: int = 1  # groups that run different requests
+    cfg_parallel_size: int = 1  # ranks that divide the guidance branches; 1, 2 or 3
+    tensor_parallel_size: int = 1  # ranks that divide the heads
+    sequence_parallel_size: int = 1  # latent rows are not divided here
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} {getattr(self, field.name)}: 1 or more")
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} {value}: 1 or more")
         if self.cfg_parallel_size > 3:
             raise ValueError(f"cfg_parallel_size {self.cfg_parallel_size}: at most 3 branches")
         if self.sequence_parallel_size > 1:
-            raise ValueError(
-                f"sequence_parallel_size {self.sequence_parallel_size}: latent rows are not "
-                "divided here; use cfg_parallel_size or tensor_parallel_size"
-            )
+            text = f"sequence_parallel_size {self.sequence_parallel_size}: latent rows are not "
+            raise ValueError(f"{text}divided here; use cfg_parallel_size or tensor_parallel_size")
 
     @property
     def world_size(self) -> int:
@@ -53,53 +54,34 @@ class DiffusionParallelConfig:
 class KVConfig:
     """The links of a stage, and how much received KV it may hold.
 
-    Attributes:
-        sources: URLs of the tensor ranks of the stage before; empty if there is none.
-        sinks: URLs that the tensor ranks serve for the next stage; empty if there is none.
-        source_options, sink_options: fields of the connectors' `Options`.
-        receivers: how the next stage divides its work; each of its ranks receives its part.
-        budget: bytes of received KV that may be held at once.
-        reserve: bytes reserved for a KV of unknown size; an eighth of the budget if 0.
-        timeout: seconds until a request's KV must have come.
-        connect_timeout: seconds until the stage before must serve.
-        put_timeout: seconds to wait for free memory in the sink.
-        ttl: seconds in which the next stage must receive what was sent.
-        prefetch: receive for waiting requests while others run.
-        verify: "full" checks every byte; "auto" checks what `get` does by default.
+    Options are fields of the connectors' `Options`. `receivers` is how the next stage divides its
+    work; each of its ranks receives its part.
     """
 
-    sources: tuple[str, ...] = ()
-    sinks: tuple[str, ...] = ()
-    source_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sink_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    receivers: DiffusionParallelConfig = dataclasses.field(default_factory=DiffusionParallelConfig)
-    budget: int = 4 << 30
-    reserve: int = 0
-    timeout: float = 60.0
-    connect_timeout: float = 60.0
-    put_timeout: float = 60.0
-    ttl: float = 120.0
-    prefetch: bool = True
-    verify: Verify = "full"
+    sources: tuple[str, ...] = ()  # URLs of the tensor ranks of the stage before, if there is one
+    sinks: tuple[str, ...] = ()  # URLs that the tensor ranks serve for the next stage
+    source_options: dict[str, Any] = field(default_factory=dict)
+    sink_options: dict[str, Any] = field(default_factory=dict)
+    receivers: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
+    budget: int = 4 << 30  # bytes of received KV that may be held at once
+    reserve: int = 0  # bytes reserved for a KV of unknown size; an eighth of the budget if 0
+    timeout: float = 60.0  # seconds until a request's KV must have come
+    connect_timeout: float = 60.0  # seconds until the stage before must serve
+    put_timeout: float = 60.0  # seconds to wait for free memory in the sink
+    ttl: float = 120.0  # seconds in which the next stage must receive what was sent
+    prefetch: bool = True  # receive for waiting requests while others run
+    verify: Verify = "full"  # checks every byte; "auto" checks what `get` does by default
 
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
-    """Where Ray puts a stage, or the ranks of its executor.
+    """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
-    Attributes:
-        address: "auto", "host:port" of a cluster, or "local" to start one.
-        num_cpus: of each rank.
-        num_gpus: of each rank; one if None and the stage uses a GPU.
-        resources: further resources of each rank, by their names in Ray.
-        strategy: of the ranks' placement group, as Ray names it.
-    """
-
-    address: str = "auto"
+    address: str = "auto"  # or "host:port" of a cluster, or "local" to start one
     num_cpus: float = 1.0
-    num_gpus: float | None = None
-    resources: dict[str, float] = dataclasses.field(default_factory=dict)
-    strategy: str = "PACK"
+    num_gpus: float | None = None  # one if None and the stage uses a GPU
+    resources: dict[str, float] = field(default_factory=dict)  # by their names in Ray
+    strategy: str = "PACK"  # of the ranks' placement group, as Ray names it
 
     def __post_init__(self) -> None:
         if self.strategy not in _STRATEGIES:
@@ -116,39 +98,24 @@ class RayConfig:
 class StageConfig:
     """The configuration of any stage.
 
-    Attributes:
-        model: directory of the checkpoint.
-        model_class_name: the `ModelUtility`: "bagel", or "module:Class".
-        stage: which part of the model, as the model names it.
-        dtype: "bfloat16" or "float32".
-        device: such as "cuda:1"; "auto" takes the rank's CUDA device, or the CPU.
-        max_num_seqs: requests that may run at once.
-        num_threads: of torch, on the CPU; torch's default if 0.
-        kv: see `KVConfig`.
-        parallel_config: see `DiffusionParallelConfig`.
-        distributed_executor_backend: "uni", "mp", "ray", "diffusers" or "module:Class"; by the
-            number of ranks if empty.
-        distributed_init_method: the rendezvous of the ranks, "file:///…" or
-            "tcp://127.0.0.1:port"; chosen by the executor if empty.
-        distributed_timeout: seconds in which all ranks must join a collective operation.
-        ray: see `RayConfig`.
+    `distributed_executor_backend` is "uni", "mp", "ray", "diffusers" or "module:Class", by the
+    number of ranks if empty; `distributed_init_method` is the rendezvous of the ranks,
+    "file:///…" or "tcp://127.0.0.1:port", chosen by the executor if empty.
     """
 
-    model: str
-    model_class_name: str = "bagel"
-    stage: str = "dit"
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    max_num_seqs: int = 1
-    num_threads: int = 0
-    kv: KVConfig = dataclasses.field(default_factory=KVConfig)
-    parallel_config: DiffusionParallelConfig = dataclasses.field(
-        default_factory=DiffusionParallelConfig
-    )
+    model: str  # directory of the checkpoint
+    model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
+    stage: str = "dit"  # which part of the model, as the model names it
+    dtype: str = "bfloat16"  # or "float32"
+    device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1"
+    max_num_seqs: int = 1  # requests that may run at once
+    num_threads: int = 0  # of torch, on the CPU; torch's default if 0
+    kv: KVConfig = field(default_factory=KVConfig)
+    parallel_config: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
     distributed_executor_backend: str = ""
     distributed_init_method: str = ""
-    distributed_timeout: float = 300.0
-    ray: RayConfig = dataclasses.field(default_factory=RayConfig)
+    distributed_timeout: float = 300.0  # seconds in which all ranks must join a collective call
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -182,19 +149,12 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OmniDiffusionConfig(StageConfig):
-    """A diffusion stage.
+    """A diffusion stage."""
 
-    Attributes:
-        request_batch_max_wait_ms: milliseconds that a first request may wait for a full batch.
-        step_execution: scheduling between denoising steps; not supported, must be False.
-        cache_backend: "none", or the name of a `CacheBackend`.
-        cache_config: settings of the backend.
-    """
-
-    request_batch_max_wait_ms: float = 0.0
-    step_execution: bool = False
-    cache_backend: str = "none"
-    cache_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    request_batch_max_wait_ms: float = 0.0  # that a first request may wait for a full batch
+    step_execution: bool = False  # scheduling between denoising steps; not supported
+    cache_backend: str = "none"  # or the name of a `CacheBackend`
+    cache_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,17 +166,12 @@ class OmniDiffusionConfig(StageConfig):
 
 @dataclasses.dataclass(frozen=True)
 class OmniARConfig(StageConfig):
-    """An AR stage.
-
-    Attributes:
-        num_blocks, block_size: of the paged KV pool: blocks, and tokens in each.
-        think: let the model write a plan first, which becomes part of the prompt.
-    """
+    """An AR stage."""
 
     stage: str = "ar"
-    num_blocks: int = 1024
-    block_size: int = 16
-    think: bool = False
+    num_blocks: int = 1024  # of the paged KV pool
+    block_size: int = 16  # tokens in each block
+    think: bool = False  # let the model write a plan first, which becomes part of the prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()

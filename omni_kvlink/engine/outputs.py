@@ -14,37 +14,24 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class KVSent:
-    """A request's KV that was sent to the next stage.
-
-    Attributes:
-        nbytes: the largest size that a rank of that stage receives.
-        image_shape: (height, width) of the image, in pixels.
-        tokens: of its longest context.
-    """
+    """A request's KV that was sent: the largest size that a rank of the next stage receives."""
 
     nbytes: int
-    image_shape: tuple[int, int] | None = None
-    tokens: int = 0
+    image_shape: tuple[int, int] | None = None  # (height, width), in pixels
+    tokens: int = 0  # of its longest context
 
 
 @dataclasses.dataclass
 class DiffusionOutput:
     """The result of one request: an output or an error, never both.
 
-    Attributes:
-        request_id: whose result it is.
-        output: images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU.
-        error: why there is none.
-        text: what the model wrote, in think mode.
-        kv_sent: the KV that was sent to the next stage.
-        seconds: by phase, such as "queued", "kv_wait", "execute".
-        stages: each stage's output, if there are several.
+    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU; `text` is what the
+    model wrote in think mode; `seconds` are by phase, such as "queued", "kv_wait", "execute".
     """
 
     request_id: str = ""
@@ -53,7 +40,7 @@ class DiffusionOutput:
     text: str | None = None
     kv_sent: KVSent | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)
+    stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)  # each stage's
 
     def result(self) -> torch.Tensor:
         """The images; raises the request's error if it has one."""
@@ -91,33 +78,23 @@ class BatchRunnerOutput:
     def of(
         cls, request_ids: Sequence[str], outputs: Mapping[str, DiffusionOutput]
     ) -> BatchRunnerOutput:
-        """Results in the order of `request_ids`.
-
-        Raises:
-            EngineError: a request has none, or there is one of another request.
-        """
+        """Results in the order of `request_ids`; raises EngineError unless each has just one."""
         if set(request_ids) != set(outputs):
             raise EngineError(f"results of {sorted(outputs)} for a batch of {list(request_ids)}")
         return cls([RunnerOutput(key, outputs[key]) for key in request_ids])
 
     def as_model_output(self) -> ModelRunnerOutput:
         """The same as an executor returns it."""
-        return ModelRunnerOutput(
-            req_ids=[output.request_id for output in self.runner_outputs],
-            pooler_output=[output.result.output for output in self.runner_outputs],
-            results={output.request_id: output.result for output in self.runner_outputs},
-        )
+        results = {output.request_id: output.result for output in self.runner_outputs}
+        images = [result.output for result in results.values()]
+        return ModelRunnerOutput(list(results), images, results)
 
 
 @dataclasses.dataclass
 class ModelRunnerOutput:
-    """What an executor returns for a step, in either kind of stage.
+    """What an executor returns for a step: images, or hidden states of an AR stage, if any.
 
-    Attributes:
-        req_ids: the scheduled requests.
-        pooler_output: images of a diffusion stage, hidden states of an AR stage; None where there
-            are none.
-        results: errors, texts and `kv_sent`; a request that has just an output may be missing.
+    `results` has errors, texts and `kv_sent`; a request that has just an output may be missing.
     """
 
     req_ids: list[str]
@@ -130,13 +107,13 @@ class ModelRunnerOutput:
         return {request_id: index for index, request_id in enumerate(self.req_ids)}
 
     def result_of(self, request_id: str) -> DiffusionOutput:
-        """The result of a scheduled request; raises EngineError if there is none."""
+        """The result of a scheduled request: an EngineError if there is none."""
         if request_id in self.results:
             return self.results[request_id]
-        index = self.req_id_to_index.get(request_id)
-        if index is None:
-            raise EngineError(f"no result for {request_id!r} among {', '.join(self.req_ids)}")
-        return DiffusionOutput(request_id, self.pooler_output[index])
+        if request_id in self.req_ids:
+            return DiffusionOutput(request_id, self.pooler_output[self.req_id_to_index[request_id]])
+        text = f"no result for {request_id!r} among {', '.join(self.req_ids)}"
+        return DiffusionOutput(request_id, error=EngineError(text))
 
 
 @dataclasses.dataclass
@@ -158,10 +135,6 @@ class DiffusionSchedulerOutput:
 
 @dataclasses.dataclass
 class ARSchedulerOutput(DiffusionSchedulerOutput):
-    """The requests of a step of an AR stage.
-
-    Attributes:
-        block_ids: the blocks for each request's KV, by branch of its cache, in token order.
-    """
+    """A step of an AR stage: the blocks of each request's KV, by branch, in token order."""
 
     block_ids: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)

@@ -20,36 +20,22 @@ def never() -> bool:
     return False
 
 
-def always() -> bool:
-    """True."""
-    return True
-
-
 @dataclasses.dataclass(eq=False)
 class OmniDiffusionRequest:
-    """A prompt with an id and sampling params.
+    """A prompt with sampling params, and an id that no other request has meanwhile.
 
-    Attributes:
-        prompt: texts and images.
-        sampling_params: its seed is drawn here if it is None, so that all ranks have the same.
-        request_id: unique among the requests that have not ended.
-        need_kv_receive: its KV comes from the stage before; without that KV it fails.
-        need_kv_transfer: its KV is sent to the next stage when it is done.
-        kv_nbytes: size of the KV to come, the largest of any rank; None if it is unknown.
-        kv_timeout: seconds until its KV must have come; `kv.timeout` if None.
-        past_key_values: its KV in the model's form; set by the runner for one forward pass.
-        is_cancelled: read when the runner begins, and between denoising steps.
+    A seed that is None is drawn here, so that all ranks have the same.
     """
 
     prompt: Prompt
     sampling_params: OmniDiffusionSamplingParams
     request_id: str
-    need_kv_receive: bool = False
-    need_kv_transfer: bool = False
-    kv_nbytes: int | None = None
-    kv_timeout: float | None = None
-    past_key_values: Any = None
-    is_cancelled: Callable[[], bool] = never
+    need_kv_receive: bool = False  # its KV comes from the stage before; without that KV it fails
+    need_kv_transfer: bool = False  # its KV is sent to the next stage when it is done
+    kv_nbytes: int | None = None  # size of the KV to come, the largest of any rank; if known
+    kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
+    past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
+    is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -64,11 +50,7 @@ class OmniDiffusionRequest:
 
 
 class DiffusionRequestBatch:
-    """Requests with one `SamplingParamsKey`, for one forward pass.
-
-    Raises:
-        ValueError: no requests, two of one id, or keys that differ.
-    """
+    """Requests of different ids with one `SamplingParamsKey`, for one forward pass."""
 
     def __init__(self, requests: Sequence[OmniDiffusionRequest]):
         self.requests = list(requests)
@@ -76,8 +58,7 @@ class DiffusionRequestBatch:
             raise ValueError("a batch has at least one request")
         if len(set(self.request_ids)) != len(self.requests):
             raise ValueError(f"two requests of one id in the batch {self.request_ids}")
-        odd = [r.request_id for r in self.requests if r.key != self.requests[0].key]
-        if odd:
+        if odd := [r.request_id for r in self.requests if r.key != self.requests[0].key]:
             raise ValueError(f"{', '.join(odd)}: other sampling params than the batch's first")
 
     @property

@@ -9,51 +9,33 @@ import torch
 
 @dataclasses.dataclass
 class OmniDiffusionSamplingParams:
-    """How an image is to be generated; None leaves a choice to the model.
+    """How an image is to be generated; None leaves a choice to the model."""
 
-    Attributes:
-        height, width: of the image, in pixels.
-        num_inference_steps: points of the denoising schedule.
-        guidance_scale: guidance by the text (BAGEL's cfg_text_scale).
-        guidance_scale_2: guidance by the images of the prompt (BAGEL's cfg_img_scale).
-        cfg_interval: (low, high] times that are guided.
-        cfg_renorm_type, cfg_renorm_min, timestep_shift: as in `DenoiseParams`.
-        num_outputs_per_prompt: how many images, each from noise of its own.
-        seed: of everything random in the request; drawn if None.
-        lora_int_id, lora_scale: an adapter, and its weight.
-        max_tokens: of the text that think mode writes.
-        temperature: of that text; 0 takes the likeliest token.
-        generator: the source of noise, once the prompt has been read. It never leaves its process.
-    """
-
-    height: int | None = None
+    height: int | None = None  # in pixels
     width: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    guidance_scale_2: float | None = None
-    cfg_interval: tuple[float, float] | None = None
-    cfg_renorm_type: str | None = None
+    num_inference_steps: int | None = None  # points of the denoising schedule
+    guidance_scale: float | None = None  # by the text: BAGEL's cfg_text_scale
+    guidance_scale_2: float | None = None  # by the images of the prompt: its cfg_img_scale
+    cfg_interval: tuple[float, float] | None = None  # (low, high] times that are guided
+    cfg_renorm_type: str | None = None  # this and the next two: as in `DenoiseParams`
     cfg_renorm_min: float | None = None
     timestep_shift: float | None = None
-    num_outputs_per_prompt: int = 1
-    seed: int | None = None
-    lora_int_id: int | None = None
+    num_outputs_per_prompt: int = 1  # images, each from noise of its own
+    seed: int | None = None  # of everything random in the request; drawn if None
+    lora_int_id: int | None = None  # an adapter, and its weight
     lora_scale: float = 1.0
-    max_tokens: int = 1000
-    temperature: float = 0.0
-    generator: torch.Generator | None = None
+    max_tokens: int = 1000  # of the text that think mode writes
+    temperature: float = 0.0  # of that text; 0 takes the likeliest token
+    generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
     def __post_init__(self) -> None:
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
 
 
-_OWN = ("seed", "max_tokens", "temperature", "generator")
-KEY_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(OmniDiffusionSamplingParams)
-    if field.name not in _OWN
-)
+_OWN = {"seed", "max_tokens", "temperature", "generator"}
+_ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
+KEY_FIELDS = tuple(name for name in _ALL if name not in _OWN)
 """The params that requests of one batch have in common."""
 
 

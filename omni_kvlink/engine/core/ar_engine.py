@@ -12,8 +12,7 @@ from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
 if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-_ANSWER = 5.0
-"""Seconds to count a prompt's tokens, in which nothing else is scheduled."""
+_ANSWER = 5.0  # seconds to count a prompt's tokens, in which nothing else is scheduled
 
 
 class AREngine(StageEngine[OmniARConfig]):
@@ -23,8 +22,8 @@ class AREngine(StageEngine[OmniARConfig]):
         executor = Executor.get_class(self.config)(self.config)
 
         def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
-            found = executor.collective_rpc("count_tokens", timeout=_ANSWER, args=(request,))
-            counted: dict[str, int] = found[0]
-            return counted
+            counted: list[dict[str, int]]
+            counted = executor.collective_rpc("count_tokens", timeout=_ANSWER, args=(request,))
+            return counted[0]
 
         return OmniARScheduler(self.config, count_tokens), executor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.stage_engine import StageEngine
 from omni_kvlink.engine.executor import Executor
-from omni_kvlink.engine.sched.sync_scheduler import SyncScheduler
+from omni_kvlink.engine.sched.scheduler import SyncScheduler
 
 
 class DiffusionEngine(StageEngine[OmniDiffusionConfig]):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.engine.ipc.rpc import set_result_of
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -17,19 +20,12 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
 
-_STABLE = 0.25
-"""Share of `max_wait` for which no request must arrive until a batch counts as complete."""
-_IDLE = 60.0
-"""Seconds after which an idle loop runs once; nothing depends on it."""
+_STABLE = 0.25  # share of `max_wait` without a new request after which a batch is complete
+_IDLE = 60.0  # seconds after which an idle loop runs once; nothing depends on it
 
 
 class EngineCore:
-    """A scheduler, an executor, and the thread that drives them; thread-safe.
-
-    Attributes:
-        scheduler: decides what runs.
-        executor: runs it.
-    """
+    """A scheduler, an executor, and the thread that drives them; thread-safe."""
 
     scheduler: Scheduler
     executor: Executor
@@ -37,18 +33,12 @@ class EngineCore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: dict[str, Future[DiffusionOutput]] = {}
-        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._dead: EngineError | None = None
         self._closed = False
 
     def start(self, scheduler: Scheduler, executor: Executor, *, max_wait: float = 0.0) -> None:
-        """Start the thread.
-
-        Args:
-            scheduler: decides what runs.
-            executor: runs it.
-            max_wait: seconds that a first request may wait for a full batch.
-        """
+        """Start the thread; a first request may wait `max_wait` seconds for a full batch."""
         self.scheduler, self.executor, self._max_wait = scheduler, executor, max_wait
         self._dead = None
         scheduler.listen(self._resolve_ended)
@@ -58,10 +48,7 @@ class EngineCore:
     def submit(self, request: OmniDiffusionRequest) -> Future[DiffusionOutput]:
         """Queue a request; its future has the output, which may hold the request's error.
 
-        Raises:
-            EngineError: this id is in use.
-            EngineDeadError: a worker is gone: `restart` first.
-            ClosedError: the engine is closed.
+        Raises EngineError if the id is in use, EngineDeadError if a worker is gone: `restart`.
         """
         self.executor.prepare(request)
         future: Future[DiffusionOutput] = Future()
@@ -79,14 +66,9 @@ class EngineCore:
         return future
 
     def step(self) -> list[DiffusionOutput]:
-        """Run one batch, if one is ready; returns the outputs of all requests that have ended.
-
-        Raises no request's error: each is in its output. If the workers are gone, that is the error
-        of all requests that ran.
-        """
-        if self._max_wait:
-            stable = self._max_wait * _STABLE
-            self.scheduler.wait_for_batch(timeout=self._max_wait, stable=stable)
+        """Run one batch, if one is ready; returns the outputs, or errors, of what has ended."""
+        if longest := self._max_wait:
+            self.scheduler.wait_for_batch(timeout=longest, stable=longest * _STABLE)
         scheduled = self.scheduler.schedule()
         ended = self._take_ended()
         if scheduled.is_empty:
@@ -108,16 +90,11 @@ class EngineCore:
         self._resolve_ended()
 
     def call(self, call: Callable[[], Any], *, timeout: float) -> Any:
-        """Run a call in the engine's thread, between two batches; returns what it returns.
-
-        Raises:
-            TransferTimeout: a batch runs for more than `timeout` seconds.
-            EngineDeadError, ClosedError: as `submit`.
-        """
+        """Run a call in the engine's thread, between two batches; returns what it returns."""
         answer: Future[Any] = Future()
         with self._lock:
             self._check_alive()
-            self._calls.append((call, answer))
+            self._calls.append(partial(set_result_of, answer, call))
         self.scheduler.wake()
         if not wait([answer], timeout).done:
             raise TransferTimeout(f"the engine is busy since {timeout:g} s", waited=timeout)
@@ -127,26 +104,13 @@ class EngineCore:
         """End all requests with an error; a future is resolved once."""
         self._resolve(self.scheduler.fail_all(error))
 
-    # In the engine's thread.
-
     def _run(self) -> None:
-        scheduler = self.scheduler
-        while not scheduler.is_stopped:
-            self._run_calls()
-            if scheduler.wait(timeout=_IDLE):
+        """Runs in the engine's thread."""
+        while not self.scheduler.is_stopped:
+            if self.scheduler.wait(timeout=_IDLE):
                 self._resolve(self.step())
-        self._run_calls()
-
-    def _run_calls(self) -> None:
-        with self._lock:
-            calls, self._calls = self._calls, []
-        for call, answer in calls:
-            try:
-                answer.set_result(call())
-            except Exception as error:  # noqa: PERF203 - each call has its own error
-                answer.set_exception(error)
-
-    # In any thread.
+            while self._calls:
+                self._calls.popleft()()
 
     def _take_ended(self) -> list[DiffusionOutput]:
         """Outputs of requests that ended without running; the next stage is told of them."""

@@ -23,23 +23,15 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.sched.scheduler import Scheduler
 
 C = TypeVar("C", bound=StageConfig)
-_ANSWER = 5.0
-"""Seconds in which workers return their links' URLs and statistics, also while they compute."""
-_HANGS = 5.0
-"""Seconds after which an aborted batch may hang, so that the workers' health is checked."""
+_ANSWER = 5.0  # seconds in which workers return URLs and statistics, also while they compute
+_HANGS = 5.0  # seconds after which an aborted batch may hang: the workers' health is checked
 
 
 class StageEngine(EngineCore, ABC, Generic[C]):
-    """An `EngineCore` made from a configuration; thread-safe; a context manager.
+    """An `EngineCore` with a model loaded and links open; thread-safe; a context manager.
 
-    Loads the model and opens the links; raises what these raise.
-
-    Args:
-        config: of the stage.
-        on_death: called once, from any thread, when a worker is gone.
-
-    Attributes:
-        sink_urls: what the next stage connects to, by tensor rank; empty in the last stage.
+    `on_death` is called once, from any thread, when a worker is gone. `sink_urls` is what the next
+    stage connects to, by tensor rank; empty in the last stage.
     """
 
     def __init__(self, config: C, *, on_death: Callable[[EngineError], None] | None = None):
@@ -56,8 +48,7 @@ class StageEngine(EngineCore, ABC, Generic[C]):
     ) -> list[DiffusionOutput]:
         """Submit requests and block until all have ended; their outputs, in order.
 
-        Raises:
-            TransferTimeout: `timeout` seconds passed; the requests that are not done are aborted.
+        After `timeout` seconds those that are not done are aborted: TransferTimeout.
         """
         futures = {request.request_id: self.submit(request) for request in requests}
         late = wait(futures.values(), timeout).not_done
@@ -65,11 +56,8 @@ class StageEngine(EngineCore, ABC, Generic[C]):
             names = [name for name, future in futures.items() if future in late]
             for name in names:
                 self.abort(name)
-            raise TransferTimeout(
-                f"{', '.join(names)} not done after {timeout:g} s",
-                waited=timeout or 0.0,
-                phase="running",
-            )
+            text = f"{', '.join(names)} not done after {timeout:g} s"
+            raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         return [future.result() for future in futures.values()]
 
     def fail_kv(self, request_id: str, reason: str) -> None:
@@ -91,12 +79,9 @@ class StageEngine(EngineCore, ABC, Generic[C]):
         self._start()
 
     def stats(self) -> dict[str, Any]:
-        """Queues, steps, KV held, and the link to the next stage, as JSON values.
+        """Queues, steps, KV held, and the "link" to the next stage, as JSON values.
 
         Several tensor ranks have a link each: "links", in their order.
-
-        Raises:
-            TransferTimeout: a worker does not answer.
         """
         stats = self.scheduler.stats()
         if self.config.kv.sinks:

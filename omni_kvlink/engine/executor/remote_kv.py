@@ -11,9 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.budget import Budget
-from omni_kvlink.engine.kv.kv_entry import KVState
-from omni_kvlink.engine.kv.kv_receiver import KVReceiver
+from omni_kvlink.engine.kv.kv_manager import Budget, KVReceiver, KVState
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import CapacityError, TransferTimeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import torch
@@ -11,12 +12,7 @@ from omni_kvlink.errors import CapacityError
 
 
 class BlockManager:
-    """Which blocks of the pools are free. Not thread-safe: the scheduler alone uses it.
-
-    Args:
-        num_blocks: how many blocks there are.
-        block_size: tokens in each.
-    """
+    """Which blocks of the pools are free. Not thread-safe: the scheduler alone uses it."""
 
     def __init__(self, num_blocks: int, block_size: int):
         if num_blocks < 1 or block_size < 1:
@@ -39,28 +35,17 @@ class BlockManager:
         return blocks <= len(self._free)
 
     def allocate(self, blocks: int) -> list[int]:
-        """Take blocks.
-
-        Raises:
-            CapacityError: fewer are free.
-        """
+        """Take blocks; CapacityError if fewer are free."""
         if not self.can_allocate(blocks):
-            raise CapacityError(
-                f"{blocks} blocks of {self.block_size} tokens needed, {len(self._free)} of "
-                f"{self.num_blocks} are free: raise num_blocks",
-                requested=blocks,
-                free=len(self._free),
-            )
+            text = f"{blocks} blocks of {self.block_size} tokens needed, {self.num_free} of "
+            text += f"{self.num_blocks} are free: raise num_blocks"
+            raise CapacityError(text, requested=blocks, free=self.num_free)
         taken = [self._free.popleft() for _ in range(blocks)]
         self._taken.update(taken)
         return taken
 
     def free(self, blocks: list[int]) -> None:
-        """Free blocks.
-
-        Raises:
-            ValueError: one is free already, or named twice.
-        """
+        """Free blocks; ValueError if one is free already, or named twice."""
         unknown = sorted(set(blocks) - self._taken)
         if unknown or len(set(blocks)) != len(blocks):
             raise ValueError(f"blocks {unknown or blocks} are free already, or named twice")
@@ -68,55 +53,47 @@ class BlockManager:
         self._free.extend(blocks)
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class KVPools:
-    """The memory: K and V of each layer, `[num_blocks, block_size, *row]`.
+    """The memory: K and V of each layer, `[num_blocks, block_size, *row]`; asleep after `sleep`.
 
-    Args:
-        row: the shape of one token in one layer, `(kv_heads, head_dim)`.
+    `row` is the shape of one token in one layer, `(kv_heads, head_dim)`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        row: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.num_layers, self.block_size, self.device = num_layers, block_size, device
-        self.dtype, self._shape = dtype, (num_blocks, block_size, *row)
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    row: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._pools: list[list[torch.Tensor]] = []  # K and V
         self.wake_up()
 
     @property
     def keys(self) -> list[torch.Tensor]:
-        """K, a pool for each layer; raises EngineAsleepError while the pools are asleep."""
-        self._check_awake()
-        return self._keys
+        """K, a pool for each layer."""
+        return self._awake()[0]
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """V, a pool for each layer; raises EngineAsleepError while the pools are asleep."""
-        self._check_awake()
-        return self._values
+        """V, a pool for each layer."""
+        return self._awake()[1]
 
     def sleep(self) -> None:
         """Release the memory and its contents."""
-        self._keys, self._values = [], []
+        self._pools = []
 
     def wake_up(self) -> None:
         """Allocate the memory again, uninitialized."""
-        if not self._keys:
-            self._keys, self._values = (
-                [self._pool() for _ in range(self.num_layers)] for _ in range(2)
-            )
+        shape, layers = (self.num_blocks, self.block_size, *self.row), range(self.num_layers)
+        self._pools = self._pools or [
+            [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in layers]
+            for _ in ("K", "V")
+        ]
 
-    def _pool(self) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self.dtype, device=self.device)
-
-    def _check_awake(self) -> None:
-        if not self._keys:
+    def _awake(self) -> list[list[torch.Tensor]]:
+        if not self._pools:
             raise EngineAsleepError("the KV pools are asleep: wake_up(['kv_cache']) first")
+        return self._pools

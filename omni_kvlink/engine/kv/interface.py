@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.engine.kv.kv_entry import KVState
+    from omni_kvlink.engine.kv.kv_manager import KVState
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 
@@ -31,9 +31,6 @@ class KVManager(Protocol):
 
     def error(self, request_id: str) -> Exception | None:
         """Why the receive failed; None if it did not."""
-
-    def next_deadline(self) -> float | None:
-        """When the next receive times out, in monotonic seconds; None if none is pending."""
 
     def free(self, request: OmniDiffusionRequest) -> None:
         """Release a request's KV and its reserved memory, in any state; idempotent."""

@@ -2,40 +2,153 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
+import math
+import queue
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.budget import Budget
-from omni_kvlink.engine.kv.kv_entry import KVEntry, KVState
-from omni_kvlink.engine.kv.kv_receiver import KVReceiver
-from omni_kvlink.engine.kv.kv_source import KVSource
-from omni_kvlink.errors import ClosedError
+from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV
+from omni_kvlink.errors import CapacityError, ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink import KVConsumer, KVPayload
+    from omni_kvlink import KVConsumer
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-_RECONNECT = 0.2
-"""Seconds that a receive may take to reconnect to a producer that went away."""
+_RECONNECT = 0.2  # seconds that a receive may take to reconnect to a producer that went away
+
+
+class KVState(enum.Enum):
+    """The state of a request's KV."""
+
+    ABSENT = "absent"
+    ALLOCATED = "allocated"
+    RECEIVING = "receiving"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(eq=False)
+class KVEntry:
+    """One request's KV; the KV manager's lock guards it."""
+
+    request_id: str
+    timeout: float
+    started: float = 0.0
+    deadline: float = math.inf  # monotonic; infinite unless the payload is awaited
+    state: KVState = KVState.ALLOCATED
+    data: KVPayload | None = None  # while READY
+    error: Exception | None = None  # while FAILED
+    source: KVSource | None = None
+    get: Any = None
+    received: ReceivedKV | None = None
+
+    def abort(self, reason: str) -> None:
+        """Cancel the get, and tell the producer not to keep the KV."""
+        if self.get is not None:
+            self.get.cancel()
+        if self.source is not None:
+            with contextlib.suppress(ClosedError):  # a closed link keeps nothing
+                self.source.abort(self.request_id, reason)
+
+    def timeout_error(self) -> TransferTimeout:
+        """The error of a receive whose deadline has passed."""
+        text = f"the KV of {self.request_id!r} did not come within {self.timeout:g} s"
+        if self.source is not None:
+            text += self.source.timeout_hint(self.request_id)
+        phase = "asked for" if self.get else "connecting"
+        return TransferTimeout(text, key=self.request_id, waited=self.timeout, phase=phase)
+
+
+class Budget:
+    """Bytes reserved for the KV of each request, at most `kv.budget`; its owner holds a lock."""
+
+    def __init__(self, config: KVConfig):
+        self.nbytes = config.budget
+        self._default = config.reserve or config.budget // 8
+        self.reserved: dict[str, int] = {}
+
+    @property
+    def charged(self) -> int:
+        """Bytes that are reserved now."""
+        return sum(self.reserved.values())
+
+    def has_room(self, request: OmniDiffusionRequest) -> bool:
+        """Whether `take` would succeed."""
+        return self.charged + self._size(request) <= self.nbytes
+
+    def take(self, request: OmniDiffusionRequest) -> None:
+        """Reserve `kv_nbytes`, or `kv.reserve` if it is None; raises as `correct`."""
+        self.correct(request.request_id, self._size(request))
+
+    def correct(self, request_id: str, nbytes: int) -> None:
+        """Replace a reserved size by the actual one; raises CapacityError if it does not fit."""
+        free = self.nbytes - self.charged + self.reserved.get(request_id, 0)
+        if nbytes > free:
+            text = f"the KV of {request_id!r} takes {nbytes} bytes, {free} of the budget of "
+            text += f"{self.nbytes} are free: raise kv.budget"
+            raise CapacityError(text, requested=nbytes, free=free)
+        self.reserved[request_id] = nbytes
+
+    def release(self, request_id: str) -> None:
+        """Release a request's reservation, if it has one."""
+        self.reserved.pop(request_id, None)
+
+    def _size(self, request: OmniDiffusionRequest) -> int:
+        return self._default if request.kv_nbytes is None else request.kv_nbytes
+
+
+class KVReceiver:
+    """A thread that runs jobs in order, and `on_deadline` at `next_deadline`; none may raise."""
+
+    def __init__(
+        self, name: str, next_deadline: Callable[[], float | None], on_deadline: Callable[[], None]
+    ):
+        self._next_deadline, self._on_deadline = next_deadline, on_deadline
+        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> None:
+        """Run a job after those submitted before; ignored once closed."""
+        self._jobs.put(partial(call, *args))
+
+    def close(self) -> None:
+        """Stop after the current job; the others are not run. Idempotent."""
+        self._is_closed = True
+        self.submit(self._on_deadline)  # wakes the thread, which runs no more jobs
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            deadline, job = self._next_deadline(), self._on_deadline
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is None or left > 0:
+                with contextlib.suppress(queue.Empty):
+                    job = self._jobs.get(timeout=left)
+            if not self._is_closed:
+                job()
 
 
 class DiffusionKVManager:
     """Holds the KV of each request from before it runs until after; thread-safe.
 
-    One thread of its own receives, verifies and enforces deadlines, while the engine's computes.
-
-    Args:
-        connector: where KV comes from: the consumer of the link to the stage before, or a
-            `KVSource`; None to use only `receive_from_connector`. It stays its caller's to close.
-        config: budget, timeout, how to verify.
-        device: where the pipeline needs the tensors. On the CPU they stay in the link's memory.
+    One thread of its own receives, verifies and enforces deadlines, while the engine's computes. KV
+    comes from `connector`, which its owner closes; None to use only `receive_from_connector`. On
+    the CPU the tensors stay in the link's memory.
     """
 
     def __init__(
@@ -52,17 +165,15 @@ class DiffusionKVManager:
         self._budget = Budget(self.config)
         self._entries: dict[str, KVEntry] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+        self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
         self._receiver = KVReceiver(
             "kv-receiver", next_deadline=self.next_deadline, on_deadline=self._on_deadline
         )
-        self._closed = False
-        self._counts = {"received": 0, "failed": 0, "freed": 0, "nbytes": 0}
 
     def listen(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, from any thread, whenever a receive has ended."""
+        """Call `callback`, from any thread, whenever a receive has ended; no lock is held then."""
         self._listeners.append(callback)
-
-    # Before a request runs.
 
     def can_allocate(self, request: OmniDiffusionRequest) -> bool:
         """Whether the budget has room for a request's KV now."""
@@ -70,29 +181,21 @@ class DiffusionKVManager:
             return self._budget.has_room(request)
 
     def allocate(self, request: OmniDiffusionRequest) -> None:
-        """Reserve memory for a request's KV: its `kv_nbytes`, or `kv.reserve` if that is None.
-
-        Raises:
-            CapacityError: more than what is free; `requested` and `free` are in bytes.
-            EngineError: the request has a reservation already.
-        """
+        """Reserve memory for a request's KV; raises CapacityError if the budget has no room."""
+        key = request.request_id
+        timeout = self.config.timeout if request.kv_timeout is None else request.kv_timeout
         with self._changed:
             self._check_open()
-            if request.request_id in self._entries:
-                raise EngineError(f"request {request.request_id!r} holds KV already: free it first")
-            nbytes = self._budget.take(request)
-            timeout = self.config.timeout if request.kv_timeout is None else request.kv_timeout
-            self._entries[request.request_id] = KVEntry(request.request_id, nbytes, timeout)
+            if key in self._entries:
+                raise EngineError(f"request {key!r} holds KV already: free it first")
+            self._budget.take(request)
+            self._entries[key] = KVEntry(key, timeout)
 
     def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Begin to receive the KV of a request that has a reservation, and return.
-
-        Raises:
-            EngineError: `allocate` it first; or this manager has no connector.
-        """
+        """Begin to receive the KV of a request that has a reservation, and return."""
         if self.connector is None:
             raise EngineError("this stage has no KV source: set kv.sources")
-        self._begin(self.connector, request)
+        self._begin(self._entry(request.request_id), self.connector)
 
     def receive_from_connector(
         self,
@@ -101,29 +204,23 @@ class DiffusionKVManager:
         *,
         timeout: float | None = None,
     ) -> None:
-        """Receive a request's KV and hold it; blocks until every byte is there.
+        """Allocate, if `allocate` was not called, and receive; blocks until every byte is there.
 
-        Args:
-            connector: where it comes from.
-            request: whose KV; memory is reserved for it if it has no reservation.
-            timeout: seconds; the request's own, or the configured one, if None.
+        `timeout` in seconds replaces the request's. After an error the request holds nothing.
 
         Raises:
-            TransferTimeout, TransferFailed, PeerLostError: it did not come; the request holds
-                nothing then.
+            TransferTimeout, TransferFailed, PeerLostError: it did not come.
             IntegrityError, WireError: what came is not what was sent.
             CapacityError: the budget has no room for it.
         """
         if self.state(request.request_id) is KVState.ABSENT:
             self.allocate(request)
         entry = self._entry(request.request_id)
-        if timeout is not None:
-            entry.timeout = timeout
+        entry.timeout = entry.timeout if timeout is None else timeout
         try:
-            self._begin(_source(connector), request)
-            with self._changed:
-                while entry.state is KVState.RECEIVING:
-                    self._changed.wait()  # the receiver's thread enforces the deadline
+            self._begin(entry, _source(connector))
+            with self._changed:  # the receiver's thread enforces the deadline
+                self._changed.wait_for(lambda: entry.state is not KVState.RECEIVING)
             if entry.error is not None:
                 raise entry.error
         except BaseException:
@@ -142,24 +239,16 @@ class DiffusionKVManager:
 
     def nbytes(self, request_id: str) -> int:
         """Bytes reserved for a request's KV; its actual size once it has come."""
-        entry = self._entries.get(request_id)
-        return 0 if entry is None else entry.nbytes
+        return self._budget.reserved.get(request_id, 0)
 
     def next_deadline(self) -> float | None:
         """When the next receive times out, in monotonic seconds; None if none is pending."""
         with self._changed:
-            deadlines = [entry.deadline for entry in self._entries.values()]
-            return min((one for one in deadlines if one is not None), default=None)
-
-    # While it runs, and after.
+            deadline = min((one.deadline for one in self._entries.values()), default=math.inf)
+        return None if deadline == math.inf else deadline
 
     def get_kv_cache(self, request_id: str) -> KVPayload:
-        """The KV as it came, a `KVCacheTransferData` or `KVCacheBundle`; never blocks.
-
-        Raises:
-            EngineError: it was not requested, or is not there yet.
-            KVLinkError: why it did not come.
-        """
+        """The KV as it came; never blocks. Raises the error of its receive, or EngineError."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.error is not None:
             raise entry.error
@@ -169,25 +258,17 @@ class DiffusionKVManager:
         return entry.data
 
     def free(self, request: OmniDiffusionRequest) -> None:
-        """Release a request's KV and its reservation, in any state; idempotent.
-
-        Tensors that are still referenced keep their memory until they are gone.
-        """
-        with self._changed:
-            entry = self._entries.pop(request.request_id, None)
-            self._budget.release(request.request_id)
-        if entry is not None:
-            entry.close()
-            self._count("freed")
+        """Release a request's KV and its reservation, in any state; idempotent."""
+        self._free(request.request_id)
 
     def stats(self) -> dict[str, Any]:
         """Bytes and entries held, and counters, as JSON values."""
         with self._changed:
-            states = [entry.state.value for entry in self._entries.values()]
+            states = [entry.state for entry in self._entries.values()]
             return {
                 "budget": self.config.budget,
                 "charged": self._budget.charged,
-                "held": {state.value: states.count(state.value) for state in KVState},
+                "held": {state.value: states.count(state) for state in KVState},
                 **self._counts,
             }
 
@@ -195,65 +276,98 @@ class DiffusionKVManager:
         """Release everything; idempotent. The connector stays open."""
         with self._changed:
             self._closed = True
-            entries, self._entries = list(self._entries.values()), {}
-            self._budget = Budget(self.config)
-        for entry in entries:
-            entry.close()
-            self._count("freed")
+        for request_id in list(self._entries):
+            self._free(request_id)
         self._receiver.close()
 
-    # Receiving.
-
-    def _begin(self, source: KVSource, request: OmniDiffusionRequest) -> None:
-        entry = self._entry(request.request_id)
-        entry.begin(source)
-        self._receiver.submit(self._request, entry)
-
-    def _request(self, entry: KVEntry) -> None:
-        """Runs in the receiver's thread; no thread waits for the answer."""
-        try:
-            get = entry.request(min(_RECONNECT, entry.timeout))
-        except Exception as error:
-            self._end(entry, error)
-            return
-        if get is not None:  # the callback runs in a thread of the connector, which must not block
-            get.future.add_done_callback(lambda _: self._receiver.submit(self._open, entry))
-
-    def _open(self, entry: KVEntry) -> None:
-        """Runs in the receiver's thread, when a get has ended."""
-        try:
-            entry.open(self.config.verify, self._device, partial(self._admit, entry))
-        except Exception as error:
-            self._end(entry, error)
-        else:
-            self._end(entry, None)
-
-    def _admit(self, entry: KVEntry, nbytes: int) -> None:
+    def _begin(self, entry: KVEntry, source: KVSource) -> None:
         with self._changed:
-            if self._entries.get(entry.request_id) is entry:  # else it was freed meanwhile
-                self._budget.correct(entry.request_id, nbytes)
-            entry.nbytes = nbytes
+            if entry.state is not KVState.ALLOCATED:
+                raise EngineError(f"the KV of {entry.request_id!r} is {entry.state.value} already")
+            entry.source, entry.started = source, time.monotonic()
+            entry.deadline, entry.state = entry.started + entry.timeout, KVState.RECEIVING
+        self._receiver.submit(self._request, entry, source)
+
+    def _free(self, request_id: str) -> None:
+        with self._changed:
+            entry = self._entries.pop(request_id, None)
+            if entry is None:
+                return
+            self._budget.release(request_id)
+            is_awaited, received = entry.deadline < math.inf, entry.received
+            entry.received = entry.data = None
+            if entry.state is KVState.RECEIVING:
+                entry.error, entry.state = ClosedError("the request has ended"), KVState.FAILED
+            self._count("freed")
+        if is_awaited:
+            entry.abort("the request has ended")
+        if received is not None:
+            received.release()
+
+    # In the receiver's thread. The KV of an entry that is freed meanwhile is no longer RECEIVING.
+
+    def _request(self, entry: KVEntry, source: KVSource) -> None:
+        """Request the KV; no thread waits for the answer."""
+        if entry.state is not KVState.RECEIVING:
+            return
+        try:
+            get = source.begin_get(entry.request_id, timeout=min(_RECONNECT, entry.timeout))
+        except Exception as error:
+            self._fail(entry, error)
+            self._notify()
+            return
+        with self._changed:
+            entry.get, is_freed = get, entry.state is not KVState.RECEIVING
+        if is_freed:
+            get.cancel()
+        else:  # the callback runs in a thread of the connector, which must not block
+            submit = self._receiver.submit
+            get.future.add_done_callback(lambda _: submit(self._open, entry, source))
+
+    def _open(self, entry: KVEntry, source: KVSource) -> None:
+        """Verify the KV whose get has ended, and put it on the device."""
+        with self._changed:
+            if entry.state is not KVState.RECEIVING:
+                return
+            entry.deadline = math.inf
+        started = time.perf_counter() - (time.monotonic() - entry.started)
+        try:
+            received = source.open(entry.get, started=started, verify=self.config.verify)
+            with contextlib.ExitStack() as unless_held:
+                unless_held.callback(received.release)
+                with self._changed:
+                    if entry.state is KVState.RECEIVING:
+                        self._budget.correct(entry.request_id, received.nbytes)
+                data = received.to(self._device)
+                with self._changed:
+                    if entry.state is KVState.RECEIVING:
+                        entry.received, entry.data, entry.state = received, data, KVState.READY
+                        self._count("received", received.nbytes)
+                        unless_held.pop_all()
+        except Exception as error:
+            self._fail(entry, error)
+        self._notify()
 
     def _on_deadline(self) -> None:
         with self._changed:
-            entries = list(self._entries.values())
-        for entry in entries:
-            if entry.expire():
-                self._count("failed")
+            late = [one for one in self._entries.values() if one.deadline <= time.monotonic()]
+        for entry in late:
+            entry.abort("its deadline passed")
+            self._fail(entry, entry.timeout_error())
         self._notify()
 
-    def _end(self, entry: KVEntry, error: Exception | None) -> None:
-        if error is not None and entry.fail(error):
-            self._count("failed")
-        elif entry.state is KVState.READY:
-            self._count("received", entry.nbytes)
-        self._notify()
+    # In any thread.
+
+    def _fail(self, entry: KVEntry, error: Exception) -> None:
+        with self._changed:
+            if entry.state is KVState.RECEIVING:
+                entry.error, entry.state, entry.deadline = error, KVState.FAILED, math.inf
+                self._count("failed")
 
     def _count(self, counter: str, nbytes: int = 0) -> None:
-        with self._changed:
-            self._counts[counter] += 1
-            self._counts["nbytes"] += nbytes
-            self._changed.notify_all()
+        self._counts[counter] += 1
+        self._counts["nbytes"] += nbytes
+        self._changed.notify_all()
 
     def _notify(self) -> None:
         for callback in self._listeners:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs, Shard
+from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs
 from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.topology import Part, Topology, shard_of
+from omni_kvlink.topology import Part, Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class KVPart:
-    """A part of a request's KV that is sent as one payload.
+    """A part of a request's KV that is sent as one payload."""
 
-    Attributes:
-        guidance: the guidance rank that receives it.
-        of: how many guidance ranks there are.
-        part: its heads; None if one tensor rank sends all heads to one.
-    """
-
-    guidance: int = 0
-    of: int = 1
-    part: Part | None = None
+    guidance: int = 0  # the guidance rank that receives it
+    of: int = 1  # how many guidance ranks there are
+    part: Part | None = None  # its heads; None if one tensor rank sends all heads to one
 
     @property
     def sender(self) -> int:
@@ -41,11 +35,7 @@ class KVPart:
         return key if self.part is None else self.part.key(key)
 
     def cut(self, payload: KVPayload) -> KVPayload:
-        """This part of the sender's payload; its tensors are views.
-
-        Raises:
-            SchemaError: the payload has no branches for this guidance rank, or not these heads.
-        """
+        """This part of the sender's payload, as views; SchemaError if the payload lacks it."""
         if self.of > 1:
             key = self._branches_key(payload.request_id)
             payload = _select_branches(payload, key, self.guidance, self.of)
@@ -59,40 +49,21 @@ class KVPart:
 class KVPartition:
     """How a stage's KV is divided among the ranks of the next stage.
 
-    Args:
-        heads: KV heads of the whole model; 1 for latents.
-        senders: tensor ranks of the sending stage.
-        receivers: the parallelism of the receiving stage. Its data-parallel groups are alike: each
-            request goes to one of them.
-
-    Raises:
-        SchemaError: the heads cannot be divided evenly among the ranks of one of the stages.
+    The receivers' data-parallel groups are alike: each request goes to one of them. SchemaError if
+    a stage's ranks cannot have as many heads each.
     """
 
-    heads: int
-    senders: int
+    heads: int  # of the whole model's KV; 1 for latents
+    senders: int  # tensor ranks of the sending stage
     receivers: DiffusionParallelConfig
 
     def __post_init__(self) -> None:
         Topology(self.heads, self.senders, self.receivers.tensor_parallel_size)
 
-    def receiver(self, tensor: int) -> Shard:
-        """The heads of a tensor rank of the receiving stage."""
-        return shard_of(tensor, self.receivers.tensor_parallel_size, heads=self.heads)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each KV is one payload, under its request's id."""
-        return self.parts() == [KVPart()]
-
     @property
     def parts_each(self) -> int:
         """How many parts a rank of the receiving stage gets; all have as many heads."""
         return len(self.sent_to(RankCoords(0, 0, 0)))
-
-    def sent_by(self, tensor: int) -> tuple[KVPart, ...]:
-        """The parts that a tensor rank of the sending stage sends."""
-        return tuple(part for part in self.parts() if part.sender == tensor)
 
     def sent_to(self, coords: RankCoords) -> tuple[KVPart, ...]:
         """The parts that a rank of the receiving stage gets, in the order of the heads."""

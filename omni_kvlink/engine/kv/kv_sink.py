@@ -14,47 +14,29 @@ if TYPE_CHECKING:
 
 
 class KVSink:
-    """A tensor rank's producer; each rank of the next stage receives its part.
+    """A tensor rank's producer, `link`; each rank of the next stage receives its part.
 
-    Args:
-        config: `sinks` has the URL of each tensor rank, `receivers` the next stage's parallelism.
-        heads: KV heads of the whole model.
-        tensor: the tensor rank.
-
-    Attributes:
-        link: the producer.
-
-    Raises:
-        BusyError, UnavailableError: as `KVLink.serve`.
-        SchemaError: the heads cannot be divided evenly among the ranks of the next stage.
+    `heads` is of the whole model's KV. Raises as `KVLink.serve` and `KVPartition`.
     """
 
     def __init__(self, config: KVConfig, *, heads: int = 1, tensor: int = 0):
         partition = KVPartition(heads, len(config.sinks), config.receivers)
-        self._config, self._parts = config, partition.sent_by(tensor)
+        self._config = config
+        self._parts = [part for part in partition.parts() if part.sender == tensor]
         self._parts_each = partition.parts_each
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)
 
     def send(self, payload: KVPayload) -> KVSent:
-        """Copy a request's KV into the link; blocks at most `put_timeout` seconds.
+        """Copy a request's KV into the link, as `KVProducer.put`, within `put_timeout` seconds.
 
         The caller's tensors may be modified again after it. After an error, call `fail`: some of
         the parts may have been sent.
-
-        Raises:
-            CapacityError: the link had no memory free within `put_timeout`.
-            TransferFailed: the next stage aborted this request.
-            DuplicateKeyError, SchemaError: as `KVProducer.put`.
         """
-        config, largest = self._config, 0
-        deadline = time.monotonic() + config.put_timeout
+        ttl, largest = self._config.ttl, 0
+        deadline = time.monotonic() + self._config.put_timeout
         for part in self._parts:
-            receipt = self.link.put(
-                part.cut(payload),
-                readers=part.readers,
-                ttl=config.ttl,
-                timeout=max(0.0, deadline - time.monotonic()),
-            )
+            left, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
+            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=left)
             largest = max(largest, receipt.ledger.nbytes * self._parts_each)
         first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
         return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)

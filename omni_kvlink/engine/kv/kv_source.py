@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, TensorTransferData, Verify
+from omni_kvlink import KVConsumer, KVPayload, Received, TensorTransferData, Verify
 from omni_kvlink.engine.kv.device_copy import empty_like
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import begin_get, open_delivery
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     import torch
-
-    from omni_kvlink.engine.config import KVConfig
-
-
-class KVGet(Protocol):
-    """A get in progress.
-
-    Attributes:
-        future: ends, in a thread of the connector, when the KV has come or will not come.
-    """
-
-    future: Future[Any]
-
-    def cancel(self) -> None:
-        """Stop waiting; a payload that came meanwhile goes back to the producer."""
 
 
 def kv_payload(received: Received) -> KVPayload:
-    """The KV that a payload holds.
-
-    Raises:
-        SchemaError: it holds other tensors.
-    """
+    """The KV that a payload holds; raises SchemaError if it holds other tensors."""
     if isinstance(received.data, TensorTransferData):
         raise SchemaError(
             f"payload {received.data.request_id!r} holds a TensorTransferData; expected KV caches"
@@ -44,28 +23,18 @@ def kv_payload(received: Received) -> KVPayload:
 
 
 class ReceivedKV:
-    """A request's KV in the link's memory.
-
-    Attributes:
-        nbytes: its size there.
-    """
+    """A request's KV in the link's memory, where it takes `nbytes`."""
 
     def __init__(self, received: Received):
         self._received, self.nbytes = received, received.manifest.nbytes
 
     def to(self, device: torch.device) -> KVPayload:
-        """The KV on a device: views of the link's memory on the CPU, else a verified copy.
-
-        Raises:
-            IntegrityError: the bytes are not those that were sent.
-        """
+        """Views of the link's memory on the CPU, else a copy that is verified meanwhile."""
         data = kv_payload(self._received)
-        if device.type == "cpu":
-            return data
-        target = empty_like(data, device)
-        self._received.scatter(target)
-        self.release()
-        return target
+        if device.type != "cpu":
+            self._received.scatter(data := empty_like(data, device))
+            self.release()
+        return data
 
     def release(self) -> None:
         """Release the link's memory; idempotent."""
@@ -73,49 +42,22 @@ class ReceivedKV:
 
 
 class KVSource:
-    """Receives the KV of each request as one payload over one link.
-
-    Args:
-        link: the consumer's end; `close` closes it.
-    """
+    """Receives the KV of each request as one payload over one link, which `close` closes."""
 
     def __init__(self, link: KVConsumer):
         self.link = link
 
-    @classmethod
-    def connect(cls, config: KVConfig) -> KVSource:
-        """Connect to the first of `config.sources`; blocks until it serves.
+    def begin_get(self, request_id: str, *, timeout: float) -> Any:
+        """Request a KV without waiting for it, from a lost producer if it is back in `timeout`.
 
-        Raises:
-            TransferTimeout: it does not serve within `config.connect_timeout` seconds.
-            UnavailableError, VersionError, ConnectorError: as `KVLink.connect`.
-        """
-        url, timeout = config.sources[0], config.connect_timeout
-        return cls(KVLink.connect(url, timeout=timeout, **config.source_options))
-
-    def begin_get(self, request_id: str, *, timeout: float) -> KVGet:
-        """Request a KV from the producer, without waiting for it.
-
-        Args:
-            request_id: whose KV.
-            timeout: seconds to reconnect in, if the producer is gone.
-
-        Raises:
-            PeerLostError: the producer is gone and did not come back in time.
+        Returns a get: `cancel` ends it, its `future` ends in a thread that must not block.
         """
         return begin_get(self.link, request_id, timeout=timeout)
 
     def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
-        """Check a KV that has come, and make views of it; after an error nothing is held.
+        """Check a KV whose get has ended, and make views of it; after an error nothing is held.
 
-        Args:
-            get: of `begin_get`; its future has ended.
-            started: when the waiting began, on `time.perf_counter`'s clock.
-            verify: as for `KVConsumer.get`.
-
-        Raises:
-            TransferFailed, PeerLostError: it did not come.
-            IntegrityError, WireError: it is not what was sent.
+        `started` is when the waiting began, on `time.perf_counter`'s clock.
         """
         delivery = get.wait(timeout=0.0)
         return ReceivedKV(open_delivery(self.link, delivery, started=started, verify=verify))
@@ -124,14 +66,9 @@ class KVSource:
         """Tell the producer to keep no KV for this consumer; raises ClosedError once closed."""
         self.link.abort(request_id, reason)
 
-    def keys(self, request_id: str) -> list[str]:
-        """The keys under which a request's KV is requested."""
-        return [request_id]
-
-    def stats(self) -> dict[str, Any]:
-        """The statistics of each link, and how many gets wait in all."""
-        links = [self.link.stats()]
-        return {"waiting": links[0]["waiting"], "links": links}
+    def timeout_hint(self, request_id: str) -> str:
+        """What to add to the error of a KV that did not come."""
+        return ""
 
     def close(self) -> None:
         """Close the link."""

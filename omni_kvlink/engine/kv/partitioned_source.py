@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
 from omni_kvlink.engine.kv.kv_partition import KVPart, KVPartition
-from omni_kvlink.engine.kv.kv_source import KVGet, KVSource, ReceivedKV, kv_payload
+from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV, kv_payload
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
-from omni_kvlink.topology import blank_heads, head_targets
+from omni_kvlink.topology import blank_heads, head_targets, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,30 +29,17 @@ def connect_source(
 ) -> KVSource:
     """Connect one rank of a stage to those senders of the stage before that have KV for it.
 
-    Args:
-        config: of the receiving stage; `sources` has the URL of each sender.
-        parallel: of the receiving stage.
-        heads: KV heads of the whole model.
-        coords: of the receiving rank.
-
-    Raises:
-        TransferTimeout: a sender does not serve within `config.connect_timeout` seconds.
-        SchemaError: the heads cannot be divided evenly.
-        UnavailableError, VersionError, ConnectorError: as `KVLink.connect`.
+    Blocks until they serve; raises as `KVLink.connect` and `KVPartition`.
     """
     partition = KVPartition(heads, len(config.sources), parallel)
-    if partition.is_whole:
-        return KVSource.connect(config)
+    if partition.parts() == [KVPart()]:  # each KV is one payload, under its request's id
+        url, timeout = config.sources[0], config.connect_timeout
+        return KVSource(KVLink.connect(url, timeout=timeout, **config.source_options))
     return PartitionedKVSource.connect_parts(config, partition, coords)
 
 
 class PartitionedKVSource(KVSource):
-    """The links to the senders of a partitioned KV.
-
-    Args:
-        parts: each part of a KV, with the link to its sender.
-        shard: the heads of this rank, which all parts make together.
-    """
+    """The links to the senders of a partitioned KV, whose parts make the heads of `shard`."""
 
     def __init__(self, parts: Sequence[tuple[KVConsumer, KVPart]], shard: Shard):
         self._parts, self._shard = list(parts), shard
@@ -65,21 +52,22 @@ class PartitionedKVSource(KVSource):
         """Connect to those senders that have a part for a rank; see `connect_source`."""
         parts, links = partition.sent_to(coords), dict[int, KVConsumer]()
         deadline = time.monotonic() + config.connect_timeout
-        try:
+        with contextlib.ExitStack() as on_error:
             for sender in {part.sender for part in parts}:
                 left, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
                 links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-        return cls([(links[p.sender], p) for p in parts], partition.receiver(coords.tensor))
+                on_error.callback(links[sender].close)
+            on_error.pop_all()
+        size, heads = partition.receivers.tensor_parallel_size, partition.heads
+        shard = shard_of(coords.tensor, size, heads=heads)
+        return cls([(links[part.sender], part) for part in parts], shard)
 
-    def keys(self, request_id: str) -> list[str]:
-        """The key of each part."""
-        return [part.key(request_id) for _, part in self._parts]
+    def timeout_hint(self, request_id: str) -> str:
+        """Names the keys of the parts, which the stage before puts as its `receivers` says."""
+        names = ", ".join(part.key(request_id) for _, part in self._parts)
+        return f" as {names}: check kv.receivers of the stage before"
 
-    def begin_get(self, request_id: str, *, timeout: float) -> KVGet:
+    def begin_get(self, request_id: str, *, timeout: float) -> PartitionedGet:
         """Request every part; see `KVSource.begin_get`."""
         gets: list[PendingGet] = []
         try:
@@ -106,10 +94,8 @@ class PartitionedKVSource(KVSource):
             for (link, _), delivery in zip(self._parts, deliveries, strict=True):
                 received.append(open_delivery(link, delivery, started=started, verify=verify))
         except BaseException:
-            for one in received:
+            for one in [*received, *deliveries[len(received) + 1 :]]:
                 one.release_unread()
-            for delivery in deliveries[len(received) + 1 :]:
-                delivery.release_unread()
             raise
         return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
 
@@ -117,11 +103,6 @@ class PartitionedKVSource(KVSource):
         """Tell every sender to keep no part for this rank; raises ClosedError once closed."""
         for link, part in self._parts:
             link.abort(part.key(request_id), reason)
-
-    def stats(self) -> dict[str, Any]:
-        """The statistics of each link, and how many gets wait in all."""
-        links = [link.stats() for link in self._links]
-        return {"waiting": sum(one["waiting"] for one in links), "links": links}
 
     def close(self) -> None:
         """Close all links."""
@@ -135,11 +116,7 @@ class PartitionedKVSource(KVSource):
 
 
 class PartitionedGet:
-    """The gets of all parts of a request's KV.
-
-    Attributes:
-        future: ends when all parts have come, or one of them failed.
-    """
+    """The gets of all parts of a KV; `future` ends when all have come, or one of them failed."""
 
     def __init__(self, request_id: str, gets: list[PendingGet]):
         self.request_id = request_id
@@ -153,8 +130,7 @@ class PartitionedGet:
     def take(self) -> list[Delivery]:
         """The deliveries, in the order of the gets; `future` has ended.
 
-        Raises:
-            KVLinkError: the error of one part; the others were returned to their producers.
+        Raises the error of one part, after the others were returned to their producers.
         """
         gets, self._gets = self._gets, []
         order = sorted(range(len(gets)), key=lambda at: _rank_of(gets[at]))
@@ -193,24 +169,14 @@ def _rank_of(get: PendingGet) -> int:
 
 
 class PartitionedKV(ReceivedKV):
-    """All parts of a request's KV, each in its link's memory.
-
-    Args:
-        parts: in the order of the heads.
-        shard: the heads that they make together.
-    """
+    """All parts of a KV, in the order of the heads of `shard`, each in its link's memory."""
 
     def __init__(self, parts: list[Received], shard: Shard):
         self._parts, self._shard = parts, shard
         self.nbytes = sum(part.manifest.nbytes for part in parts)
 
     def to(self, device: torch.device) -> KVPayload:
-        """One cache on a device, every byte verified while it is copied.
-
-        Raises:
-            IntegrityError: the bytes are not those that were sent.
-            SchemaError: the parts are not of one cache, or some are missing.
-        """
+        """One cache on a device, every byte verified while it is copied; SchemaError: not one."""
         found = [kv_payload(part) for part in self._parts]
         target = blank_heads(found[0], self._shard, device=device)
         for part, view in zip(self._parts, head_targets(found, into=target), strict=True):

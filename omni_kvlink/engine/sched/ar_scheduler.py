@@ -21,15 +21,11 @@ Blocks = dict[str, list[int]]
 class OmniARScheduler(Scheduler):
     """First come, first served; a request runs once there are blocks for its whole prompt.
 
-    Args:
-        config: of the stage.
-        count_tokens: returns the most tokens of each branch of a request's cache.
+    `count_tokens` returns the most tokens of each branch of a request's cache.
     """
 
     def __init__(
-        self,
-        config: OmniARConfig,
-        count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]],
+        self, config: OmniARConfig, count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]]
     ):
         super().__init__(config.max_num_seqs)
         self.blocks = BlockManager(config.num_blocks, config.block_size)
@@ -46,7 +42,6 @@ class OmniARScheduler(Scheduler):
             try:
                 needed = self._needed(state.request)
             except Exception as error:  # such as: a prompt that cannot be read
-                del self._waiting[state.request_id]
                 self._end(state, error)
                 continue
             if not self.blocks.can_allocate(sum(needed.values())):
@@ -57,26 +52,16 @@ class OmniARScheduler(Scheduler):
             chosen.append(state)
         return chosen
 
-    def _on_waiting(self) -> None:
-        """Does nothing: waiting prompts need no preparation."""
-
     def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        """How many blocks each branch needs.
-
-        Raises:
-            CapacityError: more than the pools have.
-        """
+        """How many blocks each branch needs; CapacityError if the pools never have as many."""
         tokens = self._count_tokens(request)
         needed = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
         total = sum(needed.values())
         if total > self.blocks.num_blocks:
-            raise CapacityError(
-                f"request {request.request_id!r} needs {total} blocks of "
-                f"{self.blocks.block_size} tokens, there are {self.blocks.num_blocks}: "
-                "raise num_blocks",
-                requested=total,
-                free=self.blocks.num_blocks,
-            )
+            size, free = self.blocks.block_size, self.blocks.num_blocks
+            text = f"request {request.request_id!r} needs {total} blocks of {size} tokens, "
+            text += f"there are {free}: raise num_blocks"
+            raise CapacityError(text, requested=total, free=free)
         return needed
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:

@@ -1,4 +1,4 @@
-"""`Scheduler`: the queues that all schedulers share; thread-safe."""
+"""`Scheduler`: the queues of every scheduler; `SyncScheduler`: a diffusion stage's."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import dataclasses
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest, always, never
+from omni_kvlink.engine.request import OmniDiffusionRequest, never
+from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.errors import KVLinkError
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.kv.interface import KVManager
 
 
 @dataclasses.dataclass(eq=False)
 class RequestState:
-    """A request in a scheduler.
-
-    Attributes:
-        request: the request.
-        queued_at, ready_at, started_at: monotonic seconds; 0 until then.
-        aborted: it is still running, and its output will be replaced by RequestAborted.
-    """
+    """A request in a scheduler, and the times of its progress, in monotonic seconds or 0."""
 
     request: OmniDiffusionRequest
     queued_at: float
@@ -41,13 +40,9 @@ class RequestState:
 
 
 class Scheduler(ABC):
-    """Decides which requests run next.
+    """Decides which requests run next, at most `max_num_seqs` at once; thread-safe.
 
-    Requests and aborts may come from any thread; `schedule` and `update_from_output` are called by
-    the engine's thread alone.
-
-    Args:
-        max_num_seqs: how many requests may run at once.
+    `schedule`, `update_from_output` and the waits are called by the engine's thread alone.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -56,11 +51,10 @@ class Scheduler(ABC):
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
         self._ended: list[DiffusionOutput] = []
+        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=max_num_seqs)
         self._listeners: list[Callable[[], None]] = []
         self.is_stopped = self._is_woken = False
         self._steps = 0
-
-    # One step: schedule, then update_from_output.
 
     def schedule(self) -> DiffusionSchedulerOutput:
         """Move the requests that run next from waiting to running; empty if none can run."""
@@ -68,8 +62,7 @@ class Scheduler(ABC):
             self._on_waiting()
             chosen = [] if self._running else self._choose()
             for state in chosen:
-                del self._waiting[state.request_id]
-                self._running[state.request_id] = state
+                self._running[state.request_id] = self._waiting.pop(state.request_id)
                 state.started_at = time.monotonic()
             self._steps += bool(chosen)
             return self._output([state.request for state in chosen])
@@ -78,26 +71,14 @@ class Scheduler(ABC):
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[DiffusionOutput]:
         """End the requests of a step: returns their outputs, and releases what they held."""
-        with self._changed:
-            finished = [
-                self._finish(request_id, _result(request_id, model_output))
-                for request_id in scheduler_output.request_ids
-                if request_id in self._running  # else a failure has ended it meanwhile
-            ]
-            self._on_waiting()  # memory is free again
-            return finished
+        with self._changed:  # a failure may have ended some of them meanwhile
+            ids = [one for one in scheduler_output.request_ids if one in self._running]
+            return self._finish([model_output.result_of(request_id) for request_id in ids])
 
-    def fail_running(self, error: KVLinkError) -> list[DiffusionOutput]:
+    def fail_running(self, error: Exception) -> list[DiffusionOutput]:
         """End all running requests with an error."""
         with self._changed:
-            finished = [
-                self._finish(request_id, DiffusionOutput(request_id, error=error))
-                for request_id in list(self._running)
-            ]
-            self._on_waiting()
-            return finished
-
-    # From any thread.
+            return self._finish([DiffusionOutput(key, error=error) for key in self._running])
 
     @property
     def num_running(self) -> int:
@@ -105,11 +86,7 @@ class Scheduler(ABC):
         return len(self._running)
 
     def add_request(self, request: OmniDiffusionRequest) -> None:
-        """Append a request to the queue.
-
-        Raises:
-            EngineError: one of this id waits or runs already, or the engine stops.
-        """
+        """Append a request to the queue; raises EngineError if its id is there or it stops."""
         with self._changed:
             if self.is_stopped:
                 raise EngineError("the engine stops: no request can be added")
@@ -121,29 +98,20 @@ class Scheduler(ABC):
             self._changed.notify_all()
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request: one that waits at once, one that runs as soon as its executor can.
-
-        Returns:
-            Whether it is running, so that its executor is to abort it.
-        """
+        """End a waiting request; True if it runs instead, so that its executor is to abort it."""
         with self._changed:
-            state = self._waiting.pop(request_id, None)
-            if state is not None:
-                self._end(state, RequestAborted(f"request {request_id!r} was aborted, waiting"))
+            if waiting := self._waiting.get(request_id):
+                self._end(waiting, RequestAborted(f"request {request_id!r} was aborted, waiting"))
                 self._on_waiting()
-                return False
-            state = self._running.get(request_id)
-            if state is None:
-                return False
-            state.aborted = True
-            state.request.is_cancelled = always  # for a runner that has not begun it
-            return True
+            if running := self._running.get(request_id):
+                running.aborted = True
+                running.request.is_cancelled = lambda: True  # for a runner that has not begun it
+            return running is not None
 
     def fail_all(self, error: KVLinkError) -> list[DiffusionOutput]:
         """End all requests with an error."""
         with self._changed:
             for state in list(self._waiting.values()):
-                del self._waiting[state.request_id]
                 self._end(state, error)
             return self.take_ended() + self.fail_running(error)
 
@@ -152,6 +120,13 @@ class Scheduler(ABC):
         with self._changed:
             ended, self._ended = self._ended, []
             return ended
+
+    def get_finished_requests_needing_kv_transfer(self) -> list[OmniDiffusionRequest]:
+        """Requests whose KV was sent since the last call; the last `max_num_seqs` of them."""
+        with self._changed:
+            transferred = list(self._transferred)
+            self._transferred.clear()
+            return transferred
 
     def stats(self) -> dict[str, Any]:
         """Queue lengths and the number of steps, as JSON values."""
@@ -165,24 +140,13 @@ class Scheduler(ABC):
 
     def wait(self, *, timeout: float) -> bool:
         """Block until there may be something to do; False after `timeout` seconds."""
-        limit = time.monotonic() + timeout
         with self._changed:
-            while not (self.is_stopped or self._is_woken or self._has_work()):
-                now, deadline = time.monotonic(), self._next_deadline()
-                if deadline is not None and deadline <= now:
-                    return True
-                if now >= limit:
-                    return False
-                self._changed.wait(min(limit, deadline or limit) - now)
+            found = self._changed.wait_for(self._has_work, timeout)
             self._is_woken = False
-            return True
+            return found
 
     def wait_for_batch(self, *, timeout: float, stable: float) -> None:
-        """If a request can run, block while more arrive, for at most `timeout` seconds.
-
-        Returns when a batch is full, when none arrived for `stable` seconds, or when the engine
-        stops.
-        """
+        """Block while requests arrive each `stable` seconds, until a batch is full or it stops."""
         limit = time.monotonic() + timeout
         with self._changed:
             ready, end = self._num_ready(), time.monotonic() + stable
@@ -202,62 +166,128 @@ class Scheduler(ABC):
 
     def stop(self) -> None:
         """Refuse further requests, and let every wait return."""
-        with self._changed:
-            self.is_stopped = True
-            self._changed.notify_all()
+        self.is_stopped = True
+        self.wake()
 
-    # For subclasses; the lock is held.
+    # The lock is held.
 
     @abstractmethod
     def _choose(self) -> list[RequestState]:
         """The waiting requests that run next."""
 
     @abstractmethod
-    def _on_waiting(self) -> None:
-        """Begin what can be begun for waiting requests; called whenever that may have changed."""
-
-    @abstractmethod
     def _release(self, request: OmniDiffusionRequest) -> None:
         """Release what a request that has ended held."""
 
-    def _num_ready(self) -> int:
-        """How many waiting requests could run now."""
-        return len(self._waiting)
+    def _on_waiting(self) -> None:  # noqa: B027
+        """Begin what can be begun for waiting requests; called whenever that may have changed."""
 
-    def _next_deadline(self) -> float | None:
-        """When `wait` is to return by itself, in monotonic seconds."""
-        return None
+    def _is_ready(self, state: RequestState) -> bool:
+        return True
+
+    def _num_ready(self) -> int:
+        return sum(map(self._is_ready, self._waiting.values()))
 
     def _has_work(self) -> bool:
-        return bool(self._ended) or self._num_ready() > 0
+        return self.is_stopped or self._is_woken or bool(self._ended) or self._num_ready() > 0
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> DiffusionSchedulerOutput:
         return DiffusionSchedulerOutput(requests)
 
     def _end(self, state: RequestState, error: Exception) -> None:
-        """End a request that has not run."""
+        """End a request that waits."""
+        del self._waiting[state.request_id]
         self._release(state.request)
-        output = DiffusionOutput(state.request_id, error=error)
-        output.seconds["queued"] = time.monotonic() - state.queued_at
-        self._ended.append(output)
+        seconds = {"queued": time.monotonic() - state.queued_at}
+        self._ended.append(DiffusionOutput(state.request_id, error=error, seconds=seconds))
         self._changed.notify_all()
 
-    def _finish(self, request_id: str, output: DiffusionOutput) -> DiffusionOutput:
-        """End a request that has run."""
-        state = self._running.pop(request_id)
-        state.request.is_cancelled = never
-        self._release(state.request)
-        if state.aborted and not isinstance(output.error, RequestAborted):
-            error = RequestAborted(f"request {request_id!r} was aborted while it ran")
-            output = DiffusionOutput(request_id, error=error)
-        if state.ready_at:
-            output.seconds["kv_wait"] = state.ready_at - state.queued_at
-        output.seconds["queued"] = state.started_at - state.queued_at
-        return output
+    def _finish(self, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
+        """End requests that have run; an aborted one in RequestAborted, whatever its output."""
+        for at, output in enumerate(outputs):
+            state = self._running.pop(output.request_id)
+            state.request.is_cancelled = never
+            self._release(state.request)
+            if state.aborted and not isinstance(output.error, RequestAborted):
+                error = RequestAborted(f"request {state.request_id!r} was aborted while it ran")
+                outputs[at] = output = DiffusionOutput(state.request_id, error=error)
+            if state.ready_at:
+                output.seconds["kv_wait"] = state.ready_at - state.queued_at
+            output.seconds["queued"] = state.started_at - state.queued_at
+            if state.request.need_kv_transfer and output.error is None:
+                self._transferred.append(state.request)
+        self._on_waiting()  # memory is free again
+        return outputs
 
 
-def _result(request_id: str, model_output: ModelRunnerOutput) -> DiffusionOutput:
-    try:
-        return model_output.result_of(request_id)
-    except EngineError as error:
-        return DiffusionOutput(request_id, error=error)
+class SyncScheduler(Scheduler):
+    """First come, first served, in batches of requests with one `SamplingParamsKey`.
+
+    A request is ready once its KV has come; requests behind it do not wait for that. Among ready
+    requests order is kept: one that does not fit into the batch holds up those behind it. Without
+    a KV manager no KV comes from another stage.
+    """
+
+    def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager | None = None):
+        super().__init__(config.max_num_seqs)
+        self.kv_manager = kv_manager
+        self._prefetch = config.kv.prefetch
+        if kv_manager is not None:
+            kv_manager.listen(self._on_kv)
+
+    def stats(self) -> dict[str, Any]:
+        """Queue lengths, the number of steps, and the KV manager's."""
+        kv = {} if self.kv_manager is None else {"kv": self.kv_manager.stats()}
+        return {**super().stats(), **kv}
+
+    def _on_kv(self) -> None:
+        """Called in any thread, without the lock, when a receive has ended."""
+        with self._changed:
+            self._on_waiting()
+            self._changed.notify_all()
+        for callback in self._listeners:
+            callback()
+
+    def _choose(self) -> list[RequestState]:
+        ready = list(filter(self._is_ready, self._waiting.values()))[: self.max_num_seqs]
+        return list(takewhile(lambda one: one.request.key == ready[0].request.key, ready))
+
+    def _on_waiting(self) -> None:
+        """End requests whose KV did not come; receive for the others in order, within budget."""
+        kv = self.kv_manager
+        for state in [one for one in self._waiting.values() if one.request.need_kv_receive]:
+            if kv is None:
+                self._end(state, EngineError("this stage has no KV source: set kv.sources"))
+            elif kv.state(state.request_id) is KVState.FAILED:
+                self._end(state, kv.error(state.request_id) or EngineError("its KV was lost"))
+            elif self._is_ready(state):
+                state.ready_at = state.ready_at or time.monotonic()
+        if kv is not None:
+            self._begin_receives(kv)
+
+    def _begin_receives(self, kv: KVManager) -> None:
+        def is_held(request_id: str) -> bool:
+            return kv.state(request_id) is not KVState.ABSENT
+
+        known, states = [*self._waiting, *self._running], list(self._waiting.values())
+        if not self._prefetch:  # only for the next batch, and while nothing runs
+            states = [] if self._running else states[: self.max_num_seqs]
+        for state in states:
+            if not state.request.need_kv_receive or is_held(state.request_id):
+                continue
+            try:
+                if not kv.can_allocate(state.request) and any(map(is_held, known)):
+                    return  # no request behind it takes the memory that it waits for
+                kv.allocate(state.request)
+                kv.prefetch(state.request)
+            except KVLinkError as error:  # such as: more than the whole budget
+                self._end(state, error)
+
+    def _is_ready(self, state: RequestState) -> bool:
+        kv, request = self.kv_manager, state.request
+        has_come = kv is not None and kv.state(request.request_id) is KVState.READY
+        return has_come or not request.need_kv_receive
+
+    def _release(self, request: OmniDiffusionRequest) -> None:
+        if self.kv_manager is not None:
+            self.kv_manager.free(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,49 +15,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.engine.config import StageConfig
-    from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-    from omni_kvlink.engine.kv.kv_sink import KVSink
-    from omni_kvlink.engine.worker.model import ModelUtility
+    from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
+    from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 TAGS = ("weights", "kv_cache")
 
 
-class Runner(Protocol):
-    """What a worker needs of its model runner."""
-
-    utility: ModelUtility
-    kv_manager: DiffusionKVManager | None
-    kv_sink: KVSink | None
-
-    def abort(self, request_id: str) -> None:
-        """End a running request as soon as possible."""
-
-    def close(self) -> None:
-        """Close the links, and release all KV."""
-
-
-R = TypeVar("R", bound=Runner)
+R = TypeVar("R", bound="GPUDiffusionModelRunner | GPUARModelRunner")
 
 
 class WorkerBase(ABC, Generic[R]):
-    """A rank's device; its model runner loads and runs the model.
+    """A rank's device; its model runner, made by `init_device`, loads and runs the model.
 
-    Args:
-        local_rank: on this machine; selects the device.
-        rank: among all workers of the stage.
-        config: of the stage.
-
-    Attributes:
-        process_group: the ranks that compute with this one; joined by `init_device`.
-        model_runner: made by `init_device`; None before.
+    `local_rank` is on this machine and selects the device, `rank` is among the stage's workers.
     """
 
     def __init__(self, local_rank: int, rank: int, config: StageConfig):
         self.local_rank, self.rank, self.config = local_rank, rank, config
         self.device = config.device_of(local_rank)
         self.model_runner: R | None = None
-        self.process_group = ProcessGroup()
-        self._weights = OffloadableWeights(
+        self.process_group = ProcessGroup()  # the ranks that compute with this one
+        self.weights = OffloadableWeights(
             modules=lambda: self.runner.utility.modules(),
             drop=lambda: drop_weights(self.runner.utility.modules()),
             reload=lambda: self.runner.utility.reload(),
@@ -71,8 +49,14 @@ class WorkerBase(ABC, Generic[R]):
     def runner(self) -> R:
         """The model runner; raises EngineError before `init_device`."""
         if self.model_runner is None:
-            raise EngineError("this worker has no runner yet: init_device() makes it")
+            raise self._unready_error()
         return self.model_runner
+
+    def _unready_error(self) -> EngineError:
+        """Why nothing can run: there is no model yet, or its weights are not in memory."""
+        if self.model_runner is None:
+            return EngineError("this worker has no runner yet: init_device() makes it")
+        return EngineAsleepError(f"asleep at level {self.weights.level}: wake_up() first")
 
     def init_device(self) -> None:
         """Select the device, join the other ranks (NCCL on GPUs, gloo on CPUs), load the model."""
@@ -83,35 +67,19 @@ class WorkerBase(ABC, Generic[R]):
         self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
 
-    def check_awake(self) -> None:
-        """Raises EngineAsleepError while the weights are not in memory."""
-        if self._weights.level:
-            raise EngineAsleepError(f"asleep at level {self._weights.level}: wake_up() first")
-
     def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of the device's memory.
+        """Take the weights out of memory, to be kept elsewhere at level 1; False if they were out.
 
-        Args:
-            level: 1 keeps them elsewhere; 2 drops them, to be read from the checkpoint again.
-
-        Returns:
-            Whether it was awake.
+        Level 2 drops them, to be read from the checkpoint again.
         """
-        return self._weights.sleep(level)
+        return self.weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Bring back what `sleep` took.
-
-        Args:
-            tags: of "weights" and "kv_cache"; both if None.
-
-        Returns:
-            Whether anything was asleep.
-        """
+        """Bring back "weights", "kv_cache", or both if None; returns whether any was asleep."""
         unknown = sorted(set(tags or ()) - set(TAGS))
         if unknown:
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
-        return (tags is None or "weights" in tags) and self._weights.wake_up()
+        return (tags is None or "weights" in tags) and self.weights.wake_up()
 
     def determine_available_memory(self) -> int:
         """Bytes free on the device."""
@@ -140,7 +108,7 @@ class WorkerBase(ABC, Generic[R]):
 
     def shutdown(self) -> None:
         """Leave the other ranks, and release everything; idempotent."""
-        self._weights.close()
+        self.weights.close()
         self.process_group.close()
         if self.model_runner is not None:
             self.model_runner.close()

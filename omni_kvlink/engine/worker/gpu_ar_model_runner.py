@@ -25,31 +25,20 @@ if TYPE_CHECKING:
 class GPUARModelRunner:
     """Owns the model and the KV pools; the scheduler owns their blocks.
 
-    Args:
-        config: of the stage.
-        device: where the weights and the pools go.
-        process_group: the ranks that hold the other heads. All are given the same requests in the
-            same order; an error on one of them is the request's error on all.
-
-    Attributes:
-        utility: the model, and the conversions of its cache.
-        pools: K and V of each layer, in blocks.
-        kv_sink: the link to the next stage.
+    The ranks of the process group hold the other heads. All are given the same requests in the same
+    order; an error on one of them is the request's error on all.
     """
 
+    kv_manager: DiffusionKVManager | None = None  # no KV comes from another stage
+
     def __init__(
-        self,
-        config: OmniARConfig,
-        device: torch.device,
-        process_group: ProcessGroup | None = None,
+        self, config: OmniARConfig, device: torch.device, process_group: ProcessGroup | None = None
     ):
         self.config, self.device = config, device
         self.process_group = process_group or ProcessGroup()
-        self.kv_manager: DiffusionKVManager | None = None  # no KV comes from another stage
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
-        self._sink = KVSink(
-            config.kv, heads=self.utility.kv_heads(), tensor=self.process_group.coords.tensor
-        )
+        heads, coords = self.utility.kv_heads(), self.process_group.coords
+        self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
         self.kv_sink: KVSink | None = self._sink
         self._batch_sync = BatchSync(self.process_group)
         layers, row = self.utility.kv_row()
@@ -67,9 +56,7 @@ class GPUARModelRunner:
         """Read each scheduled prompt into its blocks and send their KV; a result for each.
 
         The blocks are free when this returns: the link has a copy of those that were sent.
-
-        Raises:
-            EngineDeadError: a rank that computes with this one is gone.
+        EngineDeadError: a rank that computes with this one is gone.
         """
         self._batch_sync.begin(scheduler_output.request_ids)
         results = {}
@@ -99,24 +86,18 @@ class GPUARModelRunner:
         errors = self._batch_sync.sync_errors(self._aborted(request))
         if not errors:
             try:
-                output = self._read_and_send(request, blocks, started)
+                output = self.utility.prefill(request, self.pools, blocks)
+                output.seconds["prefill"] = time.perf_counter() - started
+                errors = self._aborted(request)
+                if not errors:
+                    output.kv_sent = self._sink.send(self._extract_kv_cache(request))
+                    output.seconds["execute"] = time.perf_counter() - started
             except Exception as error:
                 errors[key] = error
             finally:
                 request.past_key_values = None
             errors = self._batch_sync.sync_errors(errors)
         return self._failed(request, errors[key]) if key in errors else output
-
-    def _read_and_send(
-        self, request: OmniDiffusionRequest, blocks: dict[str, list[int]], started: float
-    ) -> DiffusionOutput:
-        output = self.utility.prefill(request, self.pools, blocks)
-        output.seconds["prefill"] = time.perf_counter() - started
-        for error in self._aborted(request).values():
-            raise error
-        output.kv_sent = self._sink.send(self._extract_kv_cache(request))
-        output.seconds["execute"] = time.perf_counter() - started
-        return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
@@ -125,9 +106,8 @@ class GPUARModelRunner:
     def _aborted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
         """A RequestAborted by request id, if this rank knows that the request was aborted."""
         key = request.request_id
-        if not self._batch_sync.is_aborted_here(key):
-            return {}
-        return {key: RequestAborted(f"request {key!r} was aborted")}
+        error = RequestAborted(f"request {key!r} was aborted")
+        return {key: error} if self._batch_sync.is_aborted_here(key) else {}
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
         """The output of a request that failed; the next stage gets the error, too."""

@@ -23,13 +23,10 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         self.ar_config = ar_config
 
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Pass prompts on to the runner.
-
-        Raises:
-            EngineAsleepError: the weights are not in memory: call `wake_up`.
-        """
-        self.check_awake()
-        return self.runner.execute_model(scheduler_output)
+        """Pass prompts on to the runner; EngineAsleepError while asleep."""
+        if self.model_runner is None or self.weights.level:
+            raise self._unready_error()
+        return self.model_runner.execute_model(scheduler_output)
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a request can put into each branch of its cache."""

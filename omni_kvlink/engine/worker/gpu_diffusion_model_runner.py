@@ -15,11 +15,11 @@ from omni_kvlink.engine.kv.partitioned_source import connect_source
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, make_cache_backend
-from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
+from omni_kvlink.engine.worker.model import model_utility
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.config import OmniDiffusionConfig
@@ -29,18 +29,12 @@ if TYPE_CHECKING:
 class GPUDiffusionModelRunner:
     """Owns the pipeline, and all that is done with KV caches.
 
-    Args:
-        config: of the stage.
-        device: where the weights go.
-        process_group: for subclasses that share a batch with other ranks.
-
-    Attributes:
-        utility: the model, and the conversions of its cache.
-        pipeline: the utility's.
-        connector: the link to the stage before, or None.
-        kv_manager: receives and holds the KV of requests; None without a stage before.
-        kv_sink: the link to the next stage, or None.
+    `_begin`, `_all_errors` and `_end` are overridden where ranks of a process group share a batch.
     """
+
+    connector: KVSource | None = None  # the link to the stage before
+    kv_manager: DiffusionKVManager | None = None  # receives from there
+    kv_sink: KVSink | None = None  # the link to the next stage
 
     def __init__(
         self,
@@ -50,20 +44,15 @@ class GPUDiffusionModelRunner:
     ):
         self.config, self.device = config, device
         self.process_group = process_group or ProcessGroup()
-        self.kv_manager: DiffusionKVManager | None = None
-        self.connector: KVSource | None = None
-        self.kv_sink: KVSink | None = None
         self._cancelled: dict[str, bool] = {}
         self._load_model()
         self._init_connector()
 
     def _load_model(self) -> None:
-        make_utility = model_utility(self.config)
-        self.utility: ModelUtility = make_utility(self.config, self.device, self.process_group)
+        config = self.config
+        self.utility = model_utility(config)(config, self.device, self.process_group)
         self.pipeline = self.utility.pipeline
-        self.cache_backend: CacheBackend | None = make_cache_backend(
-            self.config.cache_backend, self.config.cache_config
-        )
+        self.cache_backend = make_cache_backend(config.cache_backend, config.cache_config)
         if self.cache_backend is not None:
             self.cache_backend.enable(self.pipeline)
 
@@ -81,15 +70,14 @@ class GPUDiffusionModelRunner:
         """Run requests that make one batch; returns an output for each, in their order.
 
         A request's own error is in its output. Every request's KV is released, errors or not.
-
-        Raises:
-            EngineError: the batch as a whole could not run.
         """
-        outputs: dict[str, DiffusionOutput] = {}
         started = time.perf_counter()
         try:
             self._begin(requests)
-            ready = self._take_kv_caches(requests, outputs)
+            errors = self._all_errors(self._take_kv_caches(requests))
+            failed = [request for request in requests if request.request_id in errors]
+            ready = [request for request in requests if request.request_id not in errors]
+            outputs = {one.request_id: self._failed(one, errors[one.request_id]) for one in failed}
             for request, output in zip(ready, self._forward(ready), strict=True):
                 outputs[request.request_id] = self._handle_kv_transfer(request, output)
             self._end(requests, outputs)
@@ -113,8 +101,6 @@ class GPUDiffusionModelRunner:
             if owner is not None:
                 owner.close()
 
-    # One batch.
-
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
         """From here on `abort` ends these requests, and no others."""
         self._cancelled = cancelled = {request.request_id: False for request in requests}
@@ -123,22 +109,16 @@ class GPUDiffusionModelRunner:
                 cancelled[request.request_id] = True
             request.is_cancelled = partial(cancelled.__getitem__, request.request_id)
 
-    def _take_kv_caches(
-        self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
-    ) -> list[OmniDiffusionRequest]:
-        """Give each request its KV in the model's form; returns those that have what they need."""
+    def _take_kv_caches(self, requests: Sequence[OmniDiffusionRequest]) -> dict[str, Exception]:
+        """Give each request its KV in the model's form; returns the errors of those that failed."""
         errors: dict[str, Exception] = {}
         for request in requests:
             try:
                 self._take_kv_cache(request)
             except Exception as error:  # noqa: PERF203 - each request has its own error
-                failure = as_engine_error(error, "its KV could not be converted")
-                errors[request.request_id] = failure
-        errors = self._all_errors(errors)
-        for request in requests:
-            if request.request_id in errors:
-                outputs[request.request_id] = self._failed(request, errors[request.request_id])
-        return [request for request in requests if request.request_id not in errors]
+                text = "its KV could not be converted"
+                errors[request.request_id] = as_engine_error(error, text)
+        return errors
 
     def _take_kv_cache(self, request: OmniDiffusionRequest) -> None:
         if not request.need_kv_receive:
@@ -148,9 +128,9 @@ class GPUDiffusionModelRunner:
         data = self.kv_manager.get_kv_cache(request.request_id)
         request.past_key_values = self.utility.convert(data, request)
 
-    def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
-        """The errors of a batch so far, by request; overridden where several ranks share it."""
-        return dict(errors)
+    def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:
+        """The errors of a batch so far, by request."""
+        return errors
 
     def _forward(self, requests: Sequence[OmniDiffusionRequest]) -> list[DiffusionOutput]:
         if not requests:
@@ -187,17 +167,13 @@ class GPUDiffusionModelRunner:
         return output
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
-        """The request's KV in the schema's form; the tensors are the model's own.
-
-        A `KVCacheTransferData` with `key_cache` and `value_cache` by layer and `kv_lens`, `ropes`
-        and `num_layers`; of a model with several contexts, a `KVCacheBundle` of those.
-        """
+        """The request's KV in the schema's form, see `ModelUtility.extract`."""
         return self.utility.extract(request)
 
     def _end(
         self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
     ) -> None:
-        """Called when the batch is done; for subclasses."""
+        """The batch is done."""
 
     def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
         """The output of a request that failed; the next stage gets the error, too."""

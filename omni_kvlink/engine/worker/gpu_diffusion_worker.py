@@ -9,8 +9,6 @@ from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionMod
 from omni_kvlink.engine.worker.parallel_model_runner import ParallelDiffusionModelRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omni_kvlink.engine.config import OmniDiffusionConfig
     from omni_kvlink.engine.outputs import BatchRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
@@ -23,14 +21,11 @@ class GPUDiffusionWorker(WorkerBase[GPUDiffusionModelRunner]):
         super().__init__(local_rank, rank, od_config)
         self.od_config = od_config
 
-    def execute_model(self, requests: Sequence[OmniDiffusionRequest]) -> BatchRunnerOutput:
-        """Pass requests that make one batch on to the runner.
-
-        Raises:
-            EngineAsleepError: the weights are not in memory: call `wake_up`.
-        """
-        self.check_awake()
-        return self.runner.execute_model(requests)
+    def execute_model(self, requests: list[OmniDiffusionRequest]) -> BatchRunnerOutput:
+        """Pass requests that make one batch on to the runner; EngineAsleepError while asleep."""
+        if self.model_runner is None or self.weights.level:
+            raise self._unready_error()
+        return self.model_runner.execute_model(requests)
 
     def _make_runner(self) -> GPUDiffusionModelRunner:
         if self.process_group.is_alone:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink import KVPayload
-    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
@@ -24,13 +23,9 @@ _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 
 
 class DiffusionPipeline(Protocol):
-    """A model that generates images for requests.
+    """A model that generates images for requests."""
 
-    Attributes:
-        supports_request_batch: `forward` takes a whole batch in one pass.
-    """
-
-    supports_request_batch: bool
+    supports_request_batch: bool  # `forward` takes a whole batch in one pass
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One output for each request, in their order; a request's error is in its own output.
@@ -40,40 +35,24 @@ class DiffusionPipeline(Protocol):
 
 
 class ModelUtility(ABC):
-    """A loaded model, and the conversions between its own cache and the schema's.
-
-    Args:
-        config: of the stage.
-        device: where the weights go.
-        process_group: the ranks that compute with this one; none if None.
-
-    Raises:
-        ValueError: the model cannot be divided as configured.
-    """
+    """A loaded model, and the conversions between its own cache and the schema's."""
 
     branches: ClassVar[tuple[str, ...]] = ()
     """Guidance branches, in the order in which ranks get them; empty if one rank computes all."""
 
     def __init__(
-        self,
-        config: StageConfig,
-        device: torch.device,
-        process_group: ProcessGroup | None = None,
+        self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
     ):
         self.config, self.device = config, device
         self.process_group = process_group or ProcessGroup()
         if not self.process_group.is_alone and not self.branches:
-            raise ValueError(
-                f"{type(self).__name__} does not divide its work: use data_parallel_size alone"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} does not divide its work: use data_parallel_size alone")
 
     @staticmethod
     @abstractmethod
     def prepare(request: OmniDiffusionRequest) -> None:
-        """Set the sampling params that a request leaves open to the model's defaults; idempotent.
-
-        Called before a request is queued, without loaded weights.
-        """
+        """Set the params that a request leaves open, before it is queued; needs no weights."""
 
     @property
     @abstractmethod
@@ -90,12 +69,9 @@ class ModelUtility(ABC):
 
     @abstractmethod
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:
-        """A received KV in the model's form, its tensors shared.
+        """A received KV in the model's form, its tensors shared; SchemaError if it does not fit.
 
         Sets those sampling params of the request that came with the KV.
-
-        Raises:
-            SchemaError: it is not complete, or not this model's.
         """
 
     @abstractmethod
@@ -127,16 +103,8 @@ class ModelUtility(ABC):
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
-    """The class of a stage's model; no weights are loaded.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    name = config.model_class_name
-    module, separator, attribute = _MODELS.get(name, name).partition(":")
-    if not separator:
-        raise ValueError(f"no model {name!r}; there are {', '.join(_MODELS)}, or 'module:Class'")
-    found: type[ModelUtility] = getattr(importlib.import_module(module), attribute)
+    """The class of a stage's model; no weights are loaded."""
+    found: type[ModelUtility] = load_class("model", config.model_class_name, _MODELS)
     return found
 
 

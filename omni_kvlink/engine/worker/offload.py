@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from omni_kvlink.engine.errors import EngineAsleepError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class OffloadableWeights:
     """Takes the weights of a model out of the device's memory and brings them back.
 
-    Args:
-        modules: returns the networks by name.
-        drop: gives up the weights for level 2.
-        reload: loads what `drop` gave up.
-
-    Attributes:
-        level: 0 while awake.
+    `modules` returns the networks by name; `drop` gives up the weights for level 2, and `reload`
+    loads them again. `level` is 0 while awake.
     """
 
     def __init__(
@@ -77,37 +72,31 @@ class OffloadableWeights:
 
 
 class ParkedWeights:
-    """All parameters and buffers of some modules, moved out of the device's memory.
+    """All parameters and buffers of some modules, which are unusable until `restore`.
 
     Weights of a GPU go to the CPU's memory, those of the CPU to an unnamed file.
-
-    Args:
-        modules: unusable until `restore`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
-        self._tensors = list(_tensors(modules))
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        self._kept: list[tuple[torch.device, torch.Size, torch.dtype, Tensor | None]] = []
-        for tensor in self._tensors:
+        self._kept: list[tuple[Tensor, torch.Size, Tensor | None]] = []
+        for tensor in _tensors(modules):
             on_cpu = tensor.device.type == "cpu"
             kept = None if on_cpu else tensor.detach().to("cpu")
             if on_cpu and tensor.numel():
                 self._file.write(_bytes(tensor.detach().contiguous()))
-            self._kept.append((tensor.device, tensor.shape, tensor.dtype, kept))
+            self._kept.append((tensor, tensor.shape, kept))
         self._file.flush()
-        for tensor in self._tensors:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        trim_memory()
+        _empty(tensor for tensor, _, _ in self._kept)
 
     def restore(self) -> None:
         """Put every tensor back as it was; callable once."""
         self._file.seek(0)
-        for tensor, (device, shape, dtype, kept) in zip(self._tensors, self._kept, strict=True):
+        for tensor, shape, kept in self._kept:
             if kept is not None:
-                tensor.data = kept.to(device)
+                tensor.data = kept.to(tensor.device)
                 continue
-            fresh = torch.empty(shape, dtype=dtype, device=device)
+            fresh = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             if fresh.numel() and self._file.readinto(_bytes(fresh)) != fresh.nbytes:
                 raise OSError("the file with the parked weights is too short")
             tensor.data = fresh
@@ -115,16 +104,14 @@ class ParkedWeights:
 
     def close(self) -> None:
         """Release what is kept; idempotent."""
-        self._tensors, self._kept = [], []
+        self._kept = []
         self._file.close()
 
 
 def drop_weights(modules: Mapping[str, nn.Module]) -> None:
     """Release the memory of all tensors that a checkpoint holds; others stay."""
-    for module in modules.values():
-        for tensor in module.state_dict(keep_vars=True).values():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    trim_memory()
+    states = [module.state_dict(keep_vars=True) for module in modules.values()]
+    _empty(tensor for state in states for tensor in state.values())
 
 
 def weights_nbytes(modules: Mapping[str, nn.Module]) -> int:
@@ -150,14 +137,16 @@ def available_memory(device: torch.device) -> int:
     return int(found.split()[1]) << 10
 
 
-def _tensors(modules: Mapping[str, nn.Module]) -> Iterator[Tensor]:
+def _tensors(modules: Mapping[str, nn.Module]) -> Iterable[Tensor]:
     """Each parameter and buffer once, also if modules share it."""
-    seen: set[int] = set()
-    for module in modules.values():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+    found = [[*module.parameters(), *module.buffers()] for module in modules.values()]
+    return {id(tensor): tensor for tensors in found for tensor in tensors}.values()
+
+
+def _empty(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    trim_memory()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

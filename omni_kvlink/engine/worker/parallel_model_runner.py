@@ -10,7 +10,7 @@ from omni_kvlink.engine.parallel.guidance import SharedBranches
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
-    """One rank of a group that generates images together.
+    """One rank of a group that generates images together, which its leader has.
 
     All ranks are given the same batches in the same order. An error on one of them is the request's
-    error on all; an abort takes effect on all at the same step. Only the group's leader has images.
-    `execute_model` raises EngineDeadError when another rank is gone.
+    error on all; an abort takes effect on all at the same step. EngineDeadError: a rank is gone.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
                 self.abort(request.request_id)
             request.is_cancelled = partial(self._batch_sync.is_cancelled, request.request_id)
 
-    def _all_errors(self, errors: Mapping[str, Exception]) -> dict[str, Exception]:
+    def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:
         return self._batch_sync.sync_errors(errors)
 
     def _end(

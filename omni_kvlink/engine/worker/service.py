@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
-from omni_kvlink.engine.kv.kv_entry import KVState
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,
@@ -20,20 +18,20 @@ from omni_kvlink.engine.outputs import (
     DiffusionSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker
-from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker
+from omni_kvlink.engine.worker import make_worker
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-Job: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
-
 CONCURRENT = {"check_health", "fail_kv", "sink_stats", "sink_url"}
 """Methods of a worker that do not wait for the model; all others run between its batches."""
-CLOSE_TIMEOUT = 5.0
-"""Seconds to release everything; the model may wait for a rank that is gone."""
+_PENDING = (KVState.ALLOCATED, KVState.RECEIVING)
+CLOSE_TIMEOUT = 5.0  # seconds to release everything; the model may wait for a rank that is gone
 
 
 class WorkerClient(RpcClient):
@@ -68,22 +66,14 @@ class WorkerService:
     """A worker whose methods can be called remotely, and some methods for its KV.
 
     A thread of its own loads the model and runs it. Meanwhile KV is received, and methods that do
-    not need the model run in the thread that calls them.
-
-    Args:
-        config: of the stage, complete with what the ranks need to find each other.
-        local_rank: on this machine; chooses the device.
-        rank: among all workers of the stage.
-
-    Attributes:
-        methods: what can be called, by name: the methods of `WorkerClient`, `start`, and all public
-            methods of the worker. Those that need the model return a Future.
+    not need the model run in the thread that calls them. `methods` has, by name, those of
+    `WorkerClient`, `start` and all public ones of the worker; a Future for the model's thread.
     """
 
     def __init__(self, config: StageConfig, local_rank: int, rank: int):
         self._is_leader = RankCoords.of(rank, config.parallel_config).is_leader
         self.worker = make_worker(config, local_rank, rank)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._receiving: dict[str, Future[int]] = {}
         self._queued: set[str] = set()
@@ -93,8 +83,7 @@ class WorkerService:
         self.methods: dict[str, Callable[..., Any]] = {
             name: method if name in CONCURRENT else partial(self._enqueue, method)
             for name, method in of_worker.items()
-        }
-        self.methods |= {method.__name__: method for method in own}
+        } | {method.__name__: method for method in own}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -120,7 +109,7 @@ class WorkerService:
     def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
         """Run requests in the model thread; from now on they can be aborted.
 
-        The future's value has one result for each request; only a group's leader has images.
+        Each has a result, with images on a group's leader alone.
         """
         with self._lock:
             self._queued.update(work.request_ids)
@@ -159,14 +148,13 @@ class WorkerService:
     def _enqueue(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Let the model thread call a method after all earlier ones."""
         answer: Future[Any] = Future()
-        self._jobs.put((partial(method, *args, **kwargs), answer))
+        self._jobs.put(partial(set_result_of, answer, partial(method, *args, **kwargs)))
         return answer
 
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                call, answer = job
-                set_result_of(answer, call)
+                job()
         finally:
             self.worker.shutdown()
 
@@ -200,25 +188,11 @@ class WorkerService:
         """Set the futures of requests whose KV is received, failed or released; in any thread."""
         manager = self._manager()
         with self._lock:
-            states = {key: manager.state(key) for key in self._receiving}
-            ended = {
-                key: self._receiving.pop(key)
-                for key, state in states.items()
-                if state not in (KVState.ALLOCATED, KVState.RECEIVING)
-            }
+            over = [key for key in self._receiving if manager.state(key) not in _PENDING]
+            ended = {key: self._receiving.pop(key) for key in over}
         for key, received in ended.items():
-            if states[key] is KVState.READY:
+            if manager.state(key) is KVState.READY:
                 received.set_result(manager.nbytes(key))
             else:
                 released = ClosedError(f"the KV of {key!r} was released")
                 received.set_exception(manager.error(key) or released)
-
-
-def make_worker(
-    config: StageConfig, local_rank: int, rank: int
-) -> GPUARWorker | GPUDiffusionWorker:
-    """The worker for a stage's kind."""
-    if isinstance(config, OmniARConfig):
-        return GPUARWorker(local_rank, rank, config)
-    assert isinstance(config, OmniDiffusionConfig)
-    return GPUDiffusionWorker(local_rank, rank, config)

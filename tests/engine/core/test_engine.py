@@ -81,7 +81,7 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         assert (dit["waiting"], dit["running"], dit["kv"]["charged"]) == (0, 0, 0)
         assert (dit["kv"]["received"], dit["kv"]["freed"]) == (64, 64)
         assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
-        assert runner_of(reader).connector.stats()["waiting"] == 0
+        assert runner_of(reader).connector.link.stats()["waiting"] == 0
         assert link_used(omni) == 0
     for prompt, fields, image in zip(prompts, params, images, strict=True):
         expected = alone(prompt, **fields)
@@ -143,13 +143,14 @@ def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_k
     if fault_kind == "corrupt":  # before a get is pending, which would verify it at once
         put_corrupted(fixture.producer, "bad")
         kind = IntegrityError
+    wrong = bundle("bad", shape=(8, 8))  # before the 0.5 s begin
     started = time.monotonic()
     future = fixture.submit("bad", kv_timeout=0.5)
     if fault_kind == "failed":
         fixture.producer.fail("bad", "the AR stage ran out of blocks")
         kind = TransferFailed
     elif fault_kind == "another size":
-        fixture.send("bad", shape=(8, 8))
+        fixture.producer.put(wrong)
         kind = SchemaError
     for seed, name in enumerate("ab"):
         fixture.send(name, seed=seed)

@@ -24,7 +24,7 @@ from omni_kvlink.engine import (
     RequestAborted,
 )
 from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
-from omni_kvlink.engine.executor.uniproc import ARExecutor
+from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 
@@ -230,7 +230,7 @@ def test_default_executors() -> None:
     two = DiffusionParallelConfig(tensor_parallel_size=2)
     one_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(),)))
     two_ar = OmniARConfig("x", kv=KVConfig(sinks=(url(), url())), parallel_config=two)
-    assert Executor.get_class(one_ar) is ARExecutor
+    assert Executor.get_class(one_ar) is UniprocExecutor
     assert Executor.get_class(two_ar) is MultiprocExecutor
     assert Executor.get_class(config(None, parallel_config=two)) is MultiprocExecutor
     assert Executor.get_class(config(None)) is not MultiprocExecutor

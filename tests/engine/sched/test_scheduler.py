@@ -62,9 +62,6 @@ class FakeKVManager:
     def error(self, name: str) -> Exception | None:
         return self.errors.get(name)
 
-    def next_deadline(self) -> float | None:
-        return None
-
     def free(self, one: Any) -> None:
         if self.states.pop(one.request_id, None):
             self.freed.append(one.request_id)
@@ -245,6 +242,15 @@ def test_a_request_sent_to_the_next_stage_is_returned_once() -> None:
     named = made.get_finished_requests_needing_kv_transfer()
     assert [one.request_id for one in named] == ["a"]
     assert made.get_finished_requests_needing_kv_transfer() == []
+
+
+def test_requests_that_nobody_asks_for_are_not_kept() -> None:
+    made = scheduler(seqs=2)
+    for name in "abcde":
+        made.add_request(plain(name, need_kv_transfer=True))
+    assert [run(made), run(made), run(made)] == [["a", "b"], ["c", "d"], ["e"]]
+    named = made.get_finished_requests_needing_kv_transfer()
+    assert [one.request_id for one in named] == ["d", "e"]
 
 
 # ---- waiting for a full batch
