@@ -109,8 +109,12 @@ class EngineCore:
         while not self.scheduler.is_stopped:
             if self.scheduler.wait(timeout=_IDLE):
                 self._resolve(self.step())
-            while self._calls:
-                self._calls.popleft()()
+            self._run_calls()
+        self._run_calls()  # one that came while the loop stopped has a caller that waits
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _take_ended(self) -> list[DiffusionOutput]:
         """Outputs of requests that ended without running; the next stage is told of them."""

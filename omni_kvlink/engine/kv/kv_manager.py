@@ -352,8 +352,9 @@ class DiffusionKVManager:
         with self._changed:
             late = [one for one in self._entries.values() if one.deadline <= time.monotonic()]
         for entry in late:
-            entry.abort("its deadline passed")
-            self._fail(entry, entry.timeout_error())
+            if entry.state is KVState.RECEIVING:  # not freed meanwhile, which aborts it, too
+                entry.abort("its deadline passed")
+                self._fail(entry, entry.timeout_error())
         self._notify()
 
     # In any thread.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.kv.interface import KVManager
 
 
+_MOST_TRANSFERRED = 1024  # requests that are remembered for who asks which were sent
+
+
 @dataclasses.dataclass(eq=False)
 class RequestState:
     """A request in a scheduler, and the times of its progress, in monotonic seconds or 0."""
@@ -51,7 +54,7 @@ class Scheduler(ABC):
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
         self._ended: list[DiffusionOutput] = []
-        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=max_num_seqs)
+        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=_MOST_TRANSFERRED)
         self._listeners: list[Callable[[], None]] = []
         self.is_stopped = self._is_woken = False
         self._steps = 0
@@ -122,7 +125,7 @@ class Scheduler(ABC):
             return ended
 
     def get_finished_requests_needing_kv_transfer(self) -> list[OmniDiffusionRequest]:
-        """Requests whose KV was sent since the last call; the last `max_num_seqs` of them."""
+        """Requests whose KV was sent since the last call; the last 1,024 of them."""
         with self._changed:
             transferred = list(self._transferred)
             self._transferred.clear()

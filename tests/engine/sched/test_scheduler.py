@@ -245,12 +245,14 @@ def test_a_request_sent_to_the_next_stage_is_returned_once() -> None:
 
 
 def test_requests_that_nobody_asks_for_are_not_kept() -> None:
-    made = scheduler(seqs=2)
-    for name in "abcde":
+    made = scheduler(seqs=100)
+    names = [f"r{number}" for number in range(1100)]
+    for name in names:
         made.add_request(plain(name, need_kv_transfer=True))
-    assert [run(made), run(made), run(made)] == [["a", "b"], ["c", "d"], ["e"]]
+    for start in range(0, 1100, 100):
+        assert run(made) == names[start : start + 100]
     named = made.get_finished_requests_needing_kv_transfer()
-    assert [one.request_id for one in named] == ["d", "e"]
+    assert [one.request_id for one in named] == names[-1024:]
 
 
 # ---- waiting for a full batch
