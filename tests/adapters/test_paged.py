@@ -59,7 +59,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """With and without the compiled library."""
     if request.param == "torch":
         monkeypatch.setattr(host._part, "loaded", None)
-        monkeypatch.setattr(host._part, "error", NativeError("there is none"))
+        monkeypatch.setattr(host._part, "_error", NativeError("there is none"))
     elif host.missing():
         pytest.skip(host.missing() or "")
     return str(request.param)

@@ -39,7 +39,7 @@ numbers = itertools.count()
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """One engine of two ranks for all tests, each of which leaves it restarted."""
     with engine_with_ranks(
-        str(tmp_path_factory.mktemp("s")), 2, request_batch_max_wait_ms=300.0
+        str(tmp_path_factory.mktemp("s")), 2, request_batch_max_wait_ms=3000.0
     ) as made:
         yield made
 
@@ -161,7 +161,7 @@ ENGINE = """
 import sys, threading
 from mp_fixtures import engine_with_ranks, until
 
-with engine_with_ranks(sys.argv[1], 2, request_batch_max_wait_ms=300.0) as stage:
+with engine_with_ranks(sys.argv[1], 2, request_batch_max_wait_ms=3000.0) as stage:
     for name in "ab":
         stage.submit(name, num_inference_steps=50_000)
         stage.send(name)
