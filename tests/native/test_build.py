@@ -37,7 +37,7 @@ def tree(tmp_path: Path) -> Path:
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_kvlink*", "__pycache__")
         )
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
