@@ -79,6 +79,10 @@ using kvl::Mode;
 
 int kvl_version(void) { return KVL_ABI; }
 
+uint32_t kvl_crc32c(uint32_t crc, const void *data, uint64_t nbytes) {
+    return ~kvl::kernel().crc(~crc, data, nbytes);
+}
+
 const char *kvl_features(void) { return kvl::kernel().name; }
 
 const char *kvl_last_error(void) { return kvl::last_error; }

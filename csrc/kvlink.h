@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 1
+#define KVL_ABI 2
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -99,6 +99,9 @@ KVL_API int kvl_select(const char *features);
 
 /* The text of the calling thread's last error. */
 KVL_API const char *kvl_last_error(void);
+
+/* The CRC-32C of `nbytes` bytes, continued from that of the bytes before them (0: none). */
+KVL_API uint32_t kvl_crc32c(uint32_t crc, const void *data, uint64_t nbytes);
 
 /* Copy views into the payload. Spans ascend without overlap; digests are written. */
 KVL_API int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,

@@ -6,7 +6,7 @@ import json
 import struct
 from typing import TYPE_CHECKING, Any
 
-from crc32c import crc32c
+from omni_kvlink._native.crc32c import numpy_crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ def sealed(header: bytes, data: int = 3 * 256 + 96) -> bytes:
     at = header.find(QUOTED_BLANK)
     if at >= 0:
         at += len(QUOTED_BLANK) - 10
-        header = header[:at] + b"%08x" % crc32c(header) + header[at + 8 :]
+        header = header[:at] + b"%08x" % numpy_crc32c(header) + header[at + 8 :]
     return struct.pack("<Q", len(header)) + header + bytes(data)
 
 

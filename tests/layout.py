@@ -80,7 +80,7 @@ THIRD_PARTY = {
     "errors": set[str](),
     "_version": set[str](),
     "memory": {"numpy"},
-    "_native": {"numpy"},
+    "_native": {"numpy", "google_crc32c"},
     "connectors": {"msgspec", "numpy", "zmq", "ucxx"},
     "models": {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "PIL"},
 }

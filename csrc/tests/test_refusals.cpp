@@ -121,6 +121,8 @@ void test_calls() {
     CHECK(kvl_select("mmx") == KVL_EUNSUPPORTED);
     CHECK(kvl_select(nullptr) == KVL_EUNSUPPORTED);
     CHECK(kvl_version() == KVL_ABI);
+    CHECK(kvl_crc32c(0, "123456789", 9) == 0xE3069283);  // RFC 3720
+    CHECK(kvl_crc32c(kvl_crc32c(0, "1234", 4), "56789", 5) == 0xE3069283);
 }
 
 }  // namespace

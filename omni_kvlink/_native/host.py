@@ -12,13 +12,15 @@ import sys
 from array import array
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-ABI = 1
+ABI = 2
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -166,6 +168,15 @@ class CopyBatch:
             raise CopyFailed(_last_error(library), status, self.report)
 
 
+def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
+    """Return the CRC-32C of contiguous bytes, continued from that of the bytes before them."""
+    if _part.loaded is None and missing() is not None:
+        return fallback.crc32c(data, crc)
+    bytes_ = data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
+    pointer = bytes_ if isinstance(bytes_, bytes) else bytes_.ctypes.data
+    return int(_load().kvl_crc32c(crc, pointer, len(bytes_)))
+
+
 def features() -> str:
     """Return the instruction set in use: avx512+clmul, avx512, avx2 or portable."""
     return str(_load().kvl_features(), "ascii")
@@ -182,6 +193,8 @@ def _declare(library: ctypes.CDLL) -> int:
     library.kvl_last_error.restype = ctypes.c_char_p
     for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify", "kvl_select"):
         getattr(library, name)  # AttributeError: another library
+    library.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
+    library.kvl_crc32c.restype = ctypes.c_uint32
     forced = os.environ.get(ENVIRONMENT)
     if forced and version == ABI:
         _select(library, forced)

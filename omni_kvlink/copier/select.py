@@ -23,8 +23,7 @@ def fastest_copier() -> Copier:
 
     The pinned copier if torch has CUDA, there is a device and the CUDA library was built; else the
     native copier. Without the native library it is torch's, and one `RuntimeWarning` per process
-    says why and what helps. It is torch's, too, on a processor without a CRC-32C instruction that
-    the library knows: there torch and the crc32c package are faster.
+    says why and what helps.
     """
     global _has_warned
     reason = host.missing()
@@ -32,7 +31,7 @@ def fastest_copier() -> Copier:
         has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
         if has_cuda and not (cuda.missing() or cuda.no_device()):
             return PinnedCopier()
-        return TorchCopier() if host.features() == "portable" else NativeCopier()
+        return NativeCopier()
     if not _has_warned:
         _has_warned = True
         warnings.warn(

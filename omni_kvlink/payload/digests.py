@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crc32c import crc32c
-
+from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
 

@@ -17,8 +17,8 @@ import reprlib
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
-from crc32c import crc32c
 
+from omni_kvlink._native.host import crc32c
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, VersionError, WireError
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from crc32c import crc32c
 
+from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import KV_DTYPES, Manifest
@@ -163,7 +163,9 @@ def _check_gather(copier: Copier, sources: list[torch.Tensor], what: str) -> Non
         raise AssertionError(f"{what}: {error}") from None
     for spec, source, digest in zip(plan.tensors, sources, digests, strict=True):
         whole = reference(source)
-        right = "".join(f"{crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB))
+        right = "".join(
+            f"{numpy_crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB)
+        )
         assert digest == right, f"{what}: digest of {spec.name}"
     copier.verify(plan.with_digests(digests), region)
 

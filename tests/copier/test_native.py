@@ -189,10 +189,9 @@ def test_callers_from_many_threads() -> None:
 
 def test_choice() -> None:
     assert NativeCopier().features in FEATURES
-    if NativeCopier().features != "portable":
-        assert fastest_copier().name == "native"
-    with using("portable"):
-        assert fastest_copier().name == "torch"
+    for features in ("auto", "portable"):
+        with using(features):
+            assert fastest_copier().name == "native"
     with pytest.raises(NativeError, match=r"'mmx'.*OMNI_KVLINK_FEATURES"):
         host.select("mmx")
 

@@ -1,15 +1,22 @@
-"""The library's CRC-32C equals the crc32c package's, and it checks its arguments."""
+"""CRC-32C: compiled, in numpy, and bit by bit are the same; the library checks its arguments."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
-from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_fixtures import FEATURES, NEEDS_LIBRARY, Locked, noise, using
 
+from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import host
+from omni_kvlink._native.crc32c import numpy_crc32c
+from omni_kvlink.errors import NativeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20
@@ -18,8 +25,42 @@ NOISE = noise(3 * MIB)
 
 def crc_digest(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     return b"".join(
-        crc32c(data[at : at + MIB].tobytes()).to_bytes(4, "big") for at in range(0, len(data), MIB)
+        numpy_crc32c(data[at : at + MIB]).to_bytes(4, "big") for at in range(0, len(data), MIB)
     )
+
+
+def bit_by_bit(data: bytes) -> int:
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("crc32c", [host.crc32c, numpy_crc32c, fallback.crc32c])
+def test_the_vectors_of_rfc_3720(crc32c: Callable[[bytes], int]) -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"\xff" * 32) == 0x62A8AB43
+    assert crc32c(bytes(range(32))) == 0x46DD794E
+    assert crc32c(b"") == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(nbytes=st.integers(0, 9000), cut=st.integers(0, 9000))
+def test_all_ways_are_the_same(nbytes: int, cut: int) -> None:
+    data = NOISE[:nbytes].tobytes()
+    expected = bit_by_bit(data)
+    for crc32c in (host.crc32c, numpy_crc32c, fallback.crc32c):
+        assert crc32c(data) == expected
+        assert crc32c(memoryview(data)[cut:], crc32c(data[:cut])) == expected
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host._part, "loaded", None)
+    monkeypatch.setattr(host._part, "_error", NativeError("there is none"))
+    assert host.crc32c(b"123456789") == 0xE3069283
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -28,7 +69,7 @@ def crc_digest(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     start=st.integers(0, 5000),
     nbytes=st.integers(0, 700) | st.integers(MIB - 300, MIB + 300) | st.integers(0, 2 * MIB),
 )
-def test_equals_the_crc32c_package(features: str, start: int, nbytes: int) -> None:
+def test_equals_the_crc_in_numpy(features: str, start: int, nbytes: int) -> None:
     with using(features):
         batch = host.CopyBatch(NOISE.ctypes.data, NOISE.nbytes)
         batch.add(start, nbytes, digest=True)

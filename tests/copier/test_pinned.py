@@ -13,13 +13,13 @@ import fake_device
 import msgspec
 import pytest
 import torch
-from crc32c import crc32c
 from fake_device import FakeDevice
 from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
 from paged_fixtures import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
+from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _batches
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
@@ -59,7 +59,7 @@ def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
 
 def true_digest(tensor: torch.Tensor) -> str:
     data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return "".join(f"{crc32c(data[at : at + MIB]):08x}" for at in range(0, len(data), MIB))
+    return "".join(f"{numpy_crc32c(data[at : at + MIB]):08x}" for at in range(0, len(data), MIB))
 
 
 def payload_bytes(plan: Manifest, region: Region, number: int) -> bytes:
