@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
+.PHONY: demo test docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -24,6 +24,10 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+# The licences of all that the package requires; one that is not permissive is an error.
+licences: $(VENV)/.ready
+	$(BIN)/python .ci/licences.py bagel bench engine
 
 # The documentation site, in docs/_build/html; a warning is an error.
 docs: .venv-docs/.ready
