@@ -416,7 +416,7 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
         # A tensor that the plan does not know is left to the copier, which says so.
         return tuple(view.shape) == spec.shape and dtype_code(view.dtype) == spec.dtype
     if 0 <= at < lease.capacity:
-        where = "lies in the payload's memory, but not contiguous at its own offset"
+        where = "lies in the payload's memory, but not contiguous at its own place"
         raise SchemaError(f"{spec.where()} {where}")
     return False
 
