@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
@@ -42,19 +44,42 @@ def start(leaves_nothing: None) -> Iterator[Start]:
 def socket_dir() -> Iterator[str]:
     """A socket directory in which a killed producer may leave its socket, and nothing else."""
     directory = tempfile.mkdtemp(prefix="kvl-")
-    elsewhere = _files()
+    before = shm_files()
     yield directory
     left = os.listdir(directory)
     shutil.rmtree(directory)
     assert all(name.endswith(".sock") for name in left), left
-    with contextlib.suppress(AssertionError):  # other processes use it, too
-        until(lambda: not _files() - elsewhere, "nothing is left", 5)
-    assert not _files() - elsewhere
+    with contextlib.suppress(AssertionError):  # processes that were killed may still be ending
+        until(lambda: not left_over(before), "nothing is left", 5)
+    assert left_over(before) == set()
 
 
-def _files() -> set[str]:
+def shm_files() -> set[str]:
     """The files in /dev/shm: named shared memory would be left over there."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def left_over(before: set[str]) -> set[str]:
+    """New files in /dev/shm, but for those that a process which is none of ours has mapped."""
+    new = shm_files() - before
+    if not new:
+        return new
+    parents = {one.pid: one.info["ppid"] or 0 for one in psutil.process_iter(["ppid"])}
+    for pid in parents:
+        if os.getpid() in _ancestors(pid, parents):
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            new = {name for name in new if f"/dev/shm/{name}" not in maps}
+    return new
+
+
+def _ancestors(pid: int, parents: dict[int, int]) -> set[int]:
+    """A process and all its ancestors."""
+    found = {pid}
+    while (pid := parents.get(pid, 0)) and pid not in found:
+        found.add(pid)
+    return found
 
 
 @pytest.fixture
