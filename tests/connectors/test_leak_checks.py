@@ -1,4 +1,4 @@
-"""The leak check of these tests sees a file of ours, and not one that a stranger uses."""
+"""The leak check of these tests sees a file of ours, and not one that an unrelated process uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from leak_checks import left_over, shm_files
 
-STRANGER = """
+UNRELATED = """
 import mmap, os, sys, time
 if os.fork():
     os._exit(0)  # the child belongs to nobody then
@@ -34,17 +34,17 @@ def test_a_file_that_nobody_uses_is_left_over() -> None:
     assert path.name not in left_over(before)
 
 
-def test_a_strangers_file_is_not() -> None:
+def test_a_file_of_an_unrelated_process_is_not() -> None:
     before = shm_files()
-    path = Path("/dev/shm", f"stranger-{uuid.uuid4().hex}")
+    path = Path("/dev/shm", f"unrelated-{uuid.uuid4().hex}")
     with subprocess.Popen(
-        [sys.executable, "-c", STRANGER, str(path)], stdout=subprocess.PIPE
+        [sys.executable, "-c", UNRELATED, str(path)], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        stranger = int(process.stdout.readline())
+        unrelated_pid = int(process.stdout.readline())
         try:
             assert path.name in shm_files()
             assert path.name not in left_over(before)
         finally:
-            os.kill(stranger, signal.SIGKILL)
+            os.kill(unrelated_pid, signal.SIGKILL)
             path.unlink()
