@@ -18,7 +18,7 @@ from omni_kvlink.bench.payloads import (
     make_tensor_sample,
 )
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
-from omni_kvlink.payload.manifest import KV_DTYPES
+from omni_kvlink.payload.dtypes import KV_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

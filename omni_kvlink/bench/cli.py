@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni_kvlink.bench import latency, machine, membench, report, streaming, verify
 from omni_kvlink.bench.payloads import BLOCK, Shape
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.payload.manifest import KV_DTYPES
+from omni_kvlink.payload.dtypes import KV_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

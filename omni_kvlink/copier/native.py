@@ -9,7 +9,7 @@ from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
-from omni_kvlink.payload.manifest import DTYPES, Manifest, TensorSpec
+from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
 class NativeCopier(Copier):

@@ -21,6 +21,7 @@ import msgspec
 from omni_kvlink._native.host import crc32c
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, VersionError, WireError
+from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE, KV_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,38 +49,6 @@ _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
 _MAX_MARKS = {mark: n * MAX_TENSORS for mark, n in ((b'"', 28), (b"{", 3), (b"[", 5), (b",", 40))}
 """How often a character may occur in a header: bounds what decoding allocates."""
-
-KV_DTYPES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-}
-"""torch's names of the dtypes that a KV cache may have, with safetensors' codes for them."""
-
-DTYPES = {
-    **KV_DTYPES,
-    "float64": "F64",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-}
-"""The same for a `TensorTransferData`; complex and sub-byte dtypes are not part of the format."""
-
-ITEMSIZE = {
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-}
-"""Bytes of one element, by safetensors' dtype code."""
 
 PART_WORDS = {"key": "K", "value": "V", "latent": "latent"}
 PARTS = {"NHD": ("key", "value"), "ND": ("latent",)}

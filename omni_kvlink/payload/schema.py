@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.manifest import (
-    KV_DTYPES,
     PART_WORDS,
     PARTS,
     Branch,

@@ -10,13 +10,14 @@ import torch
 
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import DTYPES, TensorSpec
+from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import PagedTensor, check_strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""

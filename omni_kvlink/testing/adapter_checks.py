@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import KV_DTYPES
+from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import random_tensor

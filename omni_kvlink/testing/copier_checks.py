@@ -13,7 +13,7 @@ import torch
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.manifest import KV_DTYPES, Manifest
+from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import random_tensor
@@ -21,6 +21,7 @@ from omni_kvlink.testing.rig import expect, run_checked
 
 if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
+    from omni_kvlink.payload.manifest import Manifest
 
 MIB = 1 << 20
 _FILL = 0xA5

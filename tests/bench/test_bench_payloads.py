@@ -15,7 +15,7 @@ from omni_kvlink.bench.payloads import (
     make_sample,
     make_tensor_sample,
 )
-from omni_kvlink.payload.manifest import KV_DTYPES
+from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.views import dense
 
 SHAPE = Shape(2, 5, 3, 8)

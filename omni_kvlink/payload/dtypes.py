@@ -1,0 +1,35 @@
+"""The dtypes of the format: torch's names, safetensors' codes, bytes of an element."""
+
+from __future__ import annotations
+
+KV_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+}
+"""torch's names of the dtypes that a KV cache may have, with safetensors' codes for them."""
+
+DTYPES = {
+    **KV_DTYPES,
+    "float64": "F64",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+}
+"""The same for a `TensorTransferData`; complex and sub-byte dtypes are not part of the format."""
+
+ITEMSIZE = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+}
+"""Bytes of one element, by safetensors' dtype code."""
