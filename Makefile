@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes of the tests import the package: compile it once.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from fork_server import new_interpreters
+
 IMPORTED = """
 import sys
 import {modules}
@@ -23,9 +25,10 @@ except UnavailableError as error:
 
 def run(code: str) -> str:
     """Run code in a new process and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    with new_interpreters():
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

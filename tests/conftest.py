@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import fork_server
 import pytest
 import torch
 from aio_fixtures import run as run
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 _failed = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        fork_server.install()  # not in the process that only distributes tests
+
+
+def pytest_unconfigure() -> None:
+    fork_server.server.close()
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fork_server import new_interpreters
 
 import omni_kvlink
 from omni_kvlink import KVConsumer, KVLink, KVProducer, errors
@@ -58,13 +59,10 @@ LATER = (
 
 
 def test_importing_has_no_side_effect() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED],
-        cwd=ROOT.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with new_interpreters():
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTED], cwd=ROOT.parent, capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)

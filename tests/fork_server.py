@@ -1,0 +1,243 @@
+"""`ForkingPopen`: starts Python programs as forks of a process that has imported torch already.
+
+Importing torch takes about two seconds of a core, and the tests start hundreds of processes. A
+`ForkingPopen` is a `subprocess.Popen` in all else: the program is a child of the process that
+started it, with the arguments, environment, directory and descriptors that were given for. What
+only a new interpreter can do (other options of Python, another host's namespace, settings that
+torch reads when it is loaded) starts one.
+
+The server is this module, run as a program. It imports nothing of omni_kvlink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import inspect
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PRELOADED = ("torch", "torch.distributed", "numpy", "msgspec", "yaml", "zmq")
+_READ_AT_IMPORT = ("CUDA_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
+"""Environment variables of which a change needs a new interpreter (but for PYTHONPATH)."""
+_CLONE = {"x86_64": 56, "aarch64": 220}
+"""Numbers of the system call `clone`."""
+_CLONE_PARENT = 0x8000
+_MAX_NBYTES = 1 << 20
+
+
+class Program(NamedTuple):
+    """What a fork shall run."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+    descriptors: list[int]
+    """Numbers that the descriptors sent with the program shall have."""
+    new_session: bool
+
+
+class ForkServer:
+    """The server's process, started with the first program."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    def can_run(self, arguments: list[str], environment: dict[str, str]) -> bool:
+        """Whether a fork is as good as a new interpreter."""
+        if platform.machine() not in _CLONE or len(arguments) < 2 or arguments[0] != sys.executable:
+            return False
+        if arguments[1].startswith("-") and arguments[1] not in ("-c", "-m"):
+            return False
+        return _fixed(environment) == _fixed(os.environ)
+
+    def start(self, program: Program, sources: list[int]) -> int:
+        """Fork; return the number of the new process, a child of this one."""
+        with self._lock:
+            if self._owner != os.getpid():  # a fork of this process has no server yet
+                self.begin()
+            message = json.dumps(program).encode()
+            socket.send_fds(self._socket, [message], sources)
+            return int(self._socket.recv(64))
+
+    def close(self) -> None:
+        """End the server; `start` begins another."""
+        with self._lock:
+            if self._owner == os.getpid():
+                self._owner = 0
+                self._socket.close()
+                self._process.wait()
+
+    def begin(self) -> None:
+        """Start the server; it is ready later."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_NBYTES)
+        with theirs:
+            self._process = _Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not be forked
+            )
+        self._owner = os.getpid()
+
+
+def _fixed(environment: Any) -> dict[str, str]:
+    names = (name for name in environment if name.startswith(_READ_AT_IMPORT))
+    return {name: environment[name] for name in names if name != "PYTHONPATH"}
+
+
+_Popen: Any = subprocess.Popen
+server = ForkServer()
+_signature = inspect.signature(_Popen._execute_child)
+
+
+class ForkingPopen(_Popen):  # type: ignore[misc]
+    """A `subprocess.Popen` whose Python programs are forks of the server."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = _signature.bind(self, *arguments).arguments
+        command, environment = given["args"], given["env"]
+        command = [command] if isinstance(command, (str, os.PathLike)) else command
+        command = [os.fsdecode(part) for part in command]
+        environment = dict(os.environ if environment is None else environment)
+        special = ("preexec_fn", "shell", "executable", "startupinfo", "creationflags")
+        if any(given[name] for name in special) or not server.can_run(command, environment):
+            super()._execute_child(*arguments)
+            return
+        passed = sorted(given["pass_fds"])
+        standard = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+        sources = [fd if fd != -1 else number for number, fd in enumerate(standard)]
+        directory = os.fspath(given["cwd"] or os.getcwd())
+        program = Program(
+            command[1:], environment, directory, [0, 1, 2, *passed], given["start_new_session"]
+        )
+        try:
+            self.pid = server.start(program, [*sources, *passed])
+            self._child_created = True
+        finally:
+            pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            self._close_pipe_fds(*(given[name] for name in pipes))
+
+
+def install() -> None:
+    """Let `subprocess` of this process start Python programs as forks of a server."""
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    server.begin()
+
+
+@contextlib.contextmanager
+def new_interpreters() -> Iterator[None]:
+    """Start new interpreters meanwhile, for tests of what an import does."""
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = ForkingPopen  # type: ignore[misc]
+
+
+def _serve(requests: socket.socket) -> Program | None:
+    """Fork for each program; return it in the fork, and None when nobody can ask any more."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _MAX_NBYTES, 64)
+        if not message:
+            return None
+        program = Program(*json.loads(message))
+        pid = _clone()
+        if pid == 0:
+            requests.close()
+            _renumber(descriptors, program.descriptors)
+            return program
+        for descriptor in descriptors:
+            os.close(descriptor)
+        requests.send(str(pid).encode())
+
+
+def _clone() -> int:
+    """`os.fork`, but the new process is a child of this one's parent."""
+    interpreter = ctypes.pythonapi
+    libc = ctypes.PyDLL(None, use_errno=True)
+    interpreter.PyOS_BeforeFork()
+    pid = int(libc.syscall(_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        interpreter.PyOS_AfterFork_Child()
+        return 0
+    interpreter.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    return pid
+
+
+def _renumber(descriptors: list[int], numbers: list[int]) -> None:
+    """Give the descriptors their numbers."""
+    lowest = max(numbers) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, lowest) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _run(program: Program) -> None:
+    """Run a program as a new interpreter would."""
+    if program.new_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    os.chdir(program.directory)
+    kind, *rest = program.arguments
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [os.path.abspath(entry) for entry in path]
+    if kind == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        main = type(sys)("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    else:
+        sys.argv = program.arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+        runpy.run_path(kind, run_name="__main__")
+
+
+def main() -> None:
+    """Import what is slow, then serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if entry != own and entry not in _inherited_path()]
+    for name in PRELOADED:
+        __import__(name)
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    gc.collect()
+    gc.freeze()  # a fork's own collections skip what it shares
+    program = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if program is not None:
+        _run(program)
+
+
+def _inherited_path() -> list[str]:
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
+if __name__ == "__main__":
+    main()
