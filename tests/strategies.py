@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
@@ -11,6 +12,9 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf
 
 if TYPE_CHECKING:
     from omni_kvlink.payload.bundle import BundleBranch
+
+EXAMPLES = int(os.environ.get("KVLINK_EXAMPLES", "1"))
+"""How many times as many examples as usual are tried; see `make test-all`."""
 
 request_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 branch_names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,11}", fullmatch=True).filter(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_fixtures import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import host
@@ -52,7 +53,7 @@ def layouts(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("features", FEATURES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES * 60, deadline=None)
 @given(tensors=st.lists(layouts(), min_size=1, max_size=4), digests=st.booleans())
 def test_same_as_torch(features: str, tensors: list[torch.Tensor], digests: bool) -> None:
     plan = plan_of(tensors, digests=digests)

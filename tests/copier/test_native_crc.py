@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_fixtures import FEATURES, NEEDS_LIBRARY, Locked, noise, using
+from strategies import EXAMPLES
 
 from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import host
@@ -47,7 +48,7 @@ def test_the_vectors_of_rfc_3720(crc32c: Callable[[bytes], int]) -> None:
     assert crc32c(b"") == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES * 60, deadline=None)
 @given(nbytes=st.integers(0, 9000), cut=st.integers(0, 9000))
 def test_all_ways_are_the_same(nbytes: int, cut: int) -> None:
     data = NOISE[:nbytes].tobytes()
@@ -64,7 +65,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("features", FEATURES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES * 150, deadline=None)
 @given(
     start=st.integers(0, 5000),
     nbytes=st.integers(0, 700) | st.integers(MIB - 300, MIB + 300) | st.integers(0, 2 * MIB),
@@ -79,7 +80,7 @@ def test_equals_the_crc_in_numpy(features: str, start: int, nbytes: int) -> None
 
 
 @pytest.mark.parametrize("features", FEATURES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES * 100, deadline=None)
 @given(
     source=st.integers(0, 130),
     target=st.integers(0, 130),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_fixtures import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
+from strategies import EXAMPLES
 
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.errors import SchemaError
@@ -101,7 +102,7 @@ def block_tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
 
 @NEEDS_LIBRARY
 @pytest.mark.parametrize("features", FEATURES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES * 60, deadline=None)
 @given(
     table=block_tables(),
     kinds=st.lists(st.sampled_from(POOLS), min_size=1, max_size=3),

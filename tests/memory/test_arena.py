@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from strategies import EXAMPLES
 
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
@@ -19,7 +20,7 @@ from omni_kvlink.memory.region import Mapping
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-steps = settings(max_examples=60, stateful_step_count=40, deadline=None)
+steps = settings(max_examples=EXAMPLES * 60, stateful_step_count=40, deadline=None)
 
 
 def holes(nbytes: int, blocks: dict[int, int]) -> list[tuple[int, int]]:

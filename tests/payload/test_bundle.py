@@ -7,6 +7,7 @@ import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from payloads import bits, cache, empty, written
+from strategies import EXAMPLES
 
 from omni_kvlink import (
     ClosedError,
@@ -44,7 +45,7 @@ def bagel() -> KVCacheBundle:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES * 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(strategies.bundles())
 def test_every_branch_survives_the_wire(bundle: KVCacheBundle) -> None:
     manifest, mapping = written(bundle)

@@ -10,6 +10,7 @@ import pytest
 import strategies
 from hypothesis import HealthCheck, given, settings
 from payloads import DTYPES, bits, cache, empty, written
+from strategies import EXAMPLES
 
 from omni_kvlink import (
     ClosedError,
@@ -46,7 +47,7 @@ def test_save_and_load(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> No
 
 
 @settings(
-    max_examples=25,
+    max_examples=EXAMPLES * 25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

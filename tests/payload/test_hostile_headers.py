@@ -19,6 +19,7 @@ from hostile import CASES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payloads import written
+from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
 from omni_kvlink.payload.manifest import MAX_HEADER, Manifest
@@ -139,7 +140,7 @@ def framed_as_it_is(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(3 * 256 + 96)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES * 300, deadline=None)
 @given(st.binary(max_size=600), st.integers(0, 600))
 def test_random_bytes_are_refused(noise: bytes, length: int) -> None:
     for payload in (noise, length.to_bytes(8, "little") + noise):
@@ -147,7 +148,7 @@ def test_random_bytes_are_refused(noise: bytes, length: int) -> None:
             Manifest.decode(payload)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES * 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(strategies.bundles(), st.data())
 def test_a_changed_header_never_gives_another_manifest(
     bundle: KVCacheBundle, data: st.DataObject

@@ -13,6 +13,7 @@ import strategies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payloads import bits, cache, empty, written
+from strategies import EXAMPLES
 
 from omni_kvlink import (
     IntegrityError,
@@ -29,7 +30,9 @@ from omni_kvlink.payload.manifest import ALIGN, DIGEST_CHUNK, MAX_TENSORS, Manif
 if TYPE_CHECKING:
     from pathlib import Path
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(
+    max_examples=EXAMPLES * 40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def named(data: KVCacheTransferData | KVCacheBundle, manifest: Manifest) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from payloads import DTYPES, bits, cache, empty, noise, written
+from strategies import EXAMPLES
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
@@ -126,7 +127,9 @@ def test_the_callers_lists_are_not_kept() -> None:
     assert None not in data.layer_blocks["key_cache"] + data.layer_blocks["value_cache"]
 
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(
+    max_examples=EXAMPLES * 40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @few

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payloads import bits, cache, noise, written
+from strategies import EXAMPLES
 
 from omni_kvlink import ClosedError, IntegrityError, PrefixOf, SameAs, SchemaError
 from omni_kvlink.payload.bundle import KVCacheBundle, open_payload
@@ -79,7 +80,7 @@ def received(payload: TensorTransferData | KVCacheBundle) -> Any:
     return open_payload(manifest, mapping.region)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES * 150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data())
 def test_any_tree_arrives_as_it_was(payload: TensorTransferData) -> None:
     manifest, mapping = written(payload)
@@ -90,7 +91,7 @@ def test_any_tree_arrives_as_it_was(payload: TensorTransferData) -> None:
     assert [bits(a) for a in found.tensors()] == [bits(b) for b in payload.tensors()]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES * 25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data())
 def test_save_and_load(tmp_path: Path, payload: TensorTransferData) -> None:
     payload.save(tmp_path / "t.safetensors")

@@ -1,7 +1,7 @@
 """Thousands of short runs of the protocol, each decided by a seed: no wrong bytes, nothing leaks.
 
 A failing seed is printed; `KVLINK_SEED=N pytest tests/simulation` replays it with its log.
-`KVLINK_SEEDS=100000` runs more of them.
+`make test-all` runs 20,000 of them; `KVLINK_SEEDS=100000` sets another number.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from world import Clock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SEEDS = int(os.environ.get("KVLINK_SEEDS", "2100"))
+SEEDS = int(os.environ.get("KVLINK_SEEDS", "20100"))
+QUICK = 900
+"""So many seeds are run by `make test`."""
 ONLY = os.environ.get("KVLINK_SEED")
 KEYS = "abc"
 SEEDS_PER_TEST = 300
 Parties: TypeAlias = tuple[type[Producer], type[SimConsumer]]
 NEAR: Parties = Producer, SimConsumer
 FAR: Parties = FarProducer, FarConsumer
+FIRST_SEEDS = [
+    pytest.param(first, marks=pytest.mark.slow if first >= QUICK else ())
+    for first in range(0, SEEDS, SEEDS_PER_TEST)
+]
 
 
 class Scenario:
@@ -89,7 +95,7 @@ class Scenario:
 
 
 @pytest.mark.parametrize("parties", [NEAR, FAR], ids=["near", "far"])
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
     """Near: both sides map the same memory. Far: the offered bytes are fetched in ranges."""
     seeds = [int(ONLY)] if ONLY else range(first, min(first + SEEDS_PER_TEST, SEEDS))

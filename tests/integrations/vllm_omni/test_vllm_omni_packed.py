@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from absent import run
 
 from omni_kvlink import (
     BusyError,
@@ -316,10 +317,7 @@ except ImportError as error:
 
 
 def test_without_vllm_omni_it_says_what_to_install() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ABSENT], capture_output=True, text=True, timeout=60, check=True
-    )
-    found, kind, fields = json.loads(done.stdout)
+    found, kind, fields = json.loads(run(ABSENT))
     assert found == ["vllm_omni"]
     assert kind == UnavailableError.__name__
     assert "pip install --no-deps vllm-omni" in fields
