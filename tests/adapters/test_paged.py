@@ -150,7 +150,7 @@ def ends(
     }
     with (
         KVLink.serve(url, **options) as producer,
-        KVLink.connect(url, timeout=5, **options) as consumer,
+        KVLink.connect(url, timeout=60, **options) as consumer,
     ):
         yield producer, consumer
 
@@ -164,10 +164,10 @@ def test_through_a_link_into_blocks(ends: tuple[KVProducer, KVConsumer], by_slot
     target = PagedCache(*stacked(4, 16, "bfloat16", 50), 16, **tables)
     before = canaries(target)
     receipt = producer.put(ADAPTER.export(source, request_id="r", metadata=about()))
-    with consumer.get("r", timeout=5) as data:
+    with consumer.get("r", timeout=60) as data:
         assert isinstance(data, KVCacheTransferData)
         ADAPTER.load(data, target)
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
     assert tokens_of(target) == tokens_of(source)
     assert canaries(target) == before
 

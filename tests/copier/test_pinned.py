@@ -378,7 +378,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer])
     cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
     before = device.get("readonly")
     receipt = producer.put(cache)
-    received = consumer.get("r", timeout=5, verify="full")
+    received = consumer.get("r", timeout=60, verify="full")
     targets = [torch.zeros_like(keys[0]) for _ in range(2)]
     with received as data:
         region = received._delivery.region
@@ -389,4 +389,4 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer])
         del region
     del data, received
     gc.collect()
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)

@@ -16,6 +16,7 @@ import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
 from omni_kvlink.memory.region import Mapping
+from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,13 +261,19 @@ def test_a_waiting_reserve_is_woken_by_a_free() -> None:
     arenas = pool()
     blocks = [arenas.reserve(GRAIN) for _ in range(4)]
     with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=30)
-        time.sleep(0.05)
+        waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=600)
+        until_waiting(arenas, 1)
         arenas.free(blocks[1])
-        time.sleep(0.05)
-        assert not waiting.done()  # one page is free, two are requested
+        until_waiting(arenas, 1)  # one page is free, two are requested
+        assert not waiting.done()
         arenas.free(blocks[2])
-        assert waiting.result(timeout=5).offset == GRAIN
+        assert waiting.result().offset == GRAIN
+
+
+def until_waiting(arenas: ArenaPool, threads: int) -> None:
+    """Wait until so many threads wait for memory, and none has been woken to look again."""
+    waiters = arenas._changed._waiters  # type: ignore[attr-defined]
+    until(lambda: len(waiters) == threads, f"{threads} threads wait")
 
 
 def test_a_timeout_names_the_requested_and_the_free_bytes() -> None:
@@ -275,15 +282,13 @@ def test_a_timeout_names_the_requested_and_the_free_bytes() -> None:
     start = time.monotonic()
     with pytest.raises(CapacityError, match="quota") as caught:
         arenas.reserve(2 * GRAIN, timeout=0.2)
-    assert 0.2 <= time.monotonic() - start < 2
+    assert time.monotonic() - start >= 0.2
     assert (caught.value.requested, caught.value.free) == (2 * GRAIN, GRAIN)
 
 
 def test_more_than_the_quota_is_refused_without_waiting() -> None:
-    start = time.monotonic()
     with pytest.raises(CapacityError):
-        pool().reserve(5 * GRAIN, timeout=30)
-    assert time.monotonic() - start < 5
+        pool().reserve(5 * GRAIN, timeout=3600)
 
 
 def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
@@ -291,12 +296,12 @@ def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
     block = arenas.reserve(4 * GRAIN)
     region = arenas.region(block)
     with ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(arenas.reserve, GRAIN, timeout=30) for _ in range(3)]
-        time.sleep(0.05)
+        waiting = [threads.submit(arenas.reserve, GRAIN, timeout=3600) for _ in range(3)]
+        until_waiting(arenas, 3)
         arenas.close()
         for waiter in waiting:
             with pytest.raises(ClosedError):
-                waiter.result(timeout=5)
+                waiter.result()
     region.view()[:] = b"x" * region.nbytes
     arenas.free(block)
     with pytest.raises(ClosedError):
@@ -313,7 +318,7 @@ def test_many_threads_share_a_pool() -> None:
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(60):
-            block = arenas.reserve(chance.randint(1, 6) * GRAIN, timeout=30)
+            block = arenas.reserve(chance.randint(1, 6) * GRAIN, timeout=600)
             region = arenas.region(block)
             region.view()[:] = bytes([seed]) * region.nbytes
             pages = range(region.address, region.address + region.nbytes, GRAIN)
@@ -328,7 +333,7 @@ def test_many_threads_share_a_pool() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, seed) for seed in range(1, 5)]:
-            done.result(timeout=60)
+            done.result()
     stats = arenas.stats()
     assert (stats["used"], stats["blocks"]) == (0, 0)
     assert stats["mapped"] <= 16 * GRAIN

@@ -126,9 +126,9 @@ def test_the_header_of_a_big_bundle_decodes_fast() -> None:
 
 
 def _seconds(header: bytes, nbytes: int) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     Manifest.decode(header, nbytes)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def test_digests_are_one_for_each_started_mib() -> None:

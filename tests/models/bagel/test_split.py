@@ -29,7 +29,7 @@ class Sums:
 
     def __init__(self, ranks: int):
         self._given: list[Any] = [None] * ranks
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=300)
 
     def of(self, rank: int) -> Callable[[Tensor], Tensor]:
         def total(share: Tensor) -> Tensor:
