@@ -1,7 +1,6 @@
 """Runs every suite of the Makefile and prints a table; fails if one failed or a test never ran.
 
-    python3 .ci/suites.py [SUITE …]     without arguments, all but the host engines
-    python3 .ci/suites.py all           the host engines, too: an hour and 6 GB of packages
+    python3 .ci/suites.py [SUITE …]     without arguments, all: an hour and 6 GB of packages
 
 In a run of all suites, a test that is skipped in every one of them is an error. Tests marked `gpu`
 are selected by none: CI has no device.
@@ -9,6 +8,7 @@ are selected by none: CI has no device.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "ci"
-HOSTS = (
+PYTEST = (
+    "test",
+    "test-all",
     "test-ucx",
     "test-hf-4.50.3",
     "test-hf-5.23.0",
@@ -28,8 +30,11 @@ HOSTS = (
     "test-vllm",
     "test-vllm-omni",
 )
-PYTEST = ("test", *HOSTS)
-ALONE = ("lint", "licences", "asan", "tsan", "docs", "demo", "test")
+OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo")
+PACKAGES = ("native-aarch64", "wheel", "wheel-test", "pythons", "wheel-aarch64-test")
+SUITES = (*OTHERS, *PACKAGES, *PYTEST)
+SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
+"""Programs that the suites of the second architecture need, and Debian's packages of them."""
 
 
 @dataclass
@@ -100,10 +105,20 @@ def never_run(outcomes: list[Outcome]) -> dict[str, str]:
     }
 
 
+def install_system_packages() -> None:
+    """Install what is missing, as root on Debian; elsewhere the suites that need it fail."""
+    missing = [package for program, package in SYSTEM.items() if not shutil.which(program)]
+    if missing and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "update", "-qq"], check=False)
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends"]
+        subprocess.run([*install, *missing], check=False, stdout=subprocess.DEVNULL)
+
+
 def main() -> int:
-    """Run the suites that are named, or `ALONE`; print the table; return the exit status."""
-    is_all = sys.argv[1:] == ["all"]
-    suites = [*ALONE, *HOSTS] if is_all else sys.argv[1:] or list(ALONE)
+    """Run the suites that are named, or all; print the table; return the exit status."""
+    suites = sys.argv[1:] or list(SUITES)
+    is_all = set(suites) == set(SUITES)
+    install_system_packages()
     RESULTS.mkdir(parents=True, exist_ok=True)
     outcomes = [run(suite) for suite in suites]
     missing = never_run(outcomes) if is_all else {}
