@@ -1,4 +1,4 @@
-"""Draws the diagrams of docs/concepts.md: `python docs/pictures/draw.py`."""
+"""Draws the diagrams of the pages: `python docs/pictures/draw.py`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,29 @@ def get_states() -> None:
     picture("get_states", 860, 230, *parts)
 
 
+def messages() -> None:
+    """The messages of one get, over shared memory and over a network."""
+    parts = [f"<line x1='450' y1='20' x2='450' y2='400' stroke='{MUTED}' stroke-dasharray='2 4'/>"]
+    for left, title, middle in (
+        (20, "shared memory", (("Memory + descriptor", -1), ("Offer", -1))),
+        (470, "a network", (("Offer", -1), ("FetchRange", 1), ("Chunk + bytes", -1))),
+    ):
+        ends = left + 60, left + 350
+        parts.append(text(left + 205, 30, title, 14, weight=600))
+        for x, name in zip(ends, ("consumer", "producer"), strict=True):
+            parts.append(box(x - 55, 42, 110, 30, name))
+            parts.append(f"<line x1='{x}' y1='72' x2='{x}' y2='412' stroke='{ACCENT}'/>")
+        rows = (("Hello", 1), ("Hello", -1), ("Get", 1), ("Status", -1), *middle, ("Release", 1))
+        for number, (name, direction) in enumerate(rows):
+            y = 104 + 40 * number + (14 if number >= 4 else 0)
+            start, end = (ends[0], ends[1] - 2) if direction > 0 else (ends[1], ends[0] + 2)
+            parts.append(arrow(start, y, end, y, name, dashed=name == "Status"))
+        parts.append(text(ends[1] - 40, 244, "put commits", 12, MUTED))
+    picture("messages", 900, 425, *parts)
+
+
 if __name__ == "__main__":
     one_copy()
     lifetime()
     get_states()
+    messages()
