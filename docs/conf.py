@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,31 +46,46 @@ default_role = "code"
 intersphinx_mapping: dict[str, tuple[str, None]] = {}
 
 README_SECTION = re.compile(r"<!-- README: ([\w -]+) -->")
+WHOLE_FILE = re.compile(r"<!-- FILE: ([\w./-]+) -->")
 LINK = re.compile(r"\]\((?!https?:|#)([\w./-]+)(#[\w-]+)?\)")
+PAGES = {
+    "CHANGELOG.md": "docs/changelog.md",
+    "CONTRIBUTING.md": "docs/contributing.md",
+    "README.md": "docs/index.md",
+    "SECURITY.md": "docs/security.md",
+    "benchmarks/README.md": "docs/benchmark_method.md",
+}
+"""Files outside `docs/` that are pages of the site."""
 
 
-def _insert_readme(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Replace `<!-- README: Section -->` by that section of the README."""
-    text = (ROOT / "README.md").read_text()
-
-    def section(match: re.Match[str]) -> str:
-        body = text.partition(f"\n## {match[1]}\n")[2]
-        if not body:
-            raise ValueError(f"{docname}: the README has no section {match[1]!r}")
-        body = re.sub("^###", "##", body.partition("\n## ")[0], flags=re.MULTILINE)
-        return _local_links(body)
-
-    source[0] = README_SECTION.sub(section, source[0])
+def _insert_files(_: Sphinx, docname: str, source: list[str]) -> None:
+    """Insert files and sections of the README where a page names them; adjust the links."""
+    here = f"docs/{docname}"
+    text = _local_links(source[0], here, here)
+    text = README_SECTION.sub(lambda m: _local_links(_section(m[1]), "README.md", here), text)
+    source[0] = WHOLE_FILE.sub(lambda m: _local_links(_body(m[1]), m[1], here), text)
 
 
-def _local_links(text: str) -> str:
-    """Links of the README, relative to `docs/`; files outside `docs/` become plain names."""
+def _section(heading: str) -> str:
+    """A section of the README without its heading, one level up."""
+    body = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2]
+    if not body:
+        raise ValueError(f"the README has no section {heading!r}")
+    return re.sub("^###", "##", body.partition("\n## ")[0], flags=re.MULTILINE)
+
+
+def _body(path: str) -> str:
+    """A file without its first line, the title."""
+    return (ROOT / path).read_text().partition("\n")[2]
+
+
+def _local_links(text: str, written_in: str, shown_in: str) -> str:
+    """Links as they are in one file, relative to another; both relative to the root."""
 
     def target(match: re.Match[str]) -> str:
-        path, anchor = match[1], match[2] or ""
-        if path.startswith("docs/"):
-            return f"]({path.removeprefix('docs/')}{anchor})"
-        return f"](../{path})"
+        path = os.path.normpath(os.path.join(os.path.dirname(written_in), match[1]))
+        path = os.path.relpath(PAGES.get(path, path), os.path.dirname(shown_in))
+        return f"]({path}{match[2] or ''})"
 
     return LINK.sub(target, text)
 
@@ -82,5 +98,5 @@ def _drop_module_text(_app: Sphinx, what: str, _name: str, _object: object, *res
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _insert_readme)
+    app.connect("source-read", _insert_files)
     app.connect("autodoc-process-docstring", _drop_module_text)
