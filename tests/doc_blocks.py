@@ -61,7 +61,10 @@ def blocks(page: str) -> list[Block]:
 
 
 def execute(found: Sequence[Block], namespace: dict[str, Any]) -> None:
-    """Run Python blocks in one namespace, in the working directory; an `output` block must be what the last one printed."""
+    """Run Python blocks in one namespace, in the working directory.
+
+    An `output` block must be what the block before it printed.
+    """
     printed = ""
     for block in found:
         if block.language == "output":

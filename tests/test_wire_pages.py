@@ -165,21 +165,21 @@ def test_a_second_reader_over_zmq() -> None:
             dealer.setsockopt(zmq.RCVTIMEO, 30_000)
             dealer.connect(producer.url.removeprefix("zmq+"))
 
-            def tell(*fields: object) -> None:
+            def request(*fields: object) -> None:
                 dealer.send(msgspec.msgpack.encode(fields))
 
-            tell("Hello", [1, 1], "second")
+            request("Hello", [1, 1], "second")
             assert msgspec.msgpack.decode(dealer.recv())[0] == "Hello"
-            tell("Get", 7, "req-1", True)
+            request("Get", 7, "req-1", True)
             name, get_id, epoch, (_, _, length), *_ = msgspec.msgpack.decode(dealer.recv())
             assert (name, get_id) == ("Offer", 7)
             payload = bytearray(length)
             half = length // 2
             for start, stop in ((half, length), (0, half)):
-                tell("FetchRange", 7, epoch, start, stop)
+                request("FetchRange", 7, epoch, start, stop)
                 head, content = dealer.recv_multipart()
                 assert msgspec.msgpack.decode(head) == ["Chunk", 7, epoch, start]
                 payload[start : start + len(content)] = content
             check_payload(bytes(payload))
-            tell("Release", 7, epoch, "read")
+            request("Release", 7, epoch, "read")
             receipt.wait(timeout=30.0)
