@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import __version__
+from omni_kvlink.bench.cli import main as kvlink_bench
+from omni_kvlink.cli.main import main as kvlink
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ["COLUMNS"] = "90"  # of the commands' help
 
 project = "omni_kvlink"
 author = "The omni_kvlink authors"
@@ -42,11 +47,13 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 default_role = "code"
 intersphinx_mapping: dict[str, tuple[str, None]] = {}
 
 README_SECTION = re.compile(r"<!-- README: ([\w -]+) -->")
 WHOLE_FILE = re.compile(r"<!-- FILE: ([\w./-]+) -->")
+HELP = re.compile(r"<!-- HELP: ([\w -]+) -->")
 LINK = re.compile(r"\]\((?!https?:|#)([\w./-]+)(#[\w-]+)?\)")
 PAGES = {
     "CHANGELOG.md": "docs/changelog.md",
@@ -63,7 +70,8 @@ def _insert_files(_: Sphinx, docname: str, source: list[str]) -> None:
     here = f"docs/{docname}"
     text = _local_links(source[0], here, here)
     text = README_SECTION.sub(lambda m: _local_links(_section(m[1]), "README.md", here), text)
-    source[0] = WHOLE_FILE.sub(lambda m: _local_links(_body(m[1]), m[1], here), text)
+    text = WHOLE_FILE.sub(lambda m: _local_links(_body(m[1]), m[1], here), text)
+    source[0] = HELP.sub(lambda m: f"```text\n{_help(*m[1].split())}```", text)
 
 
 def _section(heading: str) -> str:
@@ -79,6 +87,14 @@ def _body(path: str) -> str:
     return (ROOT / path).read_text().partition("\n")[2]
 
 
+def _help(command: str, *argv: str) -> str:
+    """What a command prints when it is asked for help."""
+    main = {"kvlink": kvlink, "kvlink-bench": kvlink_bench}[command]
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
+        main([*argv, "--help"])
+    return output.getvalue()
+
+
 def _local_links(text: str, written_in: str, shown_in: str) -> str:
     """Links as they are in one file, relative to another; both relative to the root."""
 
@@ -90,13 +106,40 @@ def _local_links(text: str, written_in: str, shown_in: str) -> str:
     return LINK.sub(target, text)
 
 
-def _drop_module_text(_app: Sphinx, what: str, _name: str, _object: object, *rest: Any) -> None:
-    """A module's docstring may have a Markdown table; its reference page has its own text."""
-    if what == "module":
-        rest[-1].clear()
+LINK_URL = re.compile(r'"((?:file|tcp|shm)://[^"]*)"')
+
+
+def _fix_docstring(_app: Sphinx, what: str, _name: str, _object: object, *rest: Any) -> None:
+    """Drop a module's text, which its page has in another form; make no link of an example."""
+    lines: list[str] = rest[-1]
+    lines[:] = [] if what == "module" else [LINK_URL.sub(r"``\1``", line) for line in lines]
+
+
+MADE_BY_LINKS = {
+    "Allocation",
+    "AsyncKVConsumer",
+    "AsyncKVProducer",
+    "AsyncPutStream",
+    "AsyncReceivedStream",
+    "Delivery",
+    "KVConsumer",
+    "KVProducer",
+    "PutStream",
+    "Receipt",
+    "Received",
+    "ReceivedLayer",
+    "ReceivedStream",
+}
+"""Classes whose constructors are not for callers."""
+
+
+def _hide_constructor(_: Sphinx, what: str, name: str, *rest: Any) -> tuple[str, str] | None:
+    is_hidden = what == "class" and name.rpartition(".")[2] in MADE_BY_LINKS
+    return ("", "") if is_hidden else None
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _insert_files)
-    app.connect("autodoc-process-docstring", _drop_module_text)
+    app.connect("autodoc-process-docstring", _fix_docstring)
+    app.connect("autodoc-process-signature", _hide_constructor)
