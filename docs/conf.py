@@ -40,6 +40,7 @@ html_title = f"omni_kvlink {__version__}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+copybutton_selector = "div:not(.highlight-output, .highlight-text) > div.highlight pre"
 
 autodoc_default_options = {"members": True, "inherited-members": False}
 autodoc_member_order = "bysource"
