@@ -40,9 +40,10 @@ format: $(VENV)/.ready
 licences: $(VENV)/.ready
 	$(BIN)/python .ci/licences.py bagel bench engine
 
-# The documentation site, in docs/_build/html; a warning is an error.
+# The documentation site, in docs/_build/html; a warning is an error, and so is a dead link.
 docs: .venv-docs/.ready
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	.venv-docs/bin/python docs/check_links.py docs/_build/html
 
 .venv-docs/.ready: $(VENV)/.ready
 	$(sharing_torch)

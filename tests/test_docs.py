@@ -1,17 +1,33 @@
-"""The documentation names every public error and every public name."""
+"""The documentation names every public error, every public name, and the figures of the code."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import omni_kvlink
 from omni_kvlink import errors
+from omni_kvlink.connectors import base
+from omni_kvlink.connectors.control import listener, monitored_socket
+from omni_kvlink.connectors.protocol import fetch_plan, transfer_table
+from omni_kvlink.connectors.runtime import consumer
+from omni_kvlink.connectors.shm import transport
+from omni_kvlink.memory import arena
+from omni_kvlink.memory.region import Mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DOCS = Path(__file__).parents[1] / "docs"
+PACKAGE = Path(omni_kvlink.__file__).parent
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="installed without the sources")
+
+
+def page(name: str) -> str:
+    return " ".join((DOCS / name).read_text().split())
 
 
 def test_every_error_has_a_section() -> None:
@@ -25,14 +41,70 @@ def test_every_error_has_a_section() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    pages = "\n".join(found.read_text() for found in (DOCS / "reference").glob("*.md"))
     documented = set(re.findall(r"omni_kvlink\.(\w+)$", pages, re.MULTILINE))
-    modules = {"adapters", "aio", "lowlevel", "lookup", "testing", "topology"}
-    public = {
-        name
-        for name, value in vars(omni_kvlink).items()
-        if getattr(value, "__module__", "").startswith("omni_kvlink") and not name.startswith("_")
-    }
-    on_the_error_page = {name for name in public if hasattr(errors, name)}
-    assert public - on_the_error_page - documented == set()
+    exported = set(
+        re.findall(r"^from .* import \w+ as (\w+)$", Path(omni_kvlink.__file__).read_text(), re.M)
+    )
+    on_the_error_page = {name for name in exported if hasattr(errors, name)}
+    assert exported - on_the_error_page - documented == {"__version__"}
+    modules = {"adapters", "aio", "engine", "errors", "lowlevel", "lookup", "testing", "topology"}
     assert modules <= documented
+
+
+def test_operations_names_every_environment_variable() -> None:
+    read = set()
+    for path in (*PACKAGE.rglob("*.py"), PACKAGE.parent / "setup.py"):
+        read |= set(re.findall(r"[\"'](OMNI_KVLINK_\w+)[\"']", path.read_text()))
+    assert read
+    named = set(re.findall(r"^\| `(OMNI_KVLINK_\w+)`", (DOCS / "operations.md").read_text(), re.M))
+    assert named == read
+
+
+def counters() -> Iterator[str]:
+    """Keys of `stats()` that are made at one place of the code."""
+    yield from transfer_table.TransferTable(lambda peer, message: None, lambda one: None).stats()
+    yield from arena.ArenaPool(Mapping.anonymous, 0).stats()
+
+
+def test_operations_explains_every_counter() -> None:
+    rows = " ".join(re.findall(r"^\|.*$", (DOCS / "operations.md").read_text(), re.MULTILINE))
+    for name in counters():
+        assert re.search(rf"`(transfers\.|memory\.)?{name}`", rows), name
+
+
+def test_zmq_names_every_reason_of_a_refusal() -> None:
+    sources = (PACKAGE / "connectors" / "control").glob("*.py")
+    counted = {
+        reason
+        for path in sources
+        for reason in re.findall(r"_count(?:\(|, )\"([\w ]+)\"", path.read_text())
+    }
+    named = set(re.findall(r"^\| `([\w ]+)` \|", (DOCS / "zmq.md").read_text(), re.MULTILINE))
+    assert counted == named
+
+
+def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
+    operations, protocol = page("operations.md"), page("protocol.md")
+    for text, figure in (
+        (operations, f"at most {listener.MAX_PEERS:,} consumers"),
+        (operations, f"every {monitored_socket.HEARTBEAT_MS / 1000:g} s;"),
+        (operations, f"after {monitored_socket.HEARTBEAT_TIMEOUT_MS / 1000:g} s without"),
+        (operations, f"TCP connection | {monitored_socket.HANDSHAKE_MS / 1000:g} s |"),
+        (operations, f"TCP is tried every {monitored_socket.RECONNECT_MS} ms"),
+        (operations, f"tried again for {consumer._RECONNECT_SECONDS:g} s"),
+        (operations, f"at most {base.MAX_RETRIES} times within one `get`"),
+        (operations, f"reason | {transfer_table.TOMBSTONE_SECONDS / 60:g} minutes"),
+        (operations, f"unless {transport.MAX_BACKLOG:,} messages wait"),
+        (operations, f"{base.Options().quota >> 30} GiB by default"),
+        (operations, f"arenas of {arena.MIN_ARENA >> 20} MiB"),
+        (protocol, f"for {transfer_table.TOMBSTONE_SECONDS:g} seconds"),
+        (protocol, f"At most {transfer_table.MAX_TOMBSTONES:,} such keys"),
+        (protocol, f"At most {transfer_table.MAX_WAITING:,} keys"),
+        (protocol, f"at most {fetch_plan.EAGER:,} bytes"),
+        (protocol, f"`Chunk`s of at most {fetch_plan.CHUNK >> 20} MiB"),
+        (protocol, f"{fetch_plan.WINDOW >> 20} MiB at most"),
+        (protocol, f"multiple of {arena.GRAIN:,}"),
+        (protocol, f"consumers of a listener | {transport.MAX_PEERS:,}"),
+    ):
+        assert figure in text, figure

@@ -1,4 +1,4 @@
-"""Draws the diagrams of docs/concepts.md: `python docs/pictures/draw.py`."""
+"""Draws the diagrams of the pages: `python docs/pictures/draw.py`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,87 @@ def get_states() -> None:
     picture("get_states", 860, 230, *parts)
 
 
+def payload() -> None:
+    """The bytes of a payload."""
+    spans = (
+        (20, 90, ("length", "8 bytes"), PALE),
+        (110, 220, ("header", "JSON: names, shapes, digests"), PALE),
+        (330, 150, ("kv.0.key", "the tensor's bytes"), "#dcfce7"),
+        (480, 34, ("pad",), "#f3f4f6"),
+        (514, 150, ("kv.0.value", "the tensor's bytes"), "#dcfce7"),
+        (664, 34, ("pad",), "#f3f4f6"),
+        (698, 150, ("kv.1.key …",), "#dcfce7"),
+    )
+    parts = [box(x, 50, width, 60, *lines, fill=fill) for x, width, lines, fill in spans]
+    parts += [
+        f"<line x1='{330 + 37.5 * n}' y1='110' x2='{330 + 37.5 * n}' y2='122' stroke='{MUTED}'/>"
+        for n in range(5)
+    ]
+    parts += [
+        text(405, 138, "a CRC-32C for each MiB", 12, MUTED),
+        text(405, 36, "starts on a multiple of 256", 12, MUTED),
+        text(220, 138, "a CRC-32C of its own", 12, MUTED),
+    ]
+    picture("payload", 870, 155, *parts)
+
+
+def stream() -> None:
+    """When layers are computed, copied in and copied out, with `put` and with `stream_put`."""
+    fills = ("#fef3c7", "#dcfce7", PALE)
+    names = ("computed", "copied into the link", "copied out by the consumer")
+    parts = []
+
+    def bar(x: float, row: int, kind: int, label: str, width: float) -> None:
+        y = 60 + 34 * row
+        parts.append(
+            f"<rect x='{x}' y='{y}' width='{width}' height='26' rx='5' fill='{fills[kind]}' "
+            f"stroke='{ACCENT}'/>"
+        )
+        parts.append(text(x + width / 2, y + 18, label, 12))
+
+    parts += [text(70, 98, "put, get", 13, weight=600), text(70, 218, "stream_put", 13, weight=600)]
+    parts.append(text(70, 236, "stream_get", 13, weight=600))
+    step = 90
+    for layer in range(4):
+        bar(150 + step * layer, 0, 0, str(layer), step - 4)
+        bar(150 + step * layer, 4, 0, str(layer), step - 4)
+        bar(150 + step * (layer + 1), 5, 1, str(layer), 34)
+        bar(150 + step * (layer + 1) + 40, 6, 2, str(layer), 34)
+    bar(150 + step * 4, 1, 1, "0 to 3", 130)
+    bar(150 + step * 4 + 136, 2, 2, "0 to 3", 130)
+    for kind, name in enumerate(names):
+        x = 160 + 210 * kind
+        parts.append(f"<rect x='{x}' y='20' width='18' height='18' rx='4' fill='{fills[kind]}'/>")
+        parts.append(text(x + 26 + 3.3 * len(name), 34, name, 12, MUTED))
+    parts.append(text(700, 302, "time →", 12, MUTED))
+    picture("stream", 800, 315, *parts)
+
+
+def messages() -> None:
+    """The messages of one get, over shared memory and over a network."""
+    parts = [f"<line x1='450' y1='20' x2='450' y2='400' stroke='{MUTED}' stroke-dasharray='2 4'/>"]
+    for left, title, middle in (
+        (20, "shared memory", (("Memory + descriptor", -1), ("Offer", -1))),
+        (470, "a network", (("Offer", -1), ("FetchRange", 1), ("Chunk + bytes", -1))),
+    ):
+        ends = left + 60, left + 350
+        parts.append(text(left + 205, 30, title, 14, weight=600))
+        for x, name in zip(ends, ("consumer", "producer"), strict=True):
+            parts.append(box(x - 55, 42, 110, 30, name))
+            parts.append(f"<line x1='{x}' y1='72' x2='{x}' y2='412' stroke='{ACCENT}'/>")
+        rows = (("Hello", 1), ("Hello", -1), ("Get", 1), ("Status", -1), *middle, ("Release", 1))
+        for number, (name, direction) in enumerate(rows):
+            y = 104 + 40 * number + (14 if number >= 4 else 0)
+            start, end = (ends[0], ends[1] - 2) if direction > 0 else (ends[1], ends[0] + 2)
+            parts.append(arrow(start, y, end, y, name, dashed=name == "Status"))
+        parts.append(text(ends[1] - 40, 244, "put commits", 12, MUTED))
+    picture("messages", 900, 425, *parts)
+
+
 if __name__ == "__main__":
     one_copy()
     lifetime()
     get_states()
+    messages()
+    payload()
+    stream()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from doc_blocks import blocks, execute
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PagedTensor, SchemaError
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
@@ -244,3 +246,9 @@ def test_a_cache_of_another_kind_is_refused() -> None:
         cache.layers[1] = type("QuantizedLayer", (), {"keys": None, "values": None})()
         with pytest.raises(SchemaError, match="layer 1 is a QuantizedLayer"):
             ADAPTER.pack(cache, request_id="r")
+
+
+def test_the_code_of_the_page_runs(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+    execute(blocks("docs/transformers.md"), {})
+    (Path(sockets) / "kvlink").rmdir()
