@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan clean
+.PHONY: demo test docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format nightly asan tsan native-aarch64 clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -126,6 +126,15 @@ tsan:
 	mkdir -p build
 	$(SANITIZED) -fsanitize=thread -o build/native-tsan
 	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
+
+# The native tests built for 64-bit Arm and run by QEMU; needs Debian's g++-aarch64-linux-gnu and qemu-user.
+ARM := aarch64-linux-gnu
+
+native-aarch64:
+	mkdir -p build
+	$(ARM)-g++ -std=c++17 -O3 -Wall -Wextra -Werror -pthread -Icsrc/tests/fake_cuda \
+		csrc/*.cpp csrc/cuda/*.cpp csrc/tests/*.cpp -o build/native-aarch64
+	qemu-aarch64 -L /usr/$(ARM) build/native-aarch64 10 neon
 
 clean:
 	rm -rf .venv* build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,10 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__AARCH64EL__)
+#include <sys/auxv.h>
+#endif
+
 #include "crc32c.h"
 
 namespace kvl {
@@ -25,7 +29,7 @@ void digest(Src src, size_t n, uint32_t *crcs) {
     for (int lane = 0; lane < kLanes; lane++) crcs[lane] = crc_portable(crcs[lane], src[lane], n);
 }
 
-void no_fence() {}
+void fence() { std::atomic_thread_fence(std::memory_order_release); }
 
 // The best first; the last runs on every processor.
 const Kernel *const kAll[] = {
@@ -33,6 +37,8 @@ const Kernel *const kAll[] = {
     &kAvx512Clmul,
     &kAvx512,
     &kAvx2,
+#elif defined(__AARCH64EL__)
+    &kNeon,
 #endif
     &kPortable,
 };
@@ -43,6 +49,8 @@ bool runs_here(const Kernel *kernel) {
     if (kernel == &kAvx512Clmul) return crc && wide && __builtin_cpu_supports("vpclmulqdq");
     if (kernel == &kAvx512) return crc && wide;
     if (kernel == &kAvx2) return crc && __builtin_cpu_supports("avx2");
+#elif defined(__AARCH64EL__)
+    if (kernel == &kNeon) return getauxval(AT_HWCAP) & HWCAP_CRC32;
 #endif
     return kernel == &kPortable;
 }
@@ -59,7 +67,7 @@ std::atomic<const Kernel *> current{nullptr};
 }  // namespace
 
 const Kernel kPortable = {
-    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, no_fence,
+    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, fence,
 };
 
 const Kernel &kernel() {

@@ -7,10 +7,15 @@
 
 #include "kernel.h"
 
-#define KVL_AVX512 __attribute__((target("avx512f,sse4.2")))
-#define KVL_CLMUL __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
-#define KVL_AVX2 __attribute__((target("avx2,sse4.2")))
-#define KVL_SSE42 __attribute__((target("sse4.2")))
+#if defined(__clang__) && __clang_major__ >= 14
+#define KVL_CRC "sse4.2,crc32"  // a feature of its own there
+#else
+#define KVL_CRC "sse4.2"
+#endif
+#define KVL_AVX512 __attribute__((target("avx512f," KVL_CRC)))
+#define KVL_CLMUL __attribute__((target("avx512f,vpclmulqdq," KVL_CRC)))
+#define KVL_AVX2 __attribute__((target("avx2," KVL_CRC)))
+#define KVL_SSE42 __attribute__((target(KVL_CRC)))
 
 namespace kvl {
 namespace {
