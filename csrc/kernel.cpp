@@ -4,10 +4,6 @@
 #include <atomic>
 #include <cstring>
 
-#if defined(__AARCH64EL__)
-#include <sys/auxv.h>
-#endif
-
 #include "crc32c.h"
 
 namespace kvl {
@@ -43,17 +39,7 @@ const Kernel *const kAll[] = {
     &kPortable,
 };
 
-bool runs_here(const Kernel *kernel) {
-#if defined(__x86_64__)
-    bool crc = __builtin_cpu_supports("sse4.2"), wide = __builtin_cpu_supports("avx512f");
-    if (kernel == &kAvx512Clmul) return crc && wide && __builtin_cpu_supports("vpclmulqdq");
-    if (kernel == &kAvx512) return crc && wide;
-    if (kernel == &kAvx2) return crc && __builtin_cpu_supports("avx2");
-#elif defined(__AARCH64EL__)
-    if (kernel == &kNeon) return getauxval(AT_HWCAP) & HWCAP_CRC32;
-#endif
-    return kernel == &kPortable;
-}
+bool runs_here(const Kernel *kernel) { return kernel == &kPortable || is_supported(*kernel); }
 
 const Kernel *find(const char *name) {
     for (const Kernel *kernel : kAll)
@@ -69,6 +55,10 @@ std::atomic<const Kernel *> current{nullptr};
 const Kernel kPortable = {
     "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, fence,
 };
+
+#if !defined(__x86_64__) && !defined(__AARCH64EL__)
+bool is_supported(const Kernel &) { return false; }
+#endif
 
 const Kernel &kernel() {
     const Kernel *selected = current.load(std::memory_order_acquire);

@@ -40,6 +40,8 @@ extern const Kernel kAvx512Clmul;
 #elif defined(__AARCH64EL__)
 extern const Kernel kNeon;
 #endif
+// Whether this processor has the instructions of one that is not portable.
+bool is_supported(const Kernel &kernel);
 
 // The selected one; by default the best that this processor supports.
 const Kernel &kernel();

@@ -4,6 +4,7 @@
 #if defined(__AARCH64EL__)
 #include <arm_acle.h>
 #include <arm_neon.h>
+#include <sys/auxv.h>
 
 #include <atomic>
 #include <cstring>
@@ -95,6 +96,8 @@ const Kernel kNeon = {
     crc_of,
     fence,
 };
+
+bool is_supported(const Kernel &) { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
 
 }  // namespace kvl
 #endif
