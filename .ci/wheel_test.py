@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "safetensors")
 COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|c[89]9|clang|clang\+\+|nvcc|zig)(-[\d.]+)?")
+VECTORS = re.search(r"\b(avx2|crc32)\b", Path("/proc/cpuinfo").read_text())
 IDENTITY = """
 import sys, warnings
 import omni_kvlink
@@ -71,10 +72,9 @@ def without_compilers(folder: Path) -> None:
             link = folder / program.name
             if not COMPILER.fullmatch(program.name) and not link.is_symlink():
                 link.symlink_to(program)
-    if found := [
-        name for name in ("c++", "g++", "clang++", "nvcc") if shutil.which(name, path=folder)
-    ]:
-        raise SystemExit(f"PATH has {', '.join(found)}")
+    for name in ("c++", "g++", "clang++", "nvcc"):
+        if found := shutil.which(name, path=folder):
+            raise SystemExit(f"there is a compiler left: {found}")
 
 
 def check_identity(distribution: Path, folder: Path, python: Path) -> None:
@@ -84,13 +84,14 @@ def check_identity(distribution: Path, folder: Path, python: Path) -> None:
     is_wheel = distribution.suffix == ".whl"
     names = zipfile.ZipFile(distribution).namelist() if is_wheel else []
     has_cuda = any(name.endswith("_kvlink_cuda.so") for name in names)
-    expected = {
-        "imported from another place": Path(file).is_relative_to(folder / "env" / "lib"),
-        "another copier": copier.startswith("native " if is_wheel else "torch "),
-        "the CUDA part": (cuda == "CUDA part") == has_cuda,
+    problems = {
+        "it is imported from another place": not Path(file).is_relative_to(folder / "env" / "lib"),
+        "another copier is used": not copier.startswith("native " if is_wheel else "torch "),
+        "the copier ignores this processor's vectors": VECTORS and copier == "native portable",
+        "the CUDA part does not load": has_cuda and cuda != "CUDA part",
     }
-    if wrong := [name for name, is_right in expected.items() if not is_right]:
-        raise SystemExit(f"wrong: {', '.join(wrong)}")
+    if found := [name for name, is_so in problems.items() if is_so]:
+        raise SystemExit("; ".join(found))
 
 
 def run(folder: Path, *command: str | Path) -> str:
