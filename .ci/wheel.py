@@ -29,10 +29,11 @@ def main() -> None:
     if machine not in ("x86_64", "aarch64"):
         raise SystemExit(__doc__)
     drafts, dist = ROOT / "build" / "wheel" / machine, ROOT / "dist"
-    for folder in (drafts, dist):
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("*.tar.gz"), *folder.glob(f"*_{machine}.whl")):
-            old.unlink()
+    drafts.mkdir(parents=True, exist_ok=True)
+    dist.mkdir(exist_ok=True)
+    for old in (*drafts.glob("*.tar.gz"), *drafts.glob("*.whl"), *dist.glob(f"*_{machine}.whl")):
+        old.unlink()
+    run("validate_pyproject", str(ROOT / "pyproject.toml"))
     run("build", "--outdir", str(drafts), str(ROOT), **environment(drafts, machine))
     (draft,), (sdist,) = drafts.glob("*.whl"), drafts.glob("*.tar.gz")
     libraries = compiled(draft)
@@ -42,7 +43,7 @@ def main() -> None:
     # For another machine auditwheel takes no name, and finds the oldest glibc that suffices.
     name = f"manylinux_{GLIBC.replace('.', '_')}_{machine}" if is_native(machine) else "auto"
     run("auditwheel", "repair", "--plat", name, "--only-plat", "-w", str(dist), str(draft))
-    sdist = sdist.rename(dist / sdist.name)
+    sdist = sdist.replace(dist / sdist.name)
     (wheel,) = dist.glob(f"*-py3-none-manylinux*_{machine}.whl")
     run("auditwheel", "show", str(wheel))
     run("twine", "check", "--strict", str(sdist), str(wheel))

@@ -39,6 +39,8 @@ print(cuda.missing() or "CUDA part")
 def main() -> None:
     """Install, check, test."""
     distribution = Path(sys.argv[1]).resolve()
+    if not distribution.exists():
+        raise SystemExit(f"there is no {sys.argv[1]}; `make wheel` builds it")
     with tempfile.TemporaryDirectory(prefix="wheel-") as scratch:
         folder = Path(scratch)
         python = install(distribution, folder)
