@@ -103,12 +103,13 @@ def run(folder: Path, *command: str | Path) -> str:
         kept.pop(name, None)
     path = f"{folder / 'env' / 'bin'}{os.pathsep}{folder / 'bin'}"
     environment = {**kept, "PATH": path, "CUDA_HOME": str(folder / "none")}
-    print("+", *command, flush=True)
+    is_program = command[1] == "-c"
+    print("+", *(command[:2] if is_program else command), flush=True)
     done = subprocess.run(
         [*map(str, command)],
         cwd=folder / "copy",
         env=environment,
-        stdout=None if command[1] != "-c" else subprocess.PIPE,
+        stdout=subprocess.PIPE if is_program else None,
         text=True,
         check=False,
     )
