@@ -4,8 +4,8 @@
 
 The environment, a copy of the tests and of pytest's options lie outside this checkout, and PATH
 has no compiler. The package must come from the environment, with the native copier and, if the
-wheel has it, the CUDA part. The tests named run after that, and `kvlink-bench verify`. An sdist
-instead of a wheel must install without its compiled parts, and work with torch's copier.
+wheel has it, the CUDA part. The tests named run after that, and with a wheel `kvlink-bench verify`.
+An sdist instead must install without its compiled parts, and work with torch's copier.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
             copy(source, folder / "copy" / name)
         if sys.argv[2:]:
             run(folder, python, "-m", "pytest", "-p", "no:cacheprovider", *sys.argv[2:])
-        run(folder, python.with_name("kvlink-bench"), "verify")
+        if distribution.suffix == ".whl":
+            run(folder, python.with_name("kvlink-bench"), "verify")
 
 
 def install(distribution: Path, folder: Path) -> Path:
