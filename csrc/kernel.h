@@ -28,7 +28,7 @@ struct Kernel {
     void (*digest)(Src src, size_t n, uint32_t *crcs);
     // One CRC over any number of bytes.
     uint32_t (*crc)(uint32_t crc, const void *data, size_t n);
-    // Streamed stores become visible to others before any later store.
+    // All stores become visible to others before any later store.
     void (*fence)();
 };
 
@@ -37,7 +37,11 @@ extern const Kernel kPortable;
 extern const Kernel kAvx2;
 extern const Kernel kAvx512;
 extern const Kernel kAvx512Clmul;
+#elif defined(__AARCH64EL__)
+extern const Kernel kNeon;
 #endif
+// Whether this processor has the instructions of one that is not portable.
+bool is_supported(const Kernel &kernel);
 
 // The selected one; by default the best that this processor supports.
 const Kernel &kernel();

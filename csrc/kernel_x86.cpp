@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // AVX-512 and AVX2 by function-level targets, so that the library loads on every x86-64 processor.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <cstring>
 
 #include "kernel.h"
 
-#define KVL_AVX512 __attribute__((target("avx512f,sse4.2")))
-#define KVL_CLMUL __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
-#define KVL_AVX2 __attribute__((target("avx2,sse4.2")))
-#define KVL_SSE42 __attribute__((target("sse4.2")))
+#if defined(__clang__) && __clang_major__ >= 14
+#define KVL_CRC "sse4.2,crc32"  // a feature of its own there
+#else
+#define KVL_CRC "sse4.2"
+#endif
+#define KVL_AVX512 __attribute__((target("avx512f," KVL_CRC)))
+#define KVL_CLMUL __attribute__((target("avx512f,vpclmulqdq," KVL_CRC)))
+#define KVL_AVX2 __attribute__((target("avx2," KVL_CRC)))
+#define KVL_SSE42 __attribute__((target(KVL_CRC)))
 
 namespace kvl {
 namespace {
@@ -190,6 +196,25 @@ KVL_SSE42 uint32_t crc_sse42(uint32_t crc, const void *data, size_t n) {
 
 void fence() { _mm_sfence(); }
 
+// The states of vector registers that the system saves: bits of XCR0.
+constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;
+
+// By CPUID: the runtimes of some compilers lack what __builtin_cpu_supports reads.
+struct Processor {
+    bool crc = false, avx2 = false, avx512 = false, clmul = false;
+
+    Processor() {
+        unsigned a, b, c, d, saved = 0;
+        if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+        crc = c & bit_SSE4_2;
+        if (c & bit_OSXSAVE) asm("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = (saved & kSavesAvx) == kSavesAvx && (b & bit_AVX2);
+        avx512 = (saved & kSavesAvx512) == kSavesAvx512 && (b & bit_AVX512F);
+        clmul = avx512 && (c & bit_VPCLMULQDQ);
+    }
+};
+
 }  // namespace
 
 const Kernel kAvx512 = {
@@ -218,6 +243,13 @@ const Kernel kAvx2 = {
     crc_sse42,
     fence,
 };
+
+bool is_supported(const Kernel &kernel) {
+    static const Processor here;
+    return here.crc && (&kernel == &kAvx512Clmul ? here.clmul
+                        : &kernel == &kAvx512    ? here.avx512
+                                                 : here.avx2);
+}
 
 }  // namespace kvl
 #endif

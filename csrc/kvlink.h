@@ -91,7 +91,7 @@ typedef struct kvl_report {
 /* KVL_ABI of the library. */
 KVL_API int kvl_version(void);
 
-/* The instruction set in use: "avx512+clmul", "avx512", "avx2" or "portable". */
+/* The instruction set in use: "avx512+clmul", "avx512", "avx2", "neon" or "portable". */
 KVL_API const char *kvl_features(void);
 
 /* Select one by name, or the best with "auto"; not while copies are in progress. */

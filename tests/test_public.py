@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from absent import run
 from fork_server import new_interpreters
 
 import omni_kvlink
@@ -70,6 +71,21 @@ def test_importing_has_no_side_effect() -> None:
     later = tuple(f"{name}." for name in LATER)
     assert [name for name in found["modules"] if f"{name}.".startswith(later)] == []
     assert (found["threads"], found["descriptors"]) == (0, 0)
+
+
+OTHER_PLATFORM = """
+import sys
+sys.platform = "darwin"
+try:
+    import omni_kvlink
+except ImportError as error:
+    print(error, "torch" in sys.modules, sep="; ")
+"""
+
+
+def test_another_platform_is_refused_before_anything_is_imported() -> None:
+    expected = "omni_kvlink needs Linux; this Python runs on 'darwin'; False\n"
+    assert run(OTHER_PLATFORM) == expected
 
 
 # ---- what is public

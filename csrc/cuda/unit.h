@@ -59,6 +59,8 @@ KVLC_BOTH char *address_of(const Task &task, uint64_t element) {
     return task.view + at + element * task.width;
 }
 
+// Its members are accessed by name alone, never by a reference to one: compilers assume that
+// references to two types are different memory.
 template <class Element>
 union Value {
     static constexpr int kParts = sizeof(Wide) / sizeof(Element);
@@ -66,22 +68,16 @@ union Value {
     Element parts[kParts];
 };
 
-template <class Element>
-KVLC_BOTH void move_part(bool read, Element &part, char *memory) {
-    if (read)
-        part = *reinterpret_cast<const Element *>(memory);
-    else
-        *reinterpret_cast<Element *>(memory) = part;
-}
-
 // Copy between registers and the view, element by element.
 template <bool kRead, class Element>
 KVLC_BOTH void move_view(const Task &task, uint64_t unit, Value<Element> &value) {
     uint64_t per = task.unit / sizeof(Element), first = unit * per;
     KVLC_UNROLL
     for (int k = 0; k < Value<Element>::kParts; k++)
-        if (uint64_t(k) < per && first + k < task.elements)
-            move_part(kRead, value.parts[k], address_of(task, first + k));
+        if (uint64_t(k) < per && first + k < task.elements) {
+            auto element = reinterpret_cast<Element *>(address_of(task, first + k));
+            kRead ? value.parts[k] = *element : *element = value.parts[k];
+        }
 }
 
 // Copy between registers and the payload: 16 bytes at once, except at the end or if unaligned.
@@ -89,12 +85,17 @@ template <bool kRead, class Element>
 KVLC_BOTH void move_payload(const Task &task, uint64_t unit, Value<Element> &value) {
     uint64_t per = task.unit / sizeof(Element), first = unit * per;
     char *memory = task.payload + unit * task.unit;
-    if (task.unit == sizeof(Wide) && first + per <= task.elements)
-        return move_part(kRead, value.wide, memory);
+    if (task.unit == sizeof(Wide) && first + per <= task.elements) {
+        auto wide = reinterpret_cast<Wide *>(memory);
+        kRead ? value.wide = *wide : *wide = value.wide;
+        return;
+    }
     KVLC_UNROLL
     for (int k = 0; k < Value<Element>::kParts; k++)
-        if (uint64_t(k) < per && first + k < task.elements)
-            move_part(kRead, value.parts[k], memory + k * sizeof(Element));
+        if (uint64_t(k) < per && first + k < task.elements) {
+            auto element = reinterpret_cast<Element *>(memory) + k;
+            kRead ? value.parts[k] = *element : *element = value.parts[k];
+        }
 }
 
 // Several 16-byte elements are in flight at once; smaller ones are many already. Units beyond the

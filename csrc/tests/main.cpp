@@ -7,10 +7,12 @@ void test_copies(const char *features, int rounds);
 void test_refusals();
 void test_cuda();
 
+// Arguments: rounds of random copies; the instruction set that must be selected by default.
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
-    for (const char *features : {"portable", "avx2", "avx512", "avx512+clmul"})
+    for (const char *features : {"portable", "avx2", "avx512", "avx512+clmul", "neon"})
         test_copies(features, rounds);
+    if (argc > 2) CHECK(std::string(kvl_features()) == argv[2]);
     test_refusals();
     test_cuda();
     std::printf("%d failed\n", failures);

@@ -30,7 +30,7 @@ LARGE = 8 << 20
 """Bytes above which AUTO stores past the cache."""
 LIBRARY = "_kvlink.so"
 ENVIRONMENT = "OMNI_KVLINK_FEATURES"
-"""Environment variable that forces an instruction set: avx512, avx2 or portable."""
+"""Environment variable that forces an instruction set, as `features` names it."""
 
 CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
 DIGEST, BOUNDS, OVERLAP, ARGUMENT = 4, 2, 3, 1  # enum kvl_status
@@ -178,7 +178,7 @@ def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
 
 
 def features() -> str:
-    """Return the instruction set in use: avx512+clmul, avx512, avx2 or portable."""
+    """Return the instruction set in use: avx512+clmul, avx512, avx2, neon or portable."""
     return str(_load().kvl_features(), "ascii")
 
 

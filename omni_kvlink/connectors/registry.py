@@ -19,7 +19,7 @@ _ROWS: dict[str, tuple[str, str]] = {
     "shm": ("omni_kvlink.connectors.shm:BACKEND", ""),
     "zmq+tcp": ("omni_kvlink.connectors.zmq:TCP", "pip install pyzmq"),
     "zmq+ipc": ("omni_kvlink.connectors.zmq:IPC", "pip install pyzmq"),
-    "auto": ("omni_kvlink.connectors.auto:BACKEND", ""),
+    "auto": ("omni_kvlink.connectors.auto:BACKEND", "pip install pyzmq"),
     "ucx": ("omni_kvlink.connectors.ucx:BACKEND", "pip install 'omni-kvlink[ucx]'"),
 }
 

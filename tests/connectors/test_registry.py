@@ -8,6 +8,7 @@ import types
 from typing import Any, NoReturn
 
 import pytest
+from absent import cure
 
 from omni_kvlink import KVLink, UnavailableError
 from omni_kvlink.connectors import registry
@@ -41,6 +42,12 @@ def test_missing_package_names_the_cure(rows: None) -> None:
     assert "rdma" in registry.schemes()
     with pytest.raises(UnavailableError, match=r"omni_kvlink_rdma.*; pip install omni-kvlink-rdma"):
         registry.backend("rdma")
+
+
+@pytest.mark.parametrize("url", ["zmq+tcp://127.0.0.1:0", "zmq+ipc:///tmp/x", "auto://x?tcp=h:1"])
+def test_without_pyzmq_the_cure_is_named(url: str) -> None:
+    use = f"from omni_kvlink import KVLink\nKVLink.serve({url!r})"
+    assert cure("zmq", use).strip().endswith("; pip install pyzmq")
 
 
 def test_backend_that_cannot_run_here_says_why(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:

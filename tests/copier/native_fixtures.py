@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from omni_kvlink.payload.manifest import Manifest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-FEATURES = ("portable", "avx2", "avx512", "avx512+clmul")
+X86, ARM = ("avx2", "avx512", "avx512+clmul"), ("neon",)
+FEATURES = ("portable", *(ARM if platform.machine() == "aarch64" else X86))
 NEEDS_LIBRARY = pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
 DTYPES = {
     torch.float32: "F32",

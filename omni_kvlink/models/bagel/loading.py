@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.shards import WHOLE, Split, cuts_of
+from omni_kvlink.models.bagel.tokenizer import INSTALL
 from omni_kvlink.models.bagel.vae import Autoencoder, GroupNorm
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ def _few(names: list[str], separator: str = ", ", limit: int = 12) -> str:
 def _open(path: Path, device: str) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"no {path.name} in {path.parent}")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(f"reading a checkpoint needs safetensors: {INSTALL}") from error
     try:
         return safe_open(str(path), framework="pt", device=device)
     except SafetensorError as error:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from omni_kvlink.models.bagel.config import (
@@ -67,8 +66,12 @@ def make_tiny_checkpoint(
     The same seed gives the same bytes. Weights are bfloat16, the autoencoder's float32, as
     published. They are scaled so that an image varies from cell to cell and depends on the prompt,
     the noise and every layer of the cache. A `config` of other sizes than `tiny_config`'s must have
-    its vocabulary. Raises ImportError if the tokenizers package is not installed.
+    its vocabulary. Raises ImportError if tokenizers or safetensors is not installed.
     """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(f"writing a checkpoint needs safetensors: {INSTALL}") from error
     root, config = Path(directory), config or tiny_config()
     root.mkdir(parents=True, exist_ok=True)
     _write_configs(root, config)

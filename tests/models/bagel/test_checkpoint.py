@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from absent import check_untouched
 from safetensors.torch import load_file, save_file
 
 from omni_kvlink.errors import SchemaError
@@ -277,3 +278,15 @@ def test_missing_packages_are_named_when_they_are_needed(
     with pytest.raises(ImportError, match=r"pip install 'omni_kvlink\[bagel\]'"):
         make_tiny_checkpoint(checkpoint)
     assert pipeline.append_vit_image(context, torch.zeros(3, 16, 16)).kv_lens == [7]
+
+
+def test_without_safetensors_the_cure_is_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_untouched("omni_kvlink.models.bagel", "safetensors")
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"needs safetensors: pip install .*\[bagel\]"):
+        BagelPipeline.from_pretrained(checkpoint)
+    with pytest.raises(ImportError, match=r"needs safetensors: pip install .*\[bagel\]"):
+        make_tiny_checkpoint(tmp_path)
