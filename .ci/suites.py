@@ -31,7 +31,14 @@ PYTEST = (
     "test-vllm-omni",
 )
 OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo")
-PACKAGES = ("native-aarch64", "wheel", "wheel-test", "pythons", "wheel-aarch64-test")
+PACKAGES = (
+    "native-aarch64",
+    "wheel",
+    "wheel-test",
+    "pythons",
+    "wheel-aarch64",
+    "wheel-aarch64-test",
+)
 SUITES = (*OTHERS, *PACKAGES, *PYTEST)
 SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
 """Programs that the suites of the second architecture need, and Debian's packages of them."""
