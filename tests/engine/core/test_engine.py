@@ -189,7 +189,7 @@ def test_an_error_comes_at_its_deadline_while_others_run(fixture: EngineFixture)
 
 
 def hold(engine: DiffusionEngine) -> tuple[threading.Event, threading.Event]:
-    """Keep the first denoising step of every batch until the first event; the second: it is kept."""
+    """Keep the first step of every batch until the first event; the second is set meanwhile."""
     opened, entered = threading.Event(), threading.Event()
     hooks = runner_of(engine).pipeline.hooks
 
@@ -271,10 +271,16 @@ def until(true: Any) -> None:
 
 
 def test_an_abort_in_a_batch_leaves_the_others(fixture: EngineFixture) -> None:
-    opened, entered = hold(fixture.engine)
+    first_opened, entered = hold(fixture.engine)
+    fixture.send("first")
+    fixture.submit("first", num_inference_steps=2)
+    assert entered.wait(WAIT)
     for seed, name in enumerate("abcd"):
         fixture.send(name, seed=seed)
     futures = [fixture.submit(name, seed=seed) for seed, name in enumerate("abcd")]
+    until(lambda: fixture.manager.stats()["held"]["ready"] == 5)
+    opened, entered = hold(fixture.engine)
+    first_opened.set()
     assert entered.wait(WAIT)
     assert fixture.engine.scheduler.num_running == 4
     fixture.engine.abort("b")
