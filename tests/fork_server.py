@@ -111,7 +111,8 @@ def _fixed(environment: Any) -> dict[str, str]:
 
 
 _Popen: Any = subprocess.Popen
-_spawnv: Any = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_util: Any = multiprocessing.util
+_spawnv = _util.spawnv_passfds
 server = ForkServer()
 _signature = inspect.signature(_Popen._execute_child)
 
@@ -147,7 +148,7 @@ class ForkingPopen(_Popen):  # type: ignore[misc]
 def _fork_spawned(path: Any, arguments: Any, passed: Any) -> int:
     """Start what `multiprocessing` spawns: `spawnv_passfds`."""
     command = [os.fsdecode(part) for part in arguments]
-    own = multiprocessing.util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    own = _util._args_from_interpreter_flags()
     del command[1 : 1 + len(own)]  # the server has them
     if not server.can_run(command, dict(os.environ)):
         return int(_spawnv(path, arguments, passed))
@@ -164,14 +165,14 @@ def install() -> None:
 
 def _replace_starters() -> None:
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    multiprocessing.util.spawnv_passfds = _fork_spawned  # type: ignore[attr-defined]
+    _util.spawnv_passfds = _fork_spawned
 
 
 @contextlib.contextmanager
 def new_interpreters() -> Iterator[None]:
     """Start new interpreters meanwhile, for tests of what an import does."""
     subprocess.Popen = _Popen  # type: ignore[misc]
-    multiprocessing.util.spawnv_passfds = _spawnv  # type: ignore[attr-defined]
+    _util.spawnv_passfds = _spawnv
     try:
         yield
     finally:
