@@ -30,6 +30,9 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads of OpenMP that wait for each other spin, where cores are few or busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 SHAPE = (16, 24)
 STEPS = 5
-WAIT = 30.0
+WAIT = 120.0
+"""Seconds until a test that waits for an event gives up; nothing is proven by them."""
 _numbers = itertools.count()
 
 
@@ -123,7 +124,7 @@ def link(sockets: str, scheme: str = "shm", **options: Any) -> Iterator[KVProduc
     options = {"directory": sockets, "quota": 64 << 20, **options}
     with KVLink.serve(url(scheme), **options) as served:
         yield served
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + WAIT
         while served.stats()["memory"]["used"] and time.monotonic() < deadline:
             time.sleep(0.01)  # releases are on their way
         assert served.stats()["memory"]["used"] == 0, served.stats()

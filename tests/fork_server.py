@@ -6,6 +6,8 @@ started it, with the arguments, environment, directory and descriptors that were
 only a new interpreter can do (other options of Python, another host's namespace, settings that
 torch reads when it is loaded) starts one.
 
+Programs that such a program starts are new interpreters, unless its environment has `NESTED`.
+
 The server is this module, run as a program. It imports nothing of omni_kvlink.
 """
 
@@ -17,6 +19,7 @@ import fcntl
 import gc
 import inspect
 import json
+import multiprocessing.util
 import os
 import platform
 import runpy
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 PRELOADED = ("torch", "torch.distributed", "numpy", "msgspec", "yaml", "zmq")
 _READ_AT_IMPORT = ("CUDA_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 """Environment variables of which a change needs a new interpreter (but for PYTHONPATH)."""
+NESTED = "KVLINK_TESTS_FORK_NESTED"
+"""Environment variable: the program has a fork server of its own, its first child."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 """Numbers of the system call `clone`."""
 _CLONE_PARENT = 0x8000
@@ -82,6 +87,10 @@ class ForkServer:
                 self._socket.close()
                 self._process.wait()
 
+    def use(self, connection: socket.socket) -> None:
+        """Use a server that is a fork of this process; it ends with this process."""
+        self._socket, self._owner = connection, os.getpid()
+
     def begin(self) -> None:
         """Start the server; it is ready later."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,6 +111,8 @@ def _fixed(environment: Any) -> dict[str, str]:
 
 
 _Popen: Any = subprocess.Popen
+_util: Any = multiprocessing.util
+_spawnv = _util.spawnv_passfds
 server = ForkServer()
 _signature = inspect.signature(_Popen._execute_child)
 
@@ -134,20 +145,38 @@ class ForkingPopen(_Popen):  # type: ignore[misc]
             self._close_pipe_fds(*(given[name] for name in pipes))
 
 
+def _fork_spawned(path: Any, arguments: Any, passed: Any) -> int:
+    """Start what `multiprocessing` spawns: `spawnv_passfds`."""
+    command = [os.fsdecode(part) for part in arguments]
+    own = _util._args_from_interpreter_flags()
+    del command[1 : 1 + len(own)]  # the server has them
+    if not server.can_run(command, dict(os.environ)):
+        return int(_spawnv(path, arguments, passed))
+    descriptors = [0, 1, 2, *sorted(passed)]
+    program = Program(command[1:], dict(os.environ), os.getcwd(), descriptors, False)
+    return server.start(program, descriptors)
+
+
 def install() -> None:
-    """Let `subprocess` of this process start Python programs as forks of a server."""
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    """Let this process start Python programs as forks of a server."""
+    _replace_starters()
     server.begin()
+
+
+def _replace_starters() -> None:
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    _util.spawnv_passfds = _fork_spawned
 
 
 @contextlib.contextmanager
 def new_interpreters() -> Iterator[None]:
     """Start new interpreters meanwhile, for tests of what an import does."""
     subprocess.Popen = _Popen  # type: ignore[misc]
+    _util.spawnv_passfds = _spawnv
     try:
         yield
     finally:
-        subprocess.Popen = ForkingPopen  # type: ignore[misc]
+        _replace_starters()
 
 
 def _serve(requests: socket.socket) -> Program | None:
@@ -161,10 +190,26 @@ def _serve(requests: socket.socket) -> Program | None:
         if pid == 0:
             requests.close()
             _renumber(descriptors, program.descriptors)
-            return program
+            return _serve_nested(program) if NESTED in program.environment else program
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(str(pid).encode())
+
+
+def _serve_nested(program: Program) -> Program | None:
+    """Fork a server for what the program starts; the program here, in the server as `_serve`."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_NBYTES)
+    if os.fork():
+        there.close()
+        server.use(here)
+        _replace_starters()
+        return program
+    here.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in program.descriptors:  # the program's alone: whoever reads them waits for EOF
+        os.dup2(null, descriptor)
+    return _serve(there)
 
 
 def _clone() -> int:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.ipc.rpc import RpcClient
 
 
+BATCHES_OF_TWO: dict[str, Any] = {"request_batch_max_wait_ms": 4 * WAIT * 1e3}
+"""For two ranks: no batch begins before a request for each of them is there."""
+
+
 class EngineUnderTest:
     """An engine, and the producer of its KV.
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_fixtures import bundle, checkpoint, request
+from engine_fixtures import WAIT, bundle, checkpoint, request
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink import KVCacheBundle
 
-TIMEOUT = 60.0
 _numbers = itertools.count()
 EDIT = [torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8), "make it night"]
 
@@ -83,7 +82,7 @@ class RankProcesses:
             if process.is_alive():
                 end.send((None,))
         for process in self.processes:
-            process.join(TIMEOUT)
+            process.join(WAIT)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -91,7 +90,7 @@ class RankProcesses:
     def _answers(self, ranks: Sequence[int]) -> list[Any]:
         found = []
         for rank in ranks:
-            assert self._ends[rank].poll(TIMEOUT), f"rank {rank} does not answer"
+            assert self._ends[rank].poll(WAIT), f"rank {rank} does not answer"
             found.append(self._ends[rank].recv())
         return found
 
@@ -130,7 +129,7 @@ class Stage:
                 source_options=options,
                 sink_options=options,
                 receivers=parallel,
-                timeout=20,
+                timeout=WAIT,
             ),
         )
         self.ranks = RankProcesses(self.config)
@@ -143,7 +142,7 @@ class Stage:
         """
         live: Any = self.kv_sink.link._end.transfers._live  # type: ignore[attr-defined]
         keys = {part.key(one.request_id) for one in batch for part in self.kv_sink._parts}
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + WAIT
         while keys & set(live) and time.monotonic() < deadline:
             time.sleep(0.005)
         return sum(self.kv_sink.send(self.bundle_of(one)).nbytes for one in batch)
@@ -211,7 +210,7 @@ def receive(worker: Any, *requests: OmniDiffusionRequest) -> list[str]:
         manager.allocate(one)
         manager.prefetch(one)
     with changed:
-        assert changed.wait_for(lambda: KVState.RECEIVING not in states(), TIMEOUT)
+        assert changed.wait_for(lambda: KVState.RECEIVING not in states(), WAIT)
     return [state.value for state in states()]
 
 

@@ -22,7 +22,7 @@ make = functools.lru_cache(maxsize=1)(Case.make)
 
 def run(link: KVConsumer, job: dict[str, Any]) -> None:
     model = make(Case(**job["case"]))
-    with link.get(job["key"], timeout=30.0, verify="full") as payload:
+    with link.get(job["key"], timeout=120.0, verify="full") as payload:
         assert isinstance(payload, KVCacheTransferData | KVCacheBundle)
         cache = DynamicCacheAdapter().unpack(payload, config=model.config)
         first = payload if isinstance(payload, KVCacheTransferData) else payload["layers_0"]
@@ -37,7 +37,7 @@ def run(link: KVConsumer, job: dict[str, Any]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     url, sockets = sys.argv[1:]
-    with KVLink.connect(url, timeout=30.0, directory=sockets) as link:
+    with KVLink.connect(url, timeout=120.0, directory=sockets) as link:
         for line in sys.stdin:
             run(link, json.loads(line))
             print("decoded", flush=True)

@@ -29,11 +29,11 @@ def generate_image(
 ) -> None:
     received: Received | ReceivedStream
     if job["streamed"]:
-        received = link.stream_get(job["key"], timeout=30.0)
+        received = link.stream_get(job["key"], timeout=120.0)
         received.wait_for_layer(0, branch="gen")
         print("layer 0 is here", flush=True)
     else:
-        received = link.get(job["key"], timeout=30.0, verify="full")
+        received = link.get(job["key"], timeout=120.0, verify="full")
     with received as data:
         bundle = data.wait() if isinstance(data, ReceivedStream) else data
         assert isinstance(bundle, KVCacheBundle)
@@ -62,7 +62,7 @@ def main() -> None:
         dtype: BagelPipeline.from_pretrained(checkpoint, dtype=getattr(torch, dtype), stage="dit")
         for dtype in ("float32", "bfloat16")
     }
-    with KVLink.connect(url, timeout=30.0, directory=directory) as link:
+    with KVLink.connect(url, timeout=120.0, directory=directory) as link:
         for line in sys.stdin:
             job = json.loads(line)
             generate_image(link, pipelines[job["dtype"]], job, Path(out))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from engine_fixtures import WAIT
 from safetensors.torch import load_file
 
 from omni_kvlink import Allocation, KVCacheBundle, KVCacheTransferData, KVLink, KVProducer, Receipt
@@ -60,7 +61,7 @@ class Stages:
         receipt = self.link.put(bundle)
         self._request(key, dtype, params, streamed=False)
         self._expect_line("generated")
-        receipt.wait(timeout=10.0)
+        receipt.wait(timeout=WAIT)
         return receipt
 
     def stream(self, key: str, dtype: str, bundle: KVCacheBundle, params: DenoiseParams) -> Receipt:
@@ -79,7 +80,7 @@ class Stages:
                     self._expect_line("layer 0 is here")
         self._expect_line("generated")
         assert out.receipt
-        out.receipt.wait(timeout=10.0)
+        out.receipt.wait(timeout=WAIT)
         return out.receipt
 
     def allocate(self, key: str, dtype: str, rooms: dict[str, int]) -> Allocation:

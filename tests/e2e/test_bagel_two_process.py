@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from engine_fixtures import WAIT
 
 from omni_kvlink import PrefixOf, SameAs
 from omni_kvlink.adapters import BagelAdapter
@@ -85,7 +86,7 @@ def addresses_of(data: Payload) -> set[int]:
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -11,7 +11,6 @@ import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from engine_fixtures import WAIT, alone, bundle, config, link, request
 
 import omni_kvlink.engine
@@ -74,7 +73,6 @@ def lines_of_code(source: str) -> int:
     return len(code - documentation)
 
 
-@pytest.mark.timeout(60)
 def test_the_page_lists_the_single_process_path(sockets: str) -> None:
     listed = {name: int(lines) for name, lines in ROW.findall(PAGE.read_text())}
     lengths = {name: len((ROOT / name).read_text().splitlines()) for name in entered(sockets)}

@@ -189,7 +189,7 @@ def test_an_intermediate_stage_sends_the_kv_on(producer: KVProducer, sockets: st
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
-    with KVLink.connect(sink, timeout=5, directory=sockets) as downstream:
+    with KVLink.connect(sink, timeout=WAIT, directory=sockets) as downstream:
         one = request("r", "two hats", 3, need_kv_transfer=True)
         receive(runner, producer, one)
         output = results(runner.execute_model([one]))["r"]
@@ -213,7 +213,7 @@ def test_a_request_that_fails_here_fails_in_the_next_stage_at_once(
     sink = url()
     how = config(producer, sockets, kv_sinks=(sink,), kv_sink_options={"directory": sockets})
     runner = GPUDiffusionModelRunner(how, CPU)
-    with KVLink.connect(sink, timeout=5, directory=sockets) as downstream:
+    with KVLink.connect(sink, timeout=WAIT, directory=sockets) as downstream:
         runner.execute_model([request("r", need_kv_transfer=True)])
         with pytest.raises(TransferFailed, match="absent"):
             downstream.get("r", timeout=WAIT)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import alone, checkpoint, config, request
+from engine_fixtures import WAIT, alone, checkpoint, config, request
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
@@ -128,9 +128,9 @@ def test_ranks_meet(tmp_path: Path) -> None:
     ]
     for rank in ranks:
         rank.start()
-    found = sorted(answers.get(timeout=60) for _ in ranks)
+    found = sorted(answers.get(timeout=WAIT) for _ in ranks)
     for rank in ranks:
-        rank.join(30)
+        rank.join(WAIT)
     assert found == [(0, "gloo", 3.0), (1, "gloo", 3.0)]
 
 

@@ -59,7 +59,7 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
     ar = OmniARConfig(checkpoint(), dtype="float32", num_blocks=256, block_size=4, kv=kv)
     with (
         StageProcess(ar) as stage,
-        KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
+        KVLink.connect(stage.sink_urls[0], timeout=WAIT, directory=sockets) as consumer,
     ):
         for seed, (name, (prompt, _)) in enumerate(PROMPTS.items()):
             params = OmniDiffusionSamplingParams(height=16, width=24, seed=seed)

@@ -52,8 +52,15 @@ def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((image.int() - expected.int()).abs().max() <= 1)
 
 
-@pytest.mark.parametrize("seqs", [1, 4])
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize(
+    ("connector", "seqs"),
+    [
+        ("shm", 4),
+        ("zmq", 1),
+        pytest.param("shm", 1, marks=pytest.mark.slow),
+        pytest.param("zmq", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
     how = {
         "stages": [
@@ -61,7 +68,6 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
             {
                 "stage_id": 1,
                 "max_num_seqs": seqs,
-                "request_batch_max_wait_ms": 20.0,
                 "input_connectors": {"from_stage_0": "wire"},
             },
         ],
@@ -74,16 +80,22 @@ def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
         for h, w in [sizes[seed // 5 % 4]]
     ]
     prompts = [f"a fox, number {seed} " + "and so on " * (seed % 9) for seed in range(64)]
+    work = list(zip(prompts, params, strict=True))
     with OmniDiffusion(checkpoint(), how, dtype="float32") as omni:
-        images = omni.generate(prompts, params, timeout=100, output_type="pt")
-        (ar, dit), reader = omni.stats(), cast("DiffusionEngine", omni.stages[1])
+        reader = cast("DiffusionEngine", omni.stages[1])
+        opened, _ = hold(reader)  # until all are there, so that batches are full
+        futures = [omni.submit(*one, request_id=str(at)) for at, one in enumerate(work)]
+        until(lambda: reader.stats()["kv"]["received"] == 64)
+        opened.set()
+        images = [future.result(WAIT).result() for future in futures]
+        ar, dit = omni.stats()
         assert (ar["waiting"], ar["running"], ar["free_blocks"]) == (0, 0, 1024)
         assert (dit["waiting"], dit["running"], dit["kv"]["charged"]) == (0, 0, 0)
         assert (dit["kv"]["received"], dit["kv"]["freed"]) == (64, 64)
-        assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 50
+        assert dit["steps"] == 64 if seqs == 1 else dit["steps"] < 40
         assert runner_of(reader).connector.link.stats()["waiting"] == 0
         assert link_used(omni) == 0
-    for prompt, fields, image in zip(prompts, params, images, strict=True):
+    for (prompt, fields), image in zip(work, images, strict=True):
         expected = alone(prompt, **fields)
         same = torch.equal if seqs == 1 else close_to
         assert same(image[0], expected), prompt
@@ -96,7 +108,7 @@ def runner_of(engine: DiffusionEngine) -> Any:
 
 def link_used(omni: OmniDiffusion) -> int:
     """Bytes of the AR stage's link that are in use; releases may be in progress."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT
     while (used := omni.stats()[0]["link"]["memory"]["used"]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return int(used)
@@ -139,24 +151,23 @@ def put_corrupted(producer: KVProducer, name: str) -> Any:
 @pytest.mark.parametrize("fault_kind", ["missing", "late", "corrupt", "failed", "another size"])
 def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_kind: str) -> None:
     others = {name: fixture.submit(name, seed=seed) for seed, name in enumerate("ab")}
-    kind: type[Exception] = TransferTimeout
+    kind: Any = TransferTimeout
     if fault_kind == "corrupt":  # before a get is pending, which would verify it at once
         put_corrupted(fixture.producer, "bad")
         kind = IntegrityError
-    wrong = bundle("bad", shape=(8, 8))  # before the 0.5 s begin
-    started = time.monotonic()
-    future = fixture.submit("bad", kv_timeout=0.5)
+    missing = fault_kind in ("missing", "late")
+    future = fixture.submit("bad", kv_timeout=0.3 if missing else None)
     if fault_kind == "failed":
         fixture.producer.fail("bad", "the AR stage ran out of blocks")
         kind = TransferFailed
     elif fault_kind == "another size":
-        fixture.producer.put(wrong)
+        fixture.producer.put(bundle("bad", shape=(8, 8)))
         kind = SchemaError
     for seed, name in enumerate("ab"):
         fixture.send(name, seed=seed)
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         future.result(WAIT).result()
-    assert time.monotonic() - started < 0.5 + 0.25 + 0.5  # and a batch may be running
+    assert not missing or (caught.value.key, caught.value.waited) == ("bad", 0.3)
     if fault_kind == "late":
         fixture.producer.put(bundle("bad"), ttl=0.1)
     for seed, (_name, other) in enumerate(others.items()):
@@ -165,22 +176,22 @@ def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_k
 
 
 def test_an_error_comes_at_its_deadline_while_others_run(fixture: EngineFixture) -> None:
-    opened, entered = threading.Event(), threading.Event()
-    hold(fixture, opened, entered)
+    opened, entered = hold(fixture.engine)
     fixture.send("slow")
     slow = fixture.submit("slow")
     assert entered.wait(WAIT)
     started = time.monotonic()
     with pytest.raises(TransferTimeout):
         fixture.submit("missing", kv_timeout=0.3).result(WAIT).result()
-    assert 0.3 <= time.monotonic() - started < 0.55
-    opened.set()
+    assert time.monotonic() - started >= 0.3
+    opened.set()  # so the other one was running all the time
     assert torch.equal(slow.result(WAIT).result()[0], alone())
 
 
-def hold(fixture: EngineFixture, opened: threading.Event, entered: threading.Event) -> None:
-    """Keep the first denoising step of every batch until the gate opens."""
-    hooks = runner_of(fixture.engine).pipeline.hooks
+def hold(engine: DiffusionEngine) -> tuple[threading.Event, threading.Event]:
+    """Keep the first step of every batch until the first event; the second is set meanwhile."""
+    opened, entered = threading.Event(), threading.Event()
+    hooks = runner_of(engine).pipeline.hooks
 
     def velocity(branch: str, step: int, rows: Any, compute: Any) -> Any:
         if (branch, step) == ("gen", 0):
@@ -189,6 +200,7 @@ def hold(fixture: EngineFixture, opened: threading.Event, entered: threading.Eve
         return compute()
 
     hooks.velocity = velocity
+    return opened, entered
 
 
 def test_sabotage_no_image_without_its_kv(
@@ -222,8 +234,7 @@ def test_sabotage_no_image_without_its_kv(
 def test_an_abort_ends_one_request_and_gives_its_memory_back(
     fixture: EngineFixture, when: str
 ) -> None:
-    opened, entered = threading.Event(), threading.Event()
-    hold(fixture, opened, entered)
+    opened, entered = hold(fixture.engine)
     receipts = []
     if when != "running":
         receipts.append(fixture.send("first"))
@@ -239,7 +250,7 @@ def test_an_abort_ends_one_request_and_gives_its_memory_back(
     fixture.engine.abort("r")
     if when != "running":  # while the other one runs
         with pytest.raises(RequestAborted, match="waiting"):
-            future.result(5).result()
+            future.result(WAIT).result()
     opened.set()
     with pytest.raises(RequestAborted):
         future.result(WAIT).result()
@@ -260,11 +271,16 @@ def until(true: Any) -> None:
 
 
 def test_an_abort_in_a_batch_leaves_the_others(fixture: EngineFixture) -> None:
-    opened, entered = threading.Event(), threading.Event()
-    hold(fixture, opened, entered)
+    first_opened, entered = hold(fixture.engine)
+    fixture.send("first")
+    fixture.submit("first", num_inference_steps=2)
+    assert entered.wait(WAIT)
     for seed, name in enumerate("abcd"):
         fixture.send(name, seed=seed)
     futures = [fixture.submit(name, seed=seed) for seed, name in enumerate("abcd")]
+    until(lambda: fixture.manager.stats()["held"]["ready"] == 5)
+    opened, entered = hold(fixture.engine)
+    first_opened.set()
     assert entered.wait(WAIT)
     assert fixture.engine.scheduler.num_running == 4
     fixture.engine.abort("b")
@@ -276,8 +292,7 @@ def test_an_abort_in_a_batch_leaves_the_others(fixture: EngineFixture) -> None:
 
 
 def test_when_all_of_a_batch_are_aborted_it_ends(fixture: EngineFixture) -> None:
-    opened, entered = threading.Event(), threading.Event()
-    hold(fixture, opened, entered)
+    opened, entered = hold(fixture.engine)
     fixture.send("r")
     future = fixture.submit("r", num_inference_steps=10_000)
     assert entered.wait(WAIT)
@@ -306,17 +321,18 @@ def test_what_the_model_cannot_do_is_an_error(fixture: EngineFixture) -> None:
 
 
 def test_a_timeout_aborts_what_is_late(fixture: EngineFixture) -> None:
-    fixture.send("a")
-    with pytest.raises(TransferTimeout, match="missing"):
-        fixture.engine.generate([request("a"), request("missing")], timeout=2.0)
+    with pytest.raises(TransferTimeout, match="missing not done"):
+        fixture.engine.generate([request("missing")], timeout=0.2)
     until(lambda: fixture.manager.stats()["charged"] == 0)
+    fixture.send("a")
+    fixture.send("b")
+    fixture.engine.generate([request("a"), request("b")], timeout=WAIT)
 
 
 def test_closing_ends_what_waits_and_what_runs(sockets: str) -> None:
     with link(sockets) as producer:
         fixture = EngineFixture(producer, sockets)
-        opened, entered = threading.Event(), threading.Event()
-        hold(fixture, opened, entered)
+        opened, entered = hold(fixture.engine)
         fixture.send("runs")
         runs, waits = fixture.submit("runs"), fixture.submit("waits")
         assert entered.wait(WAIT)
@@ -326,7 +342,7 @@ def test_closing_ends_what_waits_and_what_runs(sockets: str) -> None:
         closing.join(WAIT)
         for future in (runs, waits):
             with pytest.raises((ClosedError, RequestAborted)):
-                future.result(1).result()
+                future.result(WAIT).result()
         with pytest.raises(ClosedError):
             fixture.submit("later")
         fixture.engine.close()
@@ -353,53 +369,46 @@ def test_all_come_through_a_budget_for_one(sockets: str) -> None:
         fixture.engine.close()
 
 
-def test_a_prefetch_hides_the_receive(sockets: str) -> None:
-    """From one request's end to the next one's start, with what came meanwhile, and without."""
-    gaps = {}
-    for prefetch in (True, False):
-        with link(sockets, "zmq", quota=1 << 30) as producer:
-            fixture = EngineFixture(producer, sockets, kv_prefetch=prefetch)
-            for seed in range(4):
-                producer.put(large(f"r{seed}", seed))
-            starts, ends = watch(fixture.engine.executor)
-            futures = [fixture.submit(f"r{seed}", seed=seed) for seed in range(4)]
-            outputs = [future.result(WAIT) for future in futures]
-            assert all(output.error is None for output in outputs)
-            gaps[prefetch] = sorted(b - a for a, b in zip(ends, starts[1:], strict=False))[1]
-            fixture.engine.close()
-    assert gaps[False] > 0.005  # the transfer is there, and can be seen
-    assert gaps[True] < gaps[False] / 3, gaps
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_prefetch_receives_while_another_request_runs(sockets: str, prefetch: bool) -> None:
+    with link(sockets) as producer:
+        fixture = EngineFixture(producer, sockets, kv_prefetch=prefetch)
+        opened, entered = hold(fixture.engine)
+        events = record(fixture)
+        for name in ("first", "second"):
+            fixture.send(name)
+        futures = [fixture.submit("first")]
+        assert entered.wait(WAIT)
+        futures.append(fixture.submit("second"))
+        if prefetch:  # comes while the first one runs
+            until(lambda: fixture.manager.stats()["held"]["ready"] == 2)
+        opened.set()
+        for future in futures:
+            assert torch.equal(future.result(WAIT).result()[0], alone())
+        fixture.engine.close()
+    order = ["receive first", "run first", "receive second", "end first", "run second"]
+    if not prefetch:
+        order[2:4] = ["end first", "receive second"]
+    assert events == [*order, "end second"]
 
 
-def large(name: str, seed: int) -> Any:
-    """A KV of 60 MB that says little: each layer long, all of it zeros but the first tokens."""
-    from omni_kvlink import KVCacheBundle, KVCacheTransferData, SameAs
-
-    small, tokens = bundle(name, seed=seed), 50_000
-    gen = small["gen"]
-    layer_blocks: dict[str, Any] = gen.layer_blocks
-    blocks = {
-        part: [torch.cat([rows, torch.zeros(tokens, 2, 16)]) for rows in layers]
-        for part, layers in layer_blocks.items()
-    }
-    total = gen.metadata.seq_len + tokens
-    metadata = {**gen.metadata.to_dict(), "kv_lens": [total], "seq_len": total}
-    long = KVCacheTransferData(name, blocks, (), metadata)
-    return KVCacheBundle(
-        name, {"gen": long, "cfg_text": small["cfg_text"], "cfg_img": SameAs("gen")}
-    )
-
-
-def watch(executor: Any) -> tuple[list[float], list[float]]:
-    """When each batch started, and when it ended."""
-    starts, ends, real = list[float](), list[float](), executor.execute_model
+def record(fixture: EngineFixture) -> list[str]:
+    """When each receive began, and when each batch began and ended."""
+    events: list[str] = []
+    executor: Any = fixture.engine.executor
+    run, receive = executor.execute_model, fixture.manager.prefetch
 
     def execute(scheduled: Any) -> Any:
-        starts.append(time.perf_counter())
+        (name,) = scheduled.request_ids
+        events.append(f"run {name}")
         try:
-            return real(scheduled)
+            return run(scheduled)
         finally:
-            ends.append(time.perf_counter())
+            events.append(f"end {name}")
 
-    executor.execute_model = execute
-    return starts, ends
+    def prefetch(one: Any) -> None:
+        events.append(f"receive {one.request_id}")
+        receive(one)
+
+    executor.execute_model, fixture.manager.prefetch = execute, prefetch
+    return events

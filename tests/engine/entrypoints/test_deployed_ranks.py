@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint
+from fork_server import NESTED
 from mp_fixtures import until
 
 from omni_kvlink.engine import EngineDeadError, OmniDiffusion
 
 WISH = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS}
 EDIT = [torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8), "make it night"]
+
+
+@pytest.fixture(autouse=True)
+def _nested_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage whose ranks are processes starts them as forks."""
+    monkeypatch.setenv(NESTED, "1")
 
 
 def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiffusion:

@@ -70,8 +70,7 @@ def single() -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("names", ["a", "abc"])
-@pytest.mark.parametrize("edit", [False, True], ids=["text", "edit"])
+@pytest.mark.parametrize(("names", "edit"), [("a", True), ("abc", False)], ids=["edit", "text"])
 def test_the_image_is_that_of_one_process(
     stage: Stage, single: Any, names: str, edit: bool
 ) -> None:

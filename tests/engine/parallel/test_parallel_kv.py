@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import bundle, request
+from engine_fixtures import WAIT, bundle, request
 from parallel_fixtures import EDIT, digest
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
@@ -59,7 +59,7 @@ class Stages:
         options = {"directory": sockets}
         urls = tuple(f"shm://parts-{next(_numbers)}" for _ in range(senders))
         self.config = KVConfig(
-            **{"sinks": urls, "sources": urls, "ttl": 30, "timeout": 5.0, **kv},
+            **{"sinks": urls, "sources": urls, "ttl": WAIT, "timeout": WAIT, **kv},
             sink_options={**options, "quota": 16 << 20},
             source_options=options,
             receivers=self.parallel,
@@ -98,7 +98,7 @@ class Stages:
                 branches[name] = dataclasses.replace(branch, metadata=metadata)
         return KVCacheBundle(data.request_id, branches)
 
-    def all_is_released(self, deadline: float = 5.0) -> bool:
+    def all_is_released(self, deadline: float = WAIT) -> bool:
         """Whether no sink has memory in use or pending receives within `deadline` seconds."""
         end = time.monotonic() + deadline
         while self._is_busy() and time.monotonic() < end:
@@ -140,7 +140,7 @@ def finish(manager: DiffusionKVManager, *kv_request: OmniDiffusionRequest) -> li
 
     manager.listen(wake)
     with over:
-        assert over.wait_for(lambda: KVState.RECEIVING not in states(), 20)
+        assert over.wait_for(lambda: KVState.RECEIVING not in states(), WAIT)
     return states()
 
 

