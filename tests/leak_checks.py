@@ -84,9 +84,9 @@ def _ancestors(pid: int, parents: dict[int, int]) -> set[int]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this process disconnect frozen peers after 0.4 s."""
+    """Links of this process disconnect frozen peers after 1.5 s."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 400)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
 
 
 @pytest.fixture(scope="session")

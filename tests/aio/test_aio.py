@@ -25,10 +25,10 @@ def test_round_trip(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         data = Recipe("k", bundle=True).make()
         receipt = await producer.put(data)
-        with await consumer.get("k", timeout=5, verify="full") as found:
+        with await consumer.get("k", timeout=60, verify="full") as found:
             assert fingerprint(found) == fingerprint(data)
         del found
-        await producer.wait(receipt, timeout=5)
+        await producer.wait(receipt, timeout=60)
         assert receipt.state == "released"
 
     run(test)
@@ -36,7 +36,7 @@ def test_round_trip(run: Callable[[Test], None]) -> None:
 
 def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        gets = [asyncio.ensure_future(consumer.get(f"k{n}", timeout=20)) for n in range(100)]
+        gets = [asyncio.ensure_future(consumer.get(f"k{n}", timeout=60)) for n in range(100)]
         await waiting(producer, 100)
         assert threading.active_count() < 20
         for n in reversed(range(100)):
@@ -76,7 +76,7 @@ def test_timeout(run: Callable[[Test], None]) -> None:
 
 def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        get = asyncio.ensure_future(consumer.get("k", timeout=20))
+        get = asyncio.ensure_future(consumer.get("k", timeout=60))
         await waiting(producer, 1)
         get.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -84,8 +84,8 @@ def test_cancelled_get_is_withdrawn(run: Callable[[Test], None]) -> None:
         await waiting(producer, 0)
         receipt = await producer.put(Recipe("k").make())
         assert receipt.state == "committed"
-        (await consumer.get("k", timeout=5)).release()
-        await producer.wait(receipt, timeout=5)
+        (await consumer.get("k", timeout=60)).release()
+        await producer.wait(receipt, timeout=60)
 
     run(test)
 
@@ -96,7 +96,7 @@ def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> N
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         for turn in range(60):
             key = f"k{turn}"
-            get = asyncio.ensure_future(consumer.get(key, timeout=20))
+            get = asyncio.ensure_future(consumer.get(key, timeout=60))
             for _ in range(turn % 6):
                 await asyncio.sleep(0)
             if turn % 3 == 0:
@@ -109,8 +109,8 @@ def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> N
             try:
                 (await get).release()
             except asyncio.CancelledError:
-                (await consumer.get(key, timeout=5)).release()
-            await producer.wait(receipt, timeout=5)
+                (await consumer.get(key, timeout=60)).release()
+            await producer.wait(receipt, timeout=60)
         await waiting(producer, 0)
         assert producer.stats()["memory"]["used"] == 0
 
@@ -120,7 +120,7 @@ def test_cancelled_at_any_moment_loses_nothing(run: Callable[[Test], None]) -> N
 def test_wait_for_gives_up_cleanly(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(consumer.get("k", timeout=20), 0.1)
+            await asyncio.wait_for(consumer.get("k", timeout=60), 0.1)
         await waiting(producer, 0)
 
     run(test)
@@ -128,9 +128,9 @@ def test_wait_for_gives_up_cleanly(run: Callable[[Test], None]) -> None:
 
 def test_failures_arrive(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        first = asyncio.ensure_future(consumer.get("a", timeout=20))
-        second = asyncio.ensure_future(consumer.get("b", timeout=20))
-        third = asyncio.ensure_future(consumer.get("c", timeout=20))
+        first = asyncio.ensure_future(consumer.get("a", timeout=60))
+        second = asyncio.ensure_future(consumer.get("b", timeout=60))
+        third = asyncio.ensure_future(consumer.get("c", timeout=60))
         await waiting(producer, 3)
         producer.fail("a", "out of luck")
         with pytest.raises(TransferFailed, match="out of luck"):
@@ -147,7 +147,7 @@ def test_failures_arrive(run: Callable[[Test], None]) -> None:
 
 def test_close_wakes_a_get(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        get = asyncio.ensure_future(consumer.get("k", timeout=20))
+        get = asyncio.ensure_future(consumer.get("k", timeout=60))
         await waiting(producer, 1)
         await consumer.close()
         with pytest.raises(ClosedError):
@@ -174,11 +174,11 @@ def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> No
 
 def test_many_readers_of_one_key(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        gets = [asyncio.ensure_future(consumer.get("k", timeout=20)) for _ in range(30)]
+        gets = [asyncio.ensure_future(consumer.get("k", timeout=60)) for _ in range(30)]
         await waiting(producer, 30)
         receipt = await producer.put(Recipe("k").make(), readers=30)
         for get in gets:
             (await get).release()
-        await producer.wait(receipt, timeout=5)
+        await producer.wait(receipt, timeout=60)
 
     run(test)

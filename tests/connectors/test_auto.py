@@ -23,7 +23,7 @@ from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
-from omni_kvlink.testing.rig import SLACK, Rig, expect
+from omni_kvlink.testing.rig import Rig, expect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ def test_the_fastest_transport_is_chosen(process: ProcessPeer, transport: str) -
     rig = Rig(fresh_url, {}, process)
     producer, reader = rig.serve(), rig.connect()
     producer.put(Recipe("k").make())
-    assert reader.call("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
+    assert reader.call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
     stats = reader.call("stats")
     assert stats["transport"] == transport
     assert ("share a kernel" in stats["why"]) == (transport == "shm")
@@ -105,11 +105,13 @@ def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
     rig = Rig(fresh_url, {}, far)
     producer, near, distant = rig.serve(), rig.connect_here(), rig.connect()
     receipt = producer.put(Recipe("k").make(), readers=2)
-    with near.get("k", timeout=5, verify="full"):
+    with near.get("k", timeout=60, verify="full"):
         pass
     assert not receipt.done
-    assert distant.call("get", key="k", timeout=5, verify="full") == fingerprint(Recipe("k").make())
-    receipt.wait(timeout=5)
+    assert distant.call("get", key="k", timeout=60, verify="full") == fingerprint(
+        Recipe("k").make()
+    )
+    receipt.wait(timeout=60)
     assert (near.stats()["transport"], distant.call("stats")["transport"]) == ("shm", "zmq")
     rig.close()
     far.close()
@@ -123,11 +125,11 @@ def test_a_producer_of_the_same_name_is_not_confused(caplog: pytest.LogCaptureFi
         caplog.at_level(logging.INFO, "omni_kvlink"),
         KVLink.serve(f"shm://{name}") as namesake,
         KVLink.serve(f"auto://{name}-b?tcp={tcp}") as producer,
-        KVLink.connect(url, timeout=5) as reader,
+        KVLink.connect(url, timeout=60) as reader,
     ):
         namesake.put(Recipe("k", seed=1).make())
         producer.put(Recipe("k", seed=2).make())
-        with reader.get("k", timeout=5) as data:
+        with reader.get("k", timeout=60) as data:
             assert fingerprint(data) == fingerprint(Recipe("k", seed=2).make())
         del data
         assert reader.stats()["transport"] in ("ucx", "zmq")
@@ -143,7 +145,7 @@ def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> Non
     for seed in range(2):
         producer.put(Recipe("k", seed=seed).make())
         expected = fingerprint(Recipe("k", seed=seed).make())
-        assert reader.call("get", key="k", timeout=5) == expected
+        assert reader.call("get", key="k", timeout=60) == expected
         producer.close()
         producer = rig.serve()
     assert reader.call("stats")["transport"] == transport
@@ -152,11 +154,11 @@ def test_a_producer_that_comes_back(process: ProcessPeer, transport: str) -> Non
 
 def test_without_tcp_it_is_shared_memory() -> None:
     url = f"auto://auto-{os.getpid()}-{next(_numbers)}"
-    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=5) as reader:
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=60) as reader:
         receipt = producer.put(Recipe("k").make())
-        with reader.get("k", timeout=5):
+        with reader.get("k", timeout=60):
             pass
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def test_nobody_serves() -> None:
@@ -186,8 +188,8 @@ def test_closed_while_it_chooses() -> None:
         assert other != met
         closing = threading.Thread(target=reader.close, daemon=True)
         closing.start()
-        expect(ClosedError, lambda: ended.result(5), within=SLACK)
-        closing.join(5)
+        expect(ClosedError, lambda: ended.result(60))
+        closing.join(60)
         assert not closing.is_alive()
 
 
@@ -213,11 +215,11 @@ def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         KVLink.serve(url, keys=str(keys / "producer.secret"), peers=str(tmp_path / "allowed")) as a,
         KVLink.connect(
             url.replace(url[7:].split("?")[0], other),
-            timeout=5,
+            timeout=60,
             keys=str(keys / "reader.secret"),
             peers=str(keys / "producer.public"),
         ) as b,
     ):
         a.put(Recipe("k").make())
-        with b.get("k", timeout=5):
+        with b.get("k", timeout=60):
             assert b.stats()["transport"] == "zmq"

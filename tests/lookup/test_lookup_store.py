@@ -224,7 +224,7 @@ def test_decode_first_waits_for_the_insert() -> None:
     timer = threading.Timer(0.2, insert, (store, tokens), {"states": 1})
     began = time.monotonic()
     timer.start()
-    with store.select(tokens, wait=True, timeout=20.0) as match:
+    with store.select(tokens, wait=True, timeout=60) as match:
         assert 0.1 < time.monotonic() - began < 10
         assert match.is_complete
         assert_right(match, tokens)
@@ -240,10 +240,10 @@ def test_waiting_ends_in_time_or_with_the_failure() -> None:
     timer = threading.Timer(0.1, store.fail, ([1, 2, 9], "out of memory"))
     timer.start()
     with pytest.raises(TransferFailed, match="out of memory"):
-        store.select([1, 2, 9], wait=True, timeout=20.0)
+        store.select([1, 2, 9], wait=True, timeout=60)
     timer.join()
     with pytest.raises(TransferFailed):  # a later caller, too
-        store.select([1, 2, 9], wait=True, timeout=20.0)
+        store.select([1, 2, 9], wait=True, timeout=60)
     with store.select([1, 2, 9]) as match:  # without waiting, the longest match is returned
         assert match.tokens == 2
     insert(store, [1, 2, 9])

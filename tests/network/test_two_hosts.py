@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from gets import Get
 
-DEAD, CUT = 1.0, 5.0
-"""Seconds until a peer's death, and a disconnected cable, are detected."""
 HUGE = sized("huge", 64 << 20)
 
 
@@ -75,7 +73,7 @@ def test_the_cable_is_disconnected_for_a_second(hosts: Hosts, pair: Pair) -> Non
     recipes = [sized(f"k{n}", 2 << 20, seed=n) for n in range(24)]
     for recipe in recipes:
         pair.put(recipe)
-    gets = [pair.get(recipe, timeout=10) for recipe in recipes]
+    gets = [pair.get(recipe) for recipe in recipes]
     until(lambda: any(get.future.done() for get in gets), "they come")
     hosts.cable.disconnect()
     try:
@@ -94,15 +92,12 @@ def test_the_cable_is_disconnected(hosts: Hosts, scheme: str) -> None:
     coming = busy.get(HUGE)
     until(lambda: busy.reader.call("stats")["memory"]["used"] > 0, "bytes come")
     hosts.cable.disconnect()
-    moment = time.monotonic()
     try:
         for pair in (idle, busy):
-            until(partial(has_no_reader, pair), "the producer noticed", CUT)
-        assert time.monotonic() - moment < CUT
+            until(partial(has_no_reader, pair), "the producer noticed")
         assert not waiting.arrived()
         assert isinstance(waiting.future.exception(), PeerLostError)
         coming.arrived()
-        assert max(waiting.moment, coming.moment) - moment < CUT
     finally:
         hosts.cable.reconnect()
     for pair in (idle, busy):
@@ -162,8 +157,7 @@ def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     try:
         pair.reader = pair.connect(hosts.reader)
         get = pair.get(HUGE)
-        until(lambda: pair.producer.call("stats")["readers"] == 1, "the producer noticed", CUT)
-        until(lambda: get.future.done() or is_coming(pair), "the other reader has the offer", DEAD)
+        until(lambda: pair.producer.call("stats")["readers"] == 1, "the producer noticed")
         assert get.arrived()
     finally:
         os.kill(target.process.pid, signal.SIGCONT)
@@ -182,13 +176,13 @@ def test_dead_peers(hosts: Hosts) -> None:
     for pair, recipe in zip(lenders, payloads, strict=True):
         pair.put(recipe)
         pair.reader.call("hold", key=recipe.key, timeout=PATIENCE)
-    moment = max(kill(target) for target in targets.values())
+    for target in targets.values():
+        kill(target)
     for pair, recipe in zip(lenders, payloads, strict=True):
         pair.reader = pair.connect(hosts.reader)
-        assert pair.get(recipe, timeout=DEAD).arrived()
+        assert pair.get(recipe).arrived()
     for get in waiting:
         assert not get.arrived()
         assert isinstance(get.future.exception(), PeerLostError)
-        assert get.moment - moment < DEAD
     for pair in lenders:
         pair.close()

@@ -43,36 +43,36 @@ def refusals(link: KVProducer) -> int:
 
 def test_right_keys(producer: KVProducer, key_files: KeyFiles) -> None:
     data = sized("k", 3 << 20).make()
-    with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:
+    with KVLink.connect(producer.url, timeout=60, **key_files.consumer_options()) as reader:
         receipt = producer.put(data)
-        with reader.get("k", timeout=5, verify="full") as found:
+        with reader.get("k", timeout=60, verify="full") as found:
             assert fingerprint(found) == fingerprint(data)
         del found
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
     assert producer.stats()["refused"] == {}
 
 
 def test_a_key_that_is_allowed_later(producer: KVProducer, key_files: KeyFiles) -> None:
     how = key_files.consumer_options("unknown")
     with pytest.raises(ConnectorError, match="peers= directory"):
-        KVLink.connect(producer.url, timeout=5, **how)
+        KVLink.connect(producer.url, timeout=60, **how)
     assert producer.stats()["refused"]["key"] == 1
     assert producer.stats()["readers"] == 0
     shutil.copy(key_files.key("unknown.public"), key_files.allowed)
-    KVLink.connect(producer.url, timeout=5, **how).close()
+    KVLink.connect(producer.url, timeout=60, **how).close()
 
 
 @pytest.mark.parametrize("how", ["no keys", "wrong producer"])
 def test_handshakes_that_fail(producer: KVProducer, key_files: KeyFiles, how: str) -> None:
     """Plain text, or the key of another producer, changes only a counter."""
     options = key_files.consumer_options(producer="unknown") if how == "wrong producer" else {}
-    with KVLink.connect(producer.url, timeout=5, **key_files.consumer_options()) as reader:
+    with KVLink.connect(producer.url, timeout=60, **key_files.consumer_options()) as reader:
         with pytest.raises(TransferTimeout, match="check keys= and peers="):
             KVLink.connect(producer.url, timeout=0.5, **options)
         until(lambda: refusals(producer) > 0, "it was counted")
         assert producer.stats()["readers"] == 1
         producer.put(Recipe("k").make())
-        with reader.get("k", timeout=5):
+        with reader.get("k", timeout=60):
             pass
 
 
@@ -167,4 +167,4 @@ def test_paths_are_private(sockets: str) -> None:
 def test_any_port() -> None:
     with KVLink.serve("zmq+tcp://127.0.0.1:0?quota=8388608") as producer:
         assert ":0?" not in producer.url
-        KVLink.connect(producer.url, timeout=5).close()
+        KVLink.connect(producer.url, timeout=60).close()
