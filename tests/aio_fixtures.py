@@ -70,7 +70,7 @@ class BlockingCopier(TorchCopier):
 
     def _pass(self) -> None:
         self.entered.set()
-        assert self.open.wait(60), "not opened in 10 s: the event loop was blocked"
+        assert self.open.wait(60), "not opened: the event loop was blocked"
 
     def gather(self, *args: Any) -> list[str]:
         self._pass()

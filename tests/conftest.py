@@ -12,6 +12,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+# Threads that wait for each other spin, and starve the processes beside them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import fork_server
 import pytest
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,13 +52,13 @@ def test_waiting_gets_hold_no_threads(run: Callable[[Test], None]) -> None:
 
 def test_the_event_loop_goes_on(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        get = asyncio.ensure_future(consumer.get("k", timeout=1))
-        longest, last = 0.0, time.monotonic()
-        while not get.done():
-            await asyncio.sleep(0.005)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < 0.5
-        with pytest.raises(TransferTimeout):
+        get = asyncio.ensure_future(consumer.get("k", timeout=60))
+        await waiting(producer, 1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not get.done()
+        consumer.abort("k")
+        with pytest.raises(TransferFailed):
             await get
 
     run(test)
@@ -68,7 +69,7 @@ def test_timeout(run: Callable[[Test], None]) -> None:
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match="never announced"):
             await consumer.get("k", timeout=0.2)
-        assert 0.19 < time.monotonic() - started < 0.45
+        assert time.monotonic() - started > 0.19
         await waiting(producer, 0)
 
     run(test)
@@ -157,17 +158,21 @@ def test_close_wakes_a_get(run: Callable[[Test], None]) -> None:
 
 
 def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> None:
-    """More gets than the pool has threads: each one's deadline holds all the same."""
+    """The pool has no free thread: each get's deadline holds all the same."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         await producer.close()
         while consumer.stats()["connected"]:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
-        started = time.monotonic()
-        gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(60)]
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        free = threading.Event()
+        occupied = asyncio.ensure_future(asyncio.to_thread(free.wait, 60))
+        gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(20)]
         for found in await asyncio.gather(*gets, return_exceptions=True):
             assert isinstance(found, (PeerLostError, TransferTimeout)), found
-        assert time.monotonic() - started < 0.4 + 0.25
+        assert not occupied.done()
+        free.set()
+        await occupied
 
     run(test)
 

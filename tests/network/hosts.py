@@ -12,6 +12,7 @@ import pytest
 from cable import Cable
 from gets import Get, insist
 
+from omni_kvlink.testing import faults
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 
@@ -39,8 +40,9 @@ class Hosts:
         self._targets: dict[str, ProcessPeer] = {}
         self.producer, self.reader = self.process(self.cable.left), self.process(self.cable.right)
 
-    def process(self, host: str) -> ProcessPeer:
-        self._peers.append(ProcessPeer(prefix=self.cable.inside(host)))
+    def process(self, host: str, armed: dict[str, str] | None = None) -> ProcessPeer:
+        env = faults.armed(armed) if armed else None
+        self._peers.append(ProcessPeer(env, self.cable.inside(host)))
         return self._peers[-1]
 
     def target(self, host: str) -> ProcessPeer:

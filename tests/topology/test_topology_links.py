@@ -249,7 +249,7 @@ def test_receivers_in_processes_of_their_own(
             for part in topology.sent_by(rank)
         ]
         for rank, reader in enumerate(readers):
-            found, _ = reader.communicate(timeout=60)
+            found, _ = reader.communicate(timeout=240)
             expected = contents(shard_of_cache(data, topology.receiver(rank)))
             assert json.loads(found) == [hashlib.sha256(one).hexdigest() for one in expected]
         for receipt in receipts:
