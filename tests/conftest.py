@@ -94,7 +94,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_failed, False):
         return  # its traceback keeps its links alive
     request.node.funcargs.clear()  # pytest itself would keep closed links alive
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _leftovers(before, threads) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -19,7 +19,7 @@ from omni_kvlink.connectors.auto import AutoConsumer
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
-from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, ending_checks
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
@@ -81,7 +81,19 @@ def process(
     peer.close()
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+QUICK = (delivery_checks.__name__, ending_checks.__name__)
+CHECKS = [
+    pytest.param(
+        check,
+        id=check.__name__[6:],
+        marks=[] if check.__module__ in QUICK else [pytest.mark.slow],
+    )
+    for check in CONNECTOR_CHECKS
+]
+"""Those of each transport itself are run in full; here, who connects to whom and who closes."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_connector(check: Check, process: ProcessPeer) -> None:
     run_check(check, Rig(fresh_url, {}, process))
 

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,8 +42,14 @@ class Hosts:
         self.producer, self.reader = self.process(self.cable.left), self.process(self.cable.right)
 
     def process(self, host: str, armed: dict[str, str] | None = None) -> ProcessPeer:
-        env = faults.armed(armed) if armed else None
-        self._peers.append(ProcessPeer(env, self.cable.inside(host)))
+        env = faults.armed(armed) if armed else dict(os.environ)
+        if HAS_UCX:  # it looks for devices in /sys, which `ip netns exec` mounts again
+            peer = ProcessPeer(env, ["ip", "netns", "exec", host])
+        else:
+            path = [str(Path(__file__).parent), env.get("PYTHONPATH", "")]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            peer = ProcessPeer(env, module="netns_peer", arguments=[host])
+        self._peers.append(peer)
         return self._peers[-1]
 
     def target(self, host: str) -> ProcessPeer:

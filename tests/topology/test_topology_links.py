@@ -266,10 +266,10 @@ from omni_kvlink.topology import slice_heads
 from watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
-blocks = {name: [torch.ones(32768, 8, 64)] for name in ("key_cache", "value_cache")}
-about = {"kv_lens": [32768], "ropes": [1], "num_layers": 1}
+blocks = {name: [torch.ones(16384, 8, 64)] for name in ("key_cache", "value_cache")}
+about = {"kv_lens": [16384], "ropes": [1], "num_layers": 1}
 data = KVCacheTransferData("r", blocks, (), about)
-part = slice_heads(data, 2, 6)  # 32 MiB of each 64
+part = slice_heads(data, 2, 6)  # 16 MiB of each 32
 plan = part.plan()
 region = Mapping.anonymous(plan.nbytes).region
 digests = copier.gather(part.tensors(), plan, region)  # threads and caches are there now
@@ -291,5 +291,5 @@ def test_slices_need_no_temporary(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     gathered, scattered, contiguous = map(int, done.stdout.split())
-    assert max(gathered, scattered) < 8 << 20
-    assert contiguous > 50 << 20  # the measure does see a temporary
+    assert max(gathered, scattered) < 6 << 20
+    assert contiguous > 25 << 20  # the measure does see a temporary
