@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink import KVLink, KVProducer
+from omni_kvlink import KVLink, KVLinkError, KVProducer
 from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
-from omni_kvlink.testing.rig import until
+from omni_kvlink.testing.rig import expect, until
 
 if TYPE_CHECKING:
     import pytest
@@ -59,6 +59,17 @@ def kill(target: ProcessPeer) -> None:
     """Kill a process, and wait until it has ended."""
     os.kill(target.process.pid, signal.SIGKILL)
     target.process.wait()
+
+
+def expect_reason(
+    kind: type[KVLinkError], reason: str, call: Callable[[float], object]
+) -> KVLinkError:
+    """Call with a timeout, a longer one if the error does not know the reason by then."""
+    for timeout in (0.2, 2.0, 20.0):
+        error = expect(kind, call, timeout)
+        if reason in str(error):
+            return error
+    raise error
 
 
 def until_loops_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,13 @@ def check_one_get_too_many(rig: Rig) -> None:
     receipt = producer.put(Recipe("two").make(), readers=2)
     reader.call("hold", key="two", timeout=60)
     reader.call("get", key="two", timeout=60)
-    error = expect(TransferTimeout, late.call, "get", key="two", timeout=0.3)
+    for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
+        error = expect(TransferTimeout, late.call, "get", key="two", timeout=timeout)
+        assert error.key == "two"
+        assert error.waited > 0.99 * timeout
+        if "every declared reader has it" in error.phase:
+            break
     assert "every declared reader has it" in error.phase, error.phase
-    assert error.key == "two"
-    assert error.waited > 0.29
     reader.peer.call("release", key="two")
     receipt.wait(timeout=60)
 

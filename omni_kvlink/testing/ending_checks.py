@@ -215,8 +215,8 @@ def check_deadline_across_a_restart(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     producer.close()
     until_disconnected(reader)
-    waiting = reader.submit("get", key="x", timeout=1.0)
-    expect(TimeoutError, waiting.result, 0.3)
+    waiting = reader.submit("get", key="x", timeout=0.5)
+    expect(TimeoutError, waiting.result, 0.1)
     rig.serve()
     error = waiting.exception(PATIENCE)
     assert isinstance(error, (TransferTimeout, PeerLostError)), error

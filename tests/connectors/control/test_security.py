@@ -7,9 +7,10 @@ import shutil
 import stat
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from fault_harness import expect_reason
 from key_fixtures import KeyFiles
 from zmq_fixtures import free_port, fresh_url
 
@@ -62,13 +63,19 @@ def test_a_key_that_is_allowed_later(producer: KVProducer, key_files: KeyFiles) 
     KVLink.connect(producer.url, timeout=60, **how).close()
 
 
+def expect_handshake_error(url: str, options: dict[str, Any]) -> None:
+    def connect(timeout: float) -> None:
+        KVLink.connect(url, timeout=timeout, **options)
+
+    expect_reason(TransferTimeout, "check keys= and peers=", connect)
+
+
 @pytest.mark.parametrize("how", ["no keys", "wrong producer"])
 def test_handshakes_that_fail(producer: KVProducer, key_files: KeyFiles, how: str) -> None:
     """Plain text, or the key of another producer, changes only a counter."""
     options = key_files.consumer_options(producer="unknown") if how == "wrong producer" else {}
     with KVLink.connect(producer.url, timeout=60, **key_files.consumer_options()) as reader:
-        with pytest.raises(TransferTimeout, match="check keys= and peers="):
-            KVLink.connect(producer.url, timeout=0.5, **options)
+        expect_handshake_error(producer.url, options)
         until(lambda: refusals(producer) > 0, "it was counted")
         assert producer.stats()["readers"] == 1
         producer.put(Recipe("k").make())
@@ -78,11 +85,8 @@ def test_handshakes_that_fail(producer: KVProducer, key_files: KeyFiles, how: st
 
 def test_a_producer_without_keys(key_files: KeyFiles, sockets: str) -> None:
     """A reader with keys does not connect in plain text."""
-    with (
-        KVLink.serve(fresh_url("tcp", sockets)) as producer,
-        pytest.raises(TransferTimeout, match="check keys= and peers="),
-    ):
-        KVLink.connect(producer.url, timeout=0.5, **key_files.consumer_options())
+    with KVLink.serve(fresh_url("tcp", sockets)) as producer:
+        expect_handshake_error(producer.url, key_files.consumer_options())
 
 
 def test_a_network_needs_keys(key_files: KeyFiles) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from zmq_fixtures import fresh_url
@@ -23,8 +23,6 @@ from omni_kvlink.testing.rig import Rig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from _pytest.mark import ParameterSet
-
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 
@@ -44,7 +42,7 @@ QUICK = {
 THOUSANDS_OF_CHUNKS = (stream_checks.check_readers_wait_for_a_large_put,)
 
 
-def parameters() -> Iterator[ParameterSet]:
+def parameters() -> Iterator[Any]:
     for transport, modules in QUICK.items():
         for check in CONNECTOR_CHECKS:
             quick = check.__module__ in modules
@@ -56,7 +54,7 @@ def parameters() -> Iterator[ParameterSet]:
             )
 
 
-@pytest.mark.parametrize(("transport", "check"), parameters())
+@pytest.mark.parametrize(("transport", "check"), list(parameters()))
 def test_connector(
     transport: str,
     check: Check,

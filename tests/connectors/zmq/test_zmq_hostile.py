@@ -316,8 +316,8 @@ def _payload(data: Any, key: str = "k") -> bytes:
     """Return the bytes that a producer would send."""
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
-        with KVLink.connect(producer.url, timeout=1) as reader:
-            pending = begin_get(reader, key, timeout=1)
-            region = pending.wait(timeout=1).region
+        with KVLink.connect(producer.url, timeout=60) as reader:
+            pending = begin_get(reader, key, timeout=60)
+            region = pending.wait(timeout=60).region
             assert region is not None
             return bytes(region.view())

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import until_loops_sleep
+from fault_harness import expect_reason, until_loops_sleep
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
@@ -69,11 +69,12 @@ def test_waiting_for_memory(producer: KVProducer, threads: ThreadPeer) -> None:
     for key in ("one", "two"):
         producer.put(sized(key, 3 * MIB).make())
     reader.call("hold", key="one", timeout=60)
-    error = expect(
+    error = expect_reason(
         TransferTimeout,
-        lambda: reader.call("get", key="two", timeout=2),
-        mentions=("waits for memory",),
+        "waits for memory",
+        lambda timeout: reader.call("get", key="two", timeout=timeout),
     )
+    assert isinstance(error, TransferTimeout)
     assert "quota" in error.phase
     waiting = reader.submit("get", key="two", timeout=60)
     until(lambda: producer.stats()["transfers"]["leased"] == 2, "it was offered again")
