@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import tempfile
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,7 +30,6 @@ from omni_kvlink.testing.rig import Rig, expect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "home", "leaves_nothing")
 HAS_UCX = ucx.unavailable() is None
@@ -48,19 +50,23 @@ def elsewhere(transport: str, folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     if transport == "shm":
         return env
-    folder.chmod(0o700)
     if transport == "zmq":  # nor is UCX installed there
         (folder / "ucxx.py").write_text("raise ImportError('it is not installed')\n")
         env["PYTHONPATH"] = os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])
     return {**env, "XDG_RUNTIME_DIR": str(folder)}
 
 
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A directory with room for a Unix socket's name; pytest's own have long paths."""
+    with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def home() -> Iterator[None]:
     """The directory in which this process and its children look for sockets."""
-    folder = tmp_path_factory.mktemp("home")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
+    with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         yield
 
@@ -72,13 +78,12 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def process(
-    home: None, transport: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ProcessPeer]:
+def process(home: None, transport: str) -> Iterator[ProcessPeer]:
     """A reader's process that has this transport only."""
-    peer = ProcessPeer(elsewhere(transport, tmp_path_factory.mktemp("elsewhere")))
-    yield peer
-    peer.close()
+    with short_folder() as folder:
+        peer = ProcessPeer(elsewhere(transport, folder))
+        yield peer
+        peer.close()
 
 
 QUICK = (delivery_checks.__name__, ending_checks.__name__)
@@ -111,9 +116,16 @@ def test_the_fastest_transport_is_chosen(process: ProcessPeer, transport: str) -
     rig.close()
 
 
-def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
+@pytest.fixture
+def far() -> Iterator[ProcessPeer]:
+    with short_folder() as folder:
+        peer = ProcessPeer(elsewhere("zmq", folder))
+        yield peer
+        peer.close()
+
+
+def test_near_and_far_readers_of_one_payload(far: ProcessPeer) -> None:
     """The bytes are in one place, and each reader gets them by its own transport."""
-    far = ProcessPeer(elsewhere("zmq", tmp_path))
     rig = Rig(fresh_url, {}, far)
     producer, near, distant = rig.serve(), rig.connect_here(), rig.connect()
     receipt = producer.put(Recipe("k").make(), readers=2)
@@ -126,7 +138,6 @@ def test_near_and_far_readers_of_one_payload(tmp_path: Path) -> None:
     receipt.wait(timeout=60)
     assert (near.stats()["transport"], distant.call("stats")["transport"]) == ("shm", "zmq")
     rig.close()
-    far.close()
 
 
 def test_a_producer_of_the_same_name_is_not_confused(caplog: pytest.LogCaptureFixture) -> None:

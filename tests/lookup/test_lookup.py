@@ -366,13 +366,12 @@ def test_the_only_producer_is_killed_while_a_consumer_waits(
     with lookup_process("producer", "shm://killed", questions.url, sockets) as process:
         link = KVLink.connect("shm://killed", timeout=60, directory=sockets)
         with LookupConsumer(questions, [link], model="m") as lookup:
-            asked = questions.stats
-            timer = threading.Thread(
-                target=lambda: (
-                    until(lambda: asked()["transfers"]["released"] == 1, "it has the question"),
-                    os.kill(process.pid, signal.SIGKILL),
-                )
-            )
+
+            def kill_once_asked() -> None:
+                until(lambda: questions.stats()["transfers"]["released"] == 1, "it was asked")
+                os.kill(process.pid, signal.SIGKILL)
+
+            timer = threading.Thread(target=kill_once_asked)
             timer.start()
             with pytest.warns(RuntimeWarning, match="gone"), pytest.raises(PeerLostError):
                 lookup.select([7, 7], wait=True, timeout=60)
