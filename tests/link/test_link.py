@@ -7,9 +7,11 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 import warnings
 import weakref
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,9 +27,13 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.link import consumer as link_consumer
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import PendingGet
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
@@ -323,3 +329,24 @@ def test_copies_are_counted_on_each_side() -> None:
         assert received.ledger.copies == 2
         received.release()
         receipt.wait(timeout=60)
+
+
+def test_the_time_of_a_reconnection_counts(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A get of 60 s whose connection took 59.9 s waits for 0.1 s only."""
+    _, consumer = ends
+    late = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + late[0], perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(link_consumer, "time", clock)
+    begin = consumer._end.begin_get
+
+    def begin_late(*arguments: Any, **options: Any) -> PendingGet:
+        late[0] = 59.9
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(consumer._end, "begin_get", begin_late)
+    error = expect(TransferTimeout, lambda: consumer.get("k", timeout=60))
+    assert error.waited < 59
