@@ -81,7 +81,7 @@ def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
         options["mode"] = "sealed"
     with (
         KVLink.serve(url, **options) as producer,
-        KVLink.connect(url, timeout=5, **options) as consumer,
+        KVLink.connect(url, timeout=60, **options) as consumer,
     ):
         yield producer, consumer
 

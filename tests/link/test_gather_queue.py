@@ -120,7 +120,7 @@ def test_an_error_of_an_earlier_layer_stops_the_writer(
     out._queue._pending[0].result(60)
     producer.abort("s")
     out.write_layer(1, *views["kv", 1])
-    assert out._queue._pending[-1].exception(20) is not None
+    assert out._queue._pending[-1].exception(60) is not None
     expect(TransferFailed, lambda: out.write_layer(2, *views["kv", 2]))
     out.fail("ended")
 
