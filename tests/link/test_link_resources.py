@@ -132,7 +132,7 @@ def test_hundreds_of_transfers_leave_nothing(ends: tuple[KVProducer, KVConsumer]
         turn()
     until_freed(producer)
     until(lambda: process.num_fds() <= descriptors, "the descriptors are back")
-    assert process.memory_info().rss - memory < 4 << 20
+    assert process.memory_info().rss - memory < 1 << 20
 
 
 def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
