@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest, sockets: str) -> Callable[[Test], None]:
         options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
         async with (
             await AsyncKVLink.serve(url, **options) as producer,
-            await AsyncKVLink.connect(url, timeout=5, **options) as consumer,
+            await AsyncKVLink.connect(url, timeout=60, **options) as consumer,
         ):
             yield producer, consumer
 
@@ -48,7 +48,7 @@ def run(request: pytest.FixtureRequest, sockets: str) -> Callable[[Test], None]:
 
 async def waiting(producer: AsyncKVProducer, number: int) -> None:
     """Wait until `number` gets wait at the producer."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while producer.stats()["transfers"]["waiting"] != number:
         assert time.monotonic() < deadline, producer.stats()
         await asyncio.sleep(0.002)
@@ -56,7 +56,7 @@ async def waiting(producer: AsyncKVProducer, number: int) -> None:
 
 async def freed(producer: AsyncKVProducer) -> None:
     """Wait until no byte of the producer's memory is used."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while producer.stats()["memory"]["used"]:
         assert time.monotonic() < deadline, producer.stats()
         await asyncio.sleep(0.002)
@@ -70,7 +70,7 @@ class BlockingCopier(TorchCopier):
 
     def _pass(self) -> None:
         self.entered.set()
-        assert self.open.wait(10), "not opened in 10 s: the event loop was blocked"
+        assert self.open.wait(60), "not opened: the event loop was blocked"
 
     def gather(self, *args: Any) -> list[str]:
         self._pass()
@@ -82,7 +82,7 @@ class BlockingCopier(TorchCopier):
 
 
 async def entered(copier: BlockingCopier) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not copier.entered.is_set():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)

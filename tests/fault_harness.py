@@ -6,18 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink import KVLink, KVProducer
+from omni_kvlink import KVLink, KVLinkError, KVProducer
+from omni_kvlink.connectors.runtime import event_loop
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
+from omni_kvlink.testing.rig import expect, until
+
+if TYPE_CHECKING:
+    import pytest
 
 Start = Callable[..., ProcessPeer]
-
-NOTICED = 0.5
-"""Seconds from a process's end until every survivor has detected it."""
 
 
 class Field:
@@ -53,18 +55,38 @@ class Field:
         self.here.close()
 
 
-def timed(future: Future[Any]) -> Future[float]:
-    """Return a future of the time at which `future` ends; it is set just after that result."""
-    ended: Future[float] = Future()
-    future.add_done_callback(lambda _: ended.set_result(time.monotonic()))
-    return ended
-
-
-def kill(target: ProcessPeer) -> float:
-    """Kill a process and return when it had ended (`time.monotonic`)."""
+def kill(target: ProcessPeer) -> None:
+    """Kill a process, and wait until it has ended."""
     os.kill(target.process.pid, signal.SIGKILL)
     target.process.wait()
-    return time.monotonic()
+
+
+def expect_reason(
+    kind: type[KVLinkError], reason: str, call: Callable[[float], object]
+) -> KVLinkError:
+    """Call with a timeout, a longer one if the error does not know the reason by then."""
+    for timeout in (0.2, 2.0, 20.0):
+        error = expect(kind, call, timeout)
+        if reason in str(error):
+            return error
+    raise error
+
+
+def until_loops_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until every event loop of this process sleeps for 30 s, if nothing happens."""
+    sleeps: dict[EventLoop, float] = {}
+    sleep = EventLoop._sleep
+
+    def record(loop: EventLoop, seconds: float) -> None:
+        sleeps[loop] = seconds
+        sleep(loop, seconds)
+
+    monkeypatch.setattr(EventLoop, "_sleep", record)
+    loops = [loop for loop in event_loop._loops if loop._thread.is_alive()]
+    assert loops
+    for loop in loops:
+        loop.call(lambda: None)  # its next sleep is recorded
+    until(lambda: all(sleeps.get(loop, 0.0) > 30 for loop in loops), "every loop sleeps")
 
 
 @contextmanager

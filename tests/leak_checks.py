@@ -49,9 +49,7 @@ def socket_dir() -> Iterator[str]:
     left = os.listdir(directory)
     shutil.rmtree(directory)
     assert all(name.endswith(".sock") for name in left), left
-    with contextlib.suppress(AssertionError):  # processes that were killed may still be ending
-        until(lambda: not left_over(before), "nothing is left", 5)
-    assert left_over(before) == set()
+    until(lambda: not left_over(before), "no file of this process in /dev/shm is left", 60)
 
 
 def shm_files() -> set[str]:
@@ -84,9 +82,9 @@ def _ancestors(pid: int, parents: dict[int, int]) -> set[int]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this process disconnect frozen peers after 0.4 s."""
+    """Links of this process disconnect frozen peers after 1.5 s."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 400)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import socket
 
 _numbers = itertools.count()
-_ports = itertools.count(20_000 + os.getpid() * 37 % 10_000)
+_ports = itertools.count(20_000 + os.getpid() * 997 % 12_000)
 
 
 def free_port() -> int:

@@ -110,7 +110,7 @@ class ArenaPool:
         least = MIN_ARENA if min_arena is None else min_arena
         self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
-        self._made = self._mapped = 0
+        self._made = self._mapped = self._waiting = 0
         self._closed = False
         # Entered by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class ArenaPool:
                     left = deadline - time.monotonic()
                     if nbytes > self.quota or left <= 0:
                         raise self._full(nbytes, timeout)
-                    self._changed.wait(left)
+                    self._wait(left)
                     continue
             return self._grow(size, nbytes)
 
@@ -172,7 +172,7 @@ class ArenaPool:
         self.free(self.reserve(nbytes))
 
     def stats(self) -> dict[str, int]:
-        """Return the current bytes (quota, mapped, used) and counts (arenas, blocks)."""
+        """Return bytes (quota, mapped, used) and counts (arenas, blocks, waiting threads)."""
         with self._lock:
             arenas = [arena for arena, _ in self._arenas.values()]
             free = sum(arena.free_nbytes for arena in arenas)
@@ -182,6 +182,7 @@ class ArenaPool:
                 "used": sum(arena.nbytes for arena in arenas) - free,
                 "arenas": len(arenas),
                 "blocks": sum(arena.blocks for arena in arenas),
+                "waiting": self._waiting,
             }
 
     def close(self) -> None:
@@ -191,6 +192,13 @@ class ArenaPool:
             self._arenas.clear()
             self._mapped = 0
             self._changed.notify_all()
+
+    def _wait(self, seconds: float) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._waiting -= 1
 
     def _allocate(self, nbytes: int) -> Block | None:
         holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())

@@ -2,7 +2,7 @@
 
     subprocess.Popen(command, env=faults.armed({"publish.before": "kill"}))
 
-Actions are `kill` (SIGKILL), `stop` (SIGSTOP), `sleep:SECONDS` and `raise` (RuntimeError).
+Actions are `kill` (SIGKILL), `stop` (SIGSTOP, once), `sleep:SECONDS` and `raise` (RuntimeError).
 """
 
 from __future__ import annotations

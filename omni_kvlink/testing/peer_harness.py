@@ -28,9 +28,9 @@ from omni_kvlink import errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds after which a call of a peer is given up."""
-STARTUP_TIMEOUT = 60.0
+STARTUP_TIMEOUT = 120.0
 """Seconds for a process to import what it needs, on a busy machine."""
 _ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
 
@@ -140,7 +140,7 @@ class ThreadPeer(Peer):
             self._commands.close_all()
         else:
             self._queue.put(None)
-            self._thread.join(5.0)
+            self._thread.join(60)
 
     def _run_queue(self) -> None:
         for run in iter(self._queue.get, None):
@@ -220,7 +220,7 @@ class ProcessPeer(Peer):
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self.process.wait(5)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

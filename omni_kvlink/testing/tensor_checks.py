@@ -17,7 +17,7 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import SLACK, Rig, deliver, expect, until_freed
+from omni_kvlink.testing.rig import Rig, deliver, expect, until_freed
 from omni_kvlink.testing.stream_checks import finish, write_all
 from omni_kvlink.testing.zero_copy_checks import can_put_direct, deliver_direct, fill
 
@@ -46,7 +46,7 @@ def check_tensors_have_their_structure(rig: Rig) -> None:
     for recipe in (NESTED, MIXED):
         data = recipe.make()
         receipt = producer.put(data)
-        received = here.get("t", timeout=5)
+        received = here.get("t", timeout=60)
         found = received.data
         assert type(found) is type(data)
         if isinstance(found, KVCacheBundle):
@@ -59,7 +59,7 @@ def check_tensors_have_their_structure(rig: Rig) -> None:
         received.release()
         expect(ClosedError, found.tensors)
         del found
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def check_tensors_by_asyncio(rig: Rig) -> None:
@@ -68,14 +68,14 @@ def check_tensors_by_asyncio(rig: Rig) -> None:
     async def transfer(data: Any) -> str:
         async with (
             await AsyncKVLink.serve(rig.url, **rig.options) as producer,
-            await AsyncKVLink.connect(rig.url, timeout=5, **rig.options) as consumer,
+            await AsyncKVLink.connect(rig.url, timeout=60, **rig.options) as consumer,
         ):
             receipt = await producer.put(data)
-            received = await consumer.get("t", timeout=5, verify="full")
+            received = await consumer.get("t", timeout=60, verify="full")
             found = fingerprint(received.data)
             received.release()
             del received
-            await producer.wait(receipt, timeout=5)
+            await producer.wait(receipt, timeout=60)
             return found
 
     for recipe in (NESTED, MIXED):
@@ -112,7 +112,7 @@ def check_scatter_of_tensors(rig: Rig) -> None:
     for recipe in RECIPES:
         data = recipe.make()
         receipt = producer.put(data)
-        received = here.get("t", timeout=5)
+        received = here.get("t", timeout=60)
         targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
         received.scatter(targets)
         assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
@@ -120,7 +120,7 @@ def check_scatter_of_tensors(rig: Rig) -> None:
         received.scatter(other)
         assert hash_tensors(other.tensors()) == hash_tensors(data.tensors()), recipe
         received.release()
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def check_stream_of_tensors(rig: Rig) -> None:
@@ -130,10 +130,10 @@ def check_stream_of_tensors(rig: Rig) -> None:
         data = recipe.make()
         layers = layers_of(data)
         with producer.stream_put(data) as out:
-            assert reader.call("stream_get", key="t", timeout=5) == [list(name) for name in layers]
+            assert reader.call("stream_get", key="t", timeout=60) == [list(name) for name in layers]
             write_all(out, layers, reader, "t")
         finish(reader, data)
-        out.commit().wait(timeout=5)
+        out.commit().wait(timeout=60)
 
 
 def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
@@ -145,10 +145,10 @@ def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
         copier.tamper = partial(flip_bit, name, -1)
         data = recipe.make()
         receipt = producer.put(data)
-        get = reader.submit("get", key="t", timeout=5, verify="full")
+        get = reader.submit("get", key="t", timeout=60, verify="full")
         expect(IntegrityError, get.result, PATIENCE, mentions=(path,))
-        expect(TransferFailed, receipt.wait, timeout=5, mentions=("rejected", path))
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", path))
         receipt = producer.put(data)
         targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
-        expect(IntegrityError, here.get("t", timeout=5).scatter, targets, mentions=(path,))
-        expect(TransferFailed, receipt.wait, timeout=5, within=5 + SLACK)
+        expect(IntegrityError, here.get("t", timeout=60).scatter, targets, mentions=(path,))
+        expect(TransferFailed, receipt.wait, timeout=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers
 from omni_kvlink.testing.memory_checks import MIB, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
-    SLACK,
     Rig,
     deliver,
     expect,
@@ -154,11 +152,11 @@ def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
     allocation, data = _filled(producer, sized("a", 1200 << 10))
     kept = dense(allocation.data.tensors()[0])
     deliver(producer, reader, allocation.data, data, copies=0, verify="full")
-    expect(CapacityError, producer.put, data, timeout=0.1, within=0.1 + SLACK)
+    expect(CapacityError, producer.put, data, timeout=0.1)
     assert hash_tensors([kept]) == hash_tensors(data.tensors()[:1])
     del kept
     until_freed(producer)
-    deliver(producer, reader, data, timeout=1)
+    deliver(producer, reader, data, timeout=60)
 
 
 def check_allocation_that_is_not_put(rig: Rig) -> None:
@@ -192,18 +190,18 @@ def check_abort_of_an_allocation(rig: Rig) -> None:
     mentions = ("the user left",)
     for link in (producer, here):
         allocation, data = _filled(producer, CACHE)
-        waiting = begin_get(here, "a", timeout=5)
+        waiting = begin_get(here, "a", timeout=60)
         until_requested(producer, 1)
         link.abort("a", "the user left")
-        expect(TransferFailed, waiting.wait, timeout=5, within=SLACK)
-        expect(TransferFailed, here.get, "a", timeout=5, mentions=mentions)
+        expect(TransferFailed, waiting.wait, timeout=60)
+        expect(TransferFailed, here.get, "a", timeout=60, mentions=mentions)
         expect(TransferFailed, producer.put, allocation.data, mentions=mentions)
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
         assert receipt.ledger.copies == 1
-        here.get("a", timeout=5).release()
-        receipt.wait(timeout=5)
+        here.get("a", timeout=60).release()
+        receipt.wait(timeout=60)
         until_freed(producer)
 
 
@@ -216,12 +214,12 @@ def check_streamed_in_place(rig: Rig) -> None:
         if tokens:
             plan, expected = _first_tokens(plan, tokens), _first_tokens(data, tokens)
         with producer.stream_put(plan) as out:
-            reader.call("stream_get", key="a", timeout=5)
+            reader.call("stream_get", key="a", timeout=60)
             write_all(out, layers_of(plan), reader, "a", "scatter_layer")
         assert out.ledger.copies == 0
         finish(reader, expected)
         del plan
-        out.commit().wait(timeout=5)
+        out.commit().wait(timeout=60)
         until_freed(producer)
 
 
@@ -239,9 +237,9 @@ def check_put_that_fails_in_the_background(rig: Rig) -> None:
     """The receipt and the reader's get raise the error of the background put."""
     producer, reader = rig.serve(copier=BrokenCopier()), rig.connect()
     allocation, _ = _filled(producer, CACHE)
-    waiting = reader.submit("get", key="a", timeout=5)
+    waiting = reader.submit("get", key="a", timeout=60)
     receipt = producer.put(allocation.data, background=True)
-    expect(TransferFailed, receipt.wait, timeout=5, mentions=("out of luck",))
+    expect(TransferFailed, receipt.wait, timeout=60, mentions=("out of luck",))
     expect(TransferFailed, waiting.result, 5, mentions=("out of luck",))
 
 
@@ -266,7 +264,7 @@ def deliver_direct(
     waiting = reader.submit("get", key=key, timeout=PATIENCE, verify="full")
     receipt = producer.put(data, direct=True, digests=digests)
     assert waiting.result(PATIENCE) == fingerprint(data)
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
     assert (receipt.ledger.copies, receipt.ledger.digests != "off") == (0, digests)
 
 
@@ -280,14 +278,14 @@ def check_direct_put_waits_for_its_readers(rig: Rig) -> None:
     putting = _start_direct_put(producer, data)
     first = reader.submit("get", key="d", timeout=PATIENCE)
     _until_offered(producer)
-    time.sleep(SLACK / 5)
+    deliver(producer, reader, Recipe("later").make())
     assert not putting.done(), "it did not wait for the second reader"
     assert not first.done(), "delivered before it was committed"
     second = reader.submit("get", key="d", timeout=PATIENCE)
     receipt = putting.result(PATIENCE)
     _overwrite(data)
     assert first.result(PATIENCE) == second.result(PATIENCE) == fingerprint(recipe.make())
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
 
 
 def check_direct_put_times_out(rig: Rig) -> None:
@@ -299,13 +297,13 @@ def check_direct_put_times_out(rig: Rig) -> None:
     data = recipe.make()
     put = partial(producer.put, data, direct=True)
     mentions = ("1 readers missing", "its caller's tensors")
-    expect(TransferTimeout, put, timeout=0.2, within=0.2 + SLACK, mentions=mentions)
+    expect(TransferTimeout, put, timeout=0.2, mentions=mentions)
     stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
     until_requested(producer, 1)
-    expect(TransferTimeout, put, readers=2, timeout=1.0, within=1.0 + SLACK, mentions=mentions)
+    expect(TransferTimeout, put, readers=2, timeout=1.0, mentions=mentions)
     _overwrite(data)
     stream.result(PATIENCE)
-    layer = reader.peer.submit("wait_layer", key="d", layer=0, timeout=5)
+    layer = reader.peer.submit("wait_layer", key="d", layer=0, timeout=60)
     expect(TransferFailed, layer.result, PATIENCE, mentions=("gave it up",))
     reader.peer.call("release", key="d")
     until_freed(producer)
@@ -323,7 +321,7 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     receipt = producer.put(data, direct=True)
     assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
     finish(reader, data)
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
 
 
 def check_direct_put_can_be_aborted(rig: Rig) -> None:
@@ -341,7 +339,7 @@ def check_direct_put_can_be_aborted(rig: Rig) -> None:
         waiting = reader.submit("get", key="d", timeout=PATIENCE)
         _until_offered(producer)
         end()
-        expect(TransferFailed, putting.result, PATIENCE, within=SLACK)
+        expect(TransferFailed, putting.result, PATIENCE)
         assert waiting.exception(PATIENCE) is not None
 
 

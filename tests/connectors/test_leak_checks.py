@@ -13,8 +13,11 @@ from leak_checks import left_over, shm_files
 
 UNRELATED = """
 import mmap, os, sys, time
+parent = os.getpid()
 if os.fork():
-    os._exit(0)  # the child belongs to nobody then
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.001)  # it belongs to nobody then
 os.setsid()
 with open(sys.argv[1], "wb+") as file:
     file.write(bytes(4096))

@@ -40,7 +40,7 @@ class Late(TorchCopier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> GatherHandle:
         def finish() -> list[str]:
-            assert self.go.wait(20)
+            assert self.go.wait(60)
             if self.error:
                 raise self.error
             return self.gather(sources, manifest, region)
@@ -68,11 +68,11 @@ def test_the_writer_goes_on_and_readers_wait(
     producer, consumer = ends
     with producer.stream_put(RECIPE.make()) as out:
         write(out)  # returns, though nothing has landed
-        stream = consumer.stream_get("s", timeout=5)
+        stream = consumer.stream_get("s", timeout=60)
         expect(TransferTimeout, lambda: stream.wait_for_layer(0, timeout=0.05))
         late.go.set()
     assert [layer.index for layer in stream] == [0, 1, 2]
-    assert fingerprint(stream.wait(timeout=5)) == fingerprint(RECIPE.make())
+    assert fingerprint(stream.wait(timeout=60)) == fingerprint(RECIPE.make())
     stream.release()
     assert out.receipt is not None
     assert out.ledger.copies == 1
@@ -84,7 +84,7 @@ def test_a_landing_that_fails_ends_the_stream(
     producer, consumer = ends
     late.error = OSError("the device is gone")
     out = producer.stream_put(RECIPE.make())
-    stream = consumer.stream_get("s", timeout=5)
+    stream = consumer.stream_get("s", timeout=60)
     write(out)
     late.go.set()
     expect(OSError, out.commit, mentions=("gone",))
@@ -105,7 +105,7 @@ def test_memory_waits_for_what_is_under_way(
     failing.join(0.2)
     assert producer.stats()["memory"]["blocks"] == 1
     late.go.set()
-    failing.join(20)
+    failing.join(60)
     until_freed(producer)
 
 
@@ -117,10 +117,10 @@ def test_an_error_of_an_earlier_layer_stops_the_writer(
     out = producer.stream_put(RECIPE.make())
     views = layers_of(RECIPE.make())
     out.write_layer(0, *views["kv", 0])
-    out._queue._pending[0].result(20)
+    out._queue._pending[0].result(60)
     producer.abort("s")
     out.write_layer(1, *views["kv", 1])
-    assert out._queue._pending[-1].exception(20) is not None
+    assert out._queue._pending[-1].exception(60) is not None
     expect(TransferFailed, lambda: out.write_layer(2, *views["kv", 2]))
     out.fail("ended")
 
@@ -134,7 +134,7 @@ def test_a_forgotten_stream_waits_for_what_is_under_way(
     forgetting.join(0.2)
     assert producer.stats()["memory"]["blocks"] == 1
     late.go.set()
-    forgetting.join(20)
+    forgetting.join(60)
     until_freed(producer)
 
 
@@ -153,7 +153,7 @@ def test_announcements_fit_into_messages(
     monkeypatch.setattr(producer_module, "MAX_DIGITS", 8)
     with producer.stream_put(RECIPE.make()) as out:
         write(out)
-        stream = consumer.stream_get("s", timeout=5)
+        stream = consumer.stream_get("s", timeout=60)
         assert [layer.index for layer in stream] == [0, 1, 2]
     stream.release()
     monkeypatch.setattr(producer_module, "MAX_DIGITS", 7)

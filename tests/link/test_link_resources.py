@@ -8,13 +8,13 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import footprint
 import psutil
 import pytest
 import torch
+from fault_harness import until_loops_sleep
 
 from omni_kvlink import (
     CapacityError,
@@ -41,7 +41,7 @@ def test_memory_limit_is_a_capacity_error(sockets: str) -> None:
             {"key_cache": [huge], "value_cache": [huge]},
             metadata=KVMetadata((2 * memory,), (0,), 1),
         )
-        error = expect(CapacityError, lambda: _put_without_digests(producer, data), within=10)
+        error = expect(CapacityError, lambda: _put_without_digests(producer, data))
         assert error.requested > 2 * memory
         assert producer.stats()["memory"]["used"] == 0
 
@@ -82,14 +82,14 @@ def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
     options: dict[str, Any] = {"directory": sockets, "quota": 256 << 20}
     with (
         KVLink.serve("shm://warm", **options) as producer,
-        KVLink.connect("shm://warm", timeout=5, **options) as consumer,
+        KVLink.connect("shm://warm", timeout=60, **options) as consumer,
     ):
         for turn in range(4):
             before = resource.getrusage(resource.RUSAGE_SELF)
             receipt = producer.put(data)
-            with consumer.get("k", timeout=5, verify="full"):
+            with consumer.get("k", timeout=60, verify="full"):
                 pass
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
             after = resource.getrusage(resource.RUSAGE_SELF)
             faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
             if turn:
@@ -98,43 +98,41 @@ def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["inproc", "shm"], indirect=True)
-def test_idle_link_costs_nothing(ends: tuple[KVProducer, KVConsumer]) -> None:
-    """Two connected ends and a waiting get: under 1 % of one core."""
+def test_an_idle_link_sleeps(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two connected ends and a waiting get poll nothing."""
     producer, consumer = ends
     waiting = threading.Thread(
         target=lambda: expect(TransferFailed, lambda: consumer.get("k", timeout=60))
     )
     waiting.start()
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the want arrived")
-    time.sleep(0.1)  # it goes to sleep
-    before, started = time.process_time(), time.monotonic()
-    time.sleep(2)
-    used = (time.process_time() - before) / (time.monotonic() - started)
+    until_loops_sleep(monkeypatch)
     consumer.abort("k")
     waiting.join()
-    assert used < 0.01, f"{100 * used:.2f} % of a core"
 
 
-def test_thousand_transfers_leave_nothing(ends: tuple[KVProducer, KVConsumer]) -> None:
+def test_hundreds_of_transfers_leave_nothing(ends: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = ends
     data = Recipe("k").make()
     process = psutil.Process()
 
     def turn() -> None:
         receipt = producer.put(data)
-        with consumer.get("k", timeout=5):
+        with consumer.get("k", timeout=60):
             pass
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
     for _ in range(100):
         turn()
     until_freed(producer)
     descriptors, memory = process.num_fds(), process.memory_info().rss
-    for _ in range(1000):
+    for _ in range(300):
         turn()
     until_freed(producer)
     until(lambda: process.num_fds() <= descriptors, "the descriptors are back")
-    assert process.memory_info().rss - memory < 8 << 20
+    assert process.memory_info().rss - memory < 1 << 20
 
 
 def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
@@ -147,7 +145,7 @@ def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
         for side in ("produce", "consume")
     }
     try:
-        output = {side: process.communicate(timeout=60)[0] for side, process in sides.items()}
+        output = {side: process.communicate(timeout=240)[0] for side, process in sides.items()}
     finally:
         for process in sides.values():
             process.kill()

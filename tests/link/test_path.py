@@ -40,7 +40,7 @@ def transfer(sockets: str, trace: Trace) -> None:
     """Put and get two caches; the second one, with everything warm, is traced."""
     with (
         KVLink.serve("shm://path", directory=sockets) as producer,
-        KVLink.connect("shm://path", timeout=5, directory=sockets) as consumer,
+        KVLink.connect("shm://path", timeout=60, directory=sockets) as consumer,
     ):
         for name in ("cold", "warm"):
             layers: dict[str, Any] = {"key_cache": [torch.randn(1024, 4, 64)]}
@@ -49,7 +49,7 @@ def transfer(sockets: str, trace: Trace) -> None:
             cache = KVCacheTransferData(name, layers, metadata=about)
             received: list[Received] = []
             get: Callable[[], None] = lambda name=name, into=received: into.append(  # type: ignore[misc]  # noqa: E731
-                consumer.get(name, timeout=5)
+                consumer.get(name, timeout=60)
             )
             trace.is_on = name == "warm"
             thread = threading.Thread(target=get)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.rig import SLACK, expect, until_freed
+from omni_kvlink.testing.rig import expect, until_freed
 from omni_kvlink.testing.zero_copy_checks import fill
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def cache(recipe: Recipe = RECIPE) -> KVCacheTransferData:
 def test_as_the_documents_say(ends: Ends) -> None:
     producer, consumer = ends
     with producer.stream_put(cache()) as out:
-        stream = consumer.stream_get("s", timeout=5)
+        stream = consumer.stream_get("s", timeout=60)
         write(out, 0, 1, 2)
     seen = [(layer.key.shape, layer.value.shape) for layer in stream]
     assert seen == [((10, 2, 24), (10, 2, 24))] * 3
     stream.release()
     assert out.receipt is not None
-    out.receipt.wait(timeout=5)
+    out.receipt.wait(timeout=60)
     assert out.ledger.copies == 1
     assert list(out.ledger.seconds) == ["plan", "reserve", "copy", "publish"]
 
@@ -68,7 +68,7 @@ def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:
 def test_a_manifest_is_a_plan(ends: Ends) -> None:
     producer, consumer = ends
     plan = cache().plan(digests=False)
-    with producer.stream_put(plan) as out, consumer.stream_get("s", timeout=5) as stream:
+    with producer.stream_put(plan) as out, consumer.stream_get("s", timeout=60) as stream:
         write(out, 2, 1, 0)
         assert out.commit().ledger.digests == stream.ledger.digests == "off"
         assert fingerprint(stream.wait()) == fingerprint(cache())
@@ -80,13 +80,12 @@ def test_a_manifest_is_a_plan(ends: Ends) -> None:
 def test_a_forgotten_stream_is_loud_and_its_readers_are_told(ends: Ends) -> None:
     producer, consumer = ends
     out = producer.stream_put(cache())
-    stream = consumer.stream_get("s", timeout=5)
+    stream = consumer.stream_get("s", timeout=60)
     with pytest.warns(ResourceWarning, match="'s' was not committed"):
         del out
     expect(
         TransferFailed,
         lambda: stream.wait_for_layer(0),
-        within=SLACK,
         mentions=("never committed",),
     )
     stream.release()
@@ -104,7 +103,7 @@ def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     until_freed(producer)
 
@@ -142,7 +141,7 @@ def test_an_error_for_each_who_waits(ends: Ends) -> None:
     """One error raised in several threads would gather the frames of all of them."""
     producer, consumer = ends
     out = producer.stream_put(cache())
-    stream = consumer.stream_get("s", timeout=5)
+    stream = consumer.stream_get("s", timeout=60)
     out.fail("no")
     errors = [expect(TransferFailed, lambda: stream.wait_for_layer(n)) for n in (0, 0, 1)]  # noqa: B023
     assert len(set(map(id, errors))) == 3
@@ -161,7 +160,7 @@ def test_allocated_payloads_are_safetensors(ends: Ends, tokens: int, tmp_path: P
     fill(allocation, data)
     sent = _first(allocation.data, tokens)
     producer.put(sent)
-    received = consumer.get("s", timeout=5, verify="full")
+    received = consumer.get("s", timeout=60, verify="full")
     file = tmp_path / "payload.safetensors"
     region = received._delivery.region
     assert region is not None
@@ -192,7 +191,7 @@ def test_other_bytes_are_not_taken_for_those_of_the_plan(ends: Ends) -> None:
         out.write_layer(0, key, value)
         for layer, views in enumerate(others, 1):
             out.write_layer(layer, *views)
-    with consumer.get("s", timeout=5, verify="full") as found:
+    with consumer.get("s", timeout=60, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
     assert out.ledger.copies == 0
 
@@ -224,7 +223,7 @@ def test_a_link_keeps_no_spent_allocations(ends: Ends) -> None:
                 for layer, views in enumerate(layers_of(data).values()):
                     out.write_layer(layer, *views)
                 del views
-        consumer.get("s", timeout=5).release()
+        consumer.get("s", timeout=60).release()
         until_freed(producer)
     assert not producer._allocations
     kept = producer.allocate(cache())
@@ -236,7 +235,7 @@ def test_a_link_keeps_no_spent_allocations(ends: Ends) -> None:
 def test_a_stream_says_what_it_has_not(ends: Ends) -> None:
     producer, consumer = ends
     with producer.stream_put(Recipe("b", bundle=True).make()) as out:
-        stream: ReceivedStream = consumer.stream_get("b", timeout=5)
+        stream: ReceivedStream = consumer.stream_get("b", timeout=60)
         expect(SchemaError, lambda: stream.wait_for_layer(0), mentions=("which branch",))
         expect(SchemaError, lambda: stream.wait_for_layer(0, branch="cfg_text"))
         expect(SchemaError, lambda: out.write_layer(0, torch.zeros(1)), mentions=("which branch",))

@@ -16,7 +16,7 @@ def main() -> None:
     side, mine, theirs, sockets = sys.argv[1:]
     with KVLink.serve(mine, directory=sockets) as link:
         print("serving", flush=True)
-        peer = KVLink.connect(theirs, timeout=30.0, directory=sockets)
+        peer = KVLink.connect(theirs, timeout=60, directory=sockets)
         if side == "producer":
             store = PrefixStore(1 << 20)
             insert(store, TOKENS, states=1)
@@ -25,7 +25,7 @@ def main() -> None:
                 sys.stdin.readline()
             return
         with LookupConsumer(link, [peer], model="m") as lookup:
-            match = lookup.select(TOKENS, timeout=30.0)
+            match = lookup.select(TOKENS, timeout=60)
             print(match.tokens, flush=True)
             sys.stdin.readline()
             match.release()

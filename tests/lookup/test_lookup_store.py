@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +21,10 @@ from omni_kvlink import (
 )
 from omni_kvlink.lookup import PrefixStore
 from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BIG = 1 << 30
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -218,14 +222,23 @@ def test_another_models_cache_is_refused() -> None:
         store.insert([4, 5], None, keys, values, hidden([1, 2, 3]))
 
 
+def once_awaited(store: PrefixStore, call: Callable[[], None]) -> threading.Thread:
+    """Call this when a thread waits for the store."""
+
+    def run() -> None:
+        until(lambda: bool(store._changed._waiters), "a thread waits")  # type: ignore[attr-defined]
+        call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
 def test_decode_first_waits_for_the_insert() -> None:
     store, tokens = PrefixStore(BIG), list(range(6))
     insert(store, tokens[:3])
-    timer = threading.Timer(0.2, insert, (store, tokens), {"states": 1})
-    began = time.monotonic()
-    timer.start()
-    with store.select(tokens, wait=True, timeout=20.0) as match:
-        assert 0.1 < time.monotonic() - began < 10
+    timer = once_awaited(store, lambda: insert(store, tokens, states=1))
+    with store.select(tokens, wait=True, timeout=60) as match:
         assert match.is_complete
         assert_right(match, tokens)
     timer.join()
@@ -237,13 +250,12 @@ def test_waiting_ends_in_time_or_with_the_failure() -> None:
     with pytest.raises(TransferTimeout, match="2 of them are here") as late:
         store.select([1, 2, 9], wait=True, timeout=0.05)
     assert late.value.phase == "never announced"
-    timer = threading.Timer(0.1, store.fail, ([1, 2, 9], "out of memory"))
-    timer.start()
+    timer = once_awaited(store, lambda: store.fail([1, 2, 9], "out of memory"))
     with pytest.raises(TransferFailed, match="out of memory"):
-        store.select([1, 2, 9], wait=True, timeout=20.0)
+        store.select([1, 2, 9], wait=True, timeout=60)
     timer.join()
     with pytest.raises(TransferFailed):  # a later caller, too
-        store.select([1, 2, 9], wait=True, timeout=20.0)
+        store.select([1, 2, 9], wait=True, timeout=60)
     with store.select([1, 2, 9]) as match:  # without waiting, the longest match is returned
         assert match.tokens == 2
     insert(store, [1, 2, 9])

@@ -186,6 +186,7 @@ class PoolModel(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.pool.stats() == {
+            "waiting": 0,
             "quota": self.QUOTA,
             "mapped": sum(self.sizes.values()),
             "used": sum(block.nbytes for block in self.used),

@@ -54,10 +54,6 @@ class Cable:
             self.close()
             raise
 
-    def inside(self, host: str) -> list[str]:
-        """Return the prefix of a command that runs in a namespace."""
-        return ["ip", "netns", "exec", host]
-
     def disconnect(self) -> None:
         """Let nothing pass from now on, without notifying either side."""
         _do("ip", "-n", self.left, "link", "set", "eth0", "down")
@@ -93,10 +89,7 @@ class Cable:
         found: list[socket.socket] = []
 
         def enter() -> None:
-            libc = ctypes.CDLL(None, use_errno=True)
-            with open(f"/run/netns/{self.left}") as there:
-                if libc.setns(there.fileno(), _CLONE_NEWNET):  # of this thread alone
-                    raise OSError(ctypes.get_errno(), "setns")
+            enter_namespace(self.left)
             found.append(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL)))
 
         thread = threading.Thread(target=enter)
@@ -110,6 +103,14 @@ class Cable:
     def close(self) -> None:
         for host in self.address:  # the veth pair is removed with them
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def enter_namespace(name: str) -> None:
+    """Move the calling thread, and all that it starts, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def missing() -> str:

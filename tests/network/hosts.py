@@ -6,12 +6,14 @@ import importlib.util
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cable import Cable
 from gets import Get, insist
 
+from omni_kvlink.testing import faults
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 
@@ -39,8 +41,15 @@ class Hosts:
         self._targets: dict[str, ProcessPeer] = {}
         self.producer, self.reader = self.process(self.cable.left), self.process(self.cable.right)
 
-    def process(self, host: str) -> ProcessPeer:
-        self._peers.append(ProcessPeer(prefix=self.cable.inside(host)))
+    def process(self, host: str, armed: dict[str, str] | None = None) -> ProcessPeer:
+        env = faults.armed(armed) if armed else dict(os.environ)
+        if HAS_UCX:  # it looks for devices in /sys, which `ip netns exec` mounts again
+            peer = ProcessPeer(env, ["ip", "netns", "exec", host])
+        else:
+            path = [str(Path(__file__).parent), env.get("PYTHONPATH", "")]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            peer = ProcessPeer(env, module="netns_peer", arguments=[host])
+        self._peers.append(peer)
         return self._peers[-1]
 
     def target(self, host: str) -> ProcessPeer:

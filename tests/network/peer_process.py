@@ -83,7 +83,7 @@ def produce(incarnation: Incarnation, log: Log) -> None:
         for key, readers in incarnation.tasks:
             data = recipe(key, incarnation.number).make()
             log.write(key, "put", int(readers))
-            receipt = link.put(data, readers=int(readers), ttl=TTL, timeout=30)
+            receipt = link.put(data, readers=int(readers), ttl=TTL, timeout=60)
             waiting.append((key, receipt))
             if len(waiting) == AHEAD:
                 wait_receipt(*waiting.popleft(), log)
@@ -94,12 +94,12 @@ def produce(incarnation: Incarnation, log: Log) -> None:
 
 def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
     with contextlib.suppress(TransferFailed, TransferTimeout):  # the state says which
-        receipt.wait(timeout=TTL + 30)
+        receipt.wait(timeout=TTL + 60)
     log.write(key, receipt.state)
 
 
 def read(incarnation: Incarnation, log: Log) -> None:
-    with KVLink.connect(incarnation.url, timeout=30, **incarnation.options) as link:
+    with KVLink.connect(incarnation.url, timeout=60, **incarnation.options) as link:
         for key, patience in incarnation.tasks:
             deadline = time.monotonic() + patience
             while not read_one(link, key, deadline, log):

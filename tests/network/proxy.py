@@ -60,16 +60,19 @@ class Connection:
     """A reader's side and a producer's.
 
     Attributes:
-        falsified: When bytes were first falsified (`time.monotonic`); 0 if none were.
-        ended: When the connection ended.
+        falsified: Whether bytes were falsified.
+        ended: Whether the connection ended.
     """
 
     def __init__(self, near: socket.socket, far: socket.socket):
         self.near, self.far = near, far
-        self.falsified = self.ended = 0.0
+        self.falsified = self.ended = False
+
+    def has_ended(self) -> bool:
+        return self.ended
 
     def end(self) -> None:
-        self.ended = self.ended or time.monotonic()
+        self.ended = True
         for sock in (self.near, self.far):
             with contextlib.suppress(OSError):  # it ended already
                 sock.shutdown(socket.SHUT_RDWR)
@@ -150,7 +153,7 @@ class Proxy:
                 if corruption and (treated != piece or corruption.harm == HARMLESS):
                     self.counts[corruption.harm] += 1
                     if corruption.harm in FALSE:
-                        connection.falsified = connection.falsified or time.monotonic()
+                        connection.falsified = True
                     elif corruption.harm == "stall":
                         self._swallow(source)
                 if corruption and corruption.harm in ENDING and not treated:

@@ -13,6 +13,7 @@ from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, Receipt, WireError
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
+from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 SIZES = (200, 20_000, 300_000, 1_500_000)
 COUNT = 12
-TIMEOUT = 2.0
-OVER = 2.0
-"""Seconds until a connection with falsified bytes ends."""
+TIMEOUT = 1.0
+"""Of gets whose bytes are harmed; they may time out."""
 LINKS = ["zmq+tcp, open", "zmq+tcp, encrypted"]
 if HAS_UCX:
     LINKS.append("ucx, encrypted")
@@ -51,13 +51,13 @@ class ProxyFixture:
         self.reader.call("connect", url=url, timeout=PATIENCE, **how, **consumer_options)
         self.receipts: list[Receipt] = []
 
-    def transfer(self, seed: str) -> list[Get]:
+    def transfer(self, seed: str, timeout: float) -> list[Get]:
         """Put and get payloads of every size, four at a time; return the ended gets."""
         gets: list[Get] = []
         for number in range(COUNT):
             recipe = sized(f"{seed}/{number}", SIZES[number % 4], seed=number)
             self.receipts.append(self.producer.put(recipe.make()))
-            gets.append(Get(self.reader, recipe, TIMEOUT))
+            gets.append(Get(self.reader, recipe, timeout))
             if number % 4 == 3:
                 for get in gets[-4:]:
                     get.arrived()
@@ -74,7 +74,8 @@ def fixture(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ProxyFixture]:
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 500)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
+    monkeypatch.setattr(runtime_consumer, "_RECONNECT_SECONDS", 60.0)
     scheme, how = request.param.split(", ")
     key_files = KeyFiles(tmp_path)
     keys = (
@@ -91,7 +92,7 @@ def transfer_under(fixture: ProxyFixture, harm: str, seed: str, mean: float) -> 
     """Return the gets during this harm, and check that the link works afterwards."""
     print("seed", seed)
     fixture.proxy.start_harm(harm, seed, mean)
-    gets = fixture.transfer(seed)
+    gets = fixture.transfer(seed, PATIENCE if harm == HARMLESS else TIMEOUT)
     assert fixture.proxy.counts[harm] > 0, "no harm was done"
     fixture.proxy.stop_harm()
     recipe = sized(f"{seed}/after", 100_000)
@@ -102,6 +103,10 @@ def transfer_under(fixture: ProxyFixture, harm: str, seed: str, mean: float) -> 
 
 def check_the_end(fixture: ProxyFixture) -> None:
     """Check that nothing waits for a closed reader, and that falsified connections ended."""
+    if fixture.is_encrypted:
+        for connection in fixture.proxy.connections:
+            if connection.falsified:
+                until(connection.has_ended, "a falsified connection ended")
     fixture.reader.call("close")
     until(lambda: fixture.producer.stats()["readers"] == 0, "the producer noticed")
     for receipt in fixture.receipts:
@@ -109,11 +114,6 @@ def check_the_end(fixture: ProxyFixture) -> None:
         if not receipt.done:
             fixture.producer.abort(receipt.key)
     until_freed(fixture.producer)
-    if fixture.is_encrypted:
-        for connection in fixture.proxy.connections:
-            if connection.falsified:
-                assert connection.ended
-                assert connection.ended - connection.falsified < OVER
 
 
 def check_errors(fixture: ProxyFixture, gets: list[Get]) -> None:
@@ -123,10 +123,9 @@ def check_errors(fixture: ProxyFixture, gets: list[Get]) -> None:
         assert [error for error in errors if isinstance(error, WireError)] == []
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_slow(fixture: ProxyFixture, seed: int) -> None:
+def test_slow(fixture: ProxyFixture) -> None:
     """Late bytes in other pieces are the bytes that were sent."""
-    arrived = [get.arrived() for get in transfer_under(fixture, HARMLESS, str(seed), 1)]
+    arrived = [get.arrived() for get in transfer_under(fixture, HARMLESS, HARMLESS, 1)]
     assert all(arrived)
     check_the_end(fixture)
 

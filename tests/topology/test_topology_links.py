@@ -43,13 +43,16 @@ class Stages:
             stack.enter_context(KVLink.serve(url, directory=sockets, quota=8 << 20)) for url in urls
         ]
         self.ends = [
-            [stack.enter_context(KVLink.connect(url, timeout=5, directory=sockets)) for url in urls]
+            [
+                stack.enter_context(KVLink.connect(url, timeout=60, directory=sockets))
+                for url in urls
+            ]
             for _ in range(topology.receivers)
         ]
 
     def get(self, rank: int, request_id: str) -> list[Received]:
         return [
-            self.ends[rank][part.shard.rank].get(part.key(request_id), timeout=5)
+            self.ends[rank][part.shard.rank].get(part.key(request_id), timeout=60)
             for part in self.topology.sent_to(rank)
         ]
 
@@ -90,7 +93,7 @@ def test_bit_exact(scheme: str, heads: int, senders: int, receivers: int, socket
             fill(stages.get(rank, "r"), mine)
             assert contents(mine) == contents(expected)
         for receipt in receipts:
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
             assert receipt.ledger.copies == 1
 
 
@@ -104,14 +107,14 @@ def test_merged_from_views(sockets: str) -> None:
             part = slice_heads(data, start, stop)
             receipts.append(link.put(part))
         got = [
-            stages.ends[0][rank].get(f"b/rank0of1:{start}-{stop}", timeout=5)
+            stages.ends[0][rank].get(f"b/rank0of1:{start}-{stop}", timeout=60)
             for rank, (start, stop) in enumerate(((0, 2), (2, 4)))
         ]
         merged = merge_heads([kv(one) for one in got], Shard(0, 1, (0, 4)))
         for one in got:
             one.release()
         for receipt in receipts:
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
         assert isinstance(merged, KVCacheBundle)
         assert {name: contents(merged[name]) for name in merged} == {
             name: contents(data[name]) for name in data
@@ -157,13 +160,13 @@ def test_layer_by_layer(sockets: str) -> None:
     url = f"shm://heads-{next(_numbers)}"
     with (
         KVLink.serve(url, directory=sockets) as link,
-        KVLink.connect(url, timeout=5, directory=sockets) as reader,
+        KVLink.connect(url, timeout=60, directory=sockets) as reader,
     ):
         tensors = part.of(data).tensors()
         with link.stream_put(part.of(plan)) as out:
             for layer in range(2):
                 out.write_layer(layer, *tensors[2 * layer : 2 * layer + 2])
-        with reader.get(part.key("r"), timeout=5, verify="full") as found:
+        with reader.get(part.key("r"), timeout=60, verify="full") as found:
             assert isinstance(found, KVCacheTransferData)
             assert contents(found) == contents(part.of(data))
             assert found.metadata.shard == part.shard
@@ -194,9 +197,9 @@ from omni_kvlink.topology import Topology, head_targets
 
 directory, rank, heads, receivers, *urls = sys.argv[1:]
 topology, rank = Topology(int(heads), len(urls), int(receivers)), int(rank)
-links = [KVLink.connect(url, timeout=20, directory=directory) for url in urls]
+links = [KVLink.connect(url, timeout=60, directory=directory) for url in urls]
 got = [
-    links[part.shard.rank].get(part.key("r"), timeout=20) for part in topology.sent_to(rank)
+    links[part.shard.rank].get(part.key("r"), timeout=60) for part in topology.sent_to(rank)
 ]
 about = {**got[0].data.metadata.to_dict(), "shard": topology.receiver(rank)}
 start, stop = topology.receiver(rank).heads
@@ -246,11 +249,11 @@ def test_receivers_in_processes_of_their_own(
             for part in topology.sent_by(rank)
         ]
         for rank, reader in enumerate(readers):
-            found, _ = reader.communicate(timeout=60)
+            found, _ = reader.communicate(timeout=240)
             expected = contents(shard_of_cache(data, topology.receiver(rank)))
             assert json.loads(found) == [hashlib.sha256(one).hexdigest() for one in expected]
         for receipt in receipts:
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
 
 
 NO_TEMPORARY = """
@@ -263,10 +266,10 @@ from omni_kvlink.topology import slice_heads
 from watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
-blocks = {name: [torch.ones(32768, 8, 64)] for name in ("key_cache", "value_cache")}
-about = {"kv_lens": [32768], "ropes": [1], "num_layers": 1}
+blocks = {name: [torch.ones(16384, 8, 64)] for name in ("key_cache", "value_cache")}
+about = {"kv_lens": [16384], "ropes": [1], "num_layers": 1}
 data = KVCacheTransferData("r", blocks, (), about)
-part = slice_heads(data, 2, 6)  # 32 MiB of each 64
+part = slice_heads(data, 2, 6)  # 16 MiB of each 32
 plan = part.plan()
 region = Mapping.anonymous(plan.nbytes).region
 digests = copier.gather(part.tensors(), plan, region)  # threads and caches are there now
@@ -288,5 +291,5 @@ def test_slices_need_no_temporary(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     gathered, scattered, contiguous = map(int, done.stdout.split())
-    assert max(gathered, scattered) < 8 << 20
-    assert contiguous > 50 << 20  # the measure does see a temporary
+    assert max(gathered, scattered) < 6 << 20
+    assert contiguous > 25 << 20  # the measure does see a temporary

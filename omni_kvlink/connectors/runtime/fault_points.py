@@ -45,11 +45,12 @@ enabled = bool(_ARMED)
 
 
 def point(name: str) -> None:
-    """Do what was armed for this point: `kill`, `stop`, `sleep:SECONDS` or `raise`."""
+    """Do what was armed for this point: `kill`, `stop` (once), `sleep:SECONDS` or `raise`."""
     action = _ARMED.get(name, "")
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
+        del _ARMED[name]
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action.startswith("sleep:"):
         time.sleep(float(action[6:]))

@@ -74,11 +74,11 @@ def test_a_message_that_arrives_while_a_producer_sends(sockets: str) -> None:
 
         def block() -> None:
             blocked.set()
-            go_on.wait(5)
+            go_on.wait(60)
             swallow(endpoint.listeners[0]._socket.socket)
 
         endpoint.loop.call(block)
-        assert blocked.wait(5)
+        assert blocked.wait(60)
         producer.fail("first", "failed by the test")  # the loop sends this, and must then read
         peer.send(Get(2, "second"))
         go_on.set()
@@ -89,9 +89,9 @@ def test_a_message_that_arrives_while_a_producer_sends(sockets: str) -> None:
 def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
     with (
         KVLink.serve(fresh_url("tcp", sockets)) as producer,
-        KVLink.connect(producer.url, timeout=5) as reader,
+        KVLink.connect(producer.url, timeout=60) as reader,
     ):
-        first = begin_get(reader, "first", timeout=5)
+        first = begin_get(reader, "first", timeout=60)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         end: Any = reader._end
         session = end._session
@@ -99,12 +99,12 @@ def test_a_message_that_arrives_while_a_reader_sends(sockets: str) -> None:
 
         def block() -> None:
             blocked.set()
-            go_on.wait(5)
+            go_on.wait(60)
             swallow(session._socket.socket)
 
         session._loop.call(block)
-        assert blocked.wait(5)
-        second = begin_get(reader, "second", timeout=5)
+        assert blocked.wait(60)
+        second = begin_get(reader, "second", timeout=60)
         producer.fail("first", "failed by the test")
         go_on.set()
         assert first.future.exception(2) is not None

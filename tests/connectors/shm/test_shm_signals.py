@@ -24,7 +24,7 @@ def test_puts_in_a_storm_of_signals(socket_dir: str, mode: str) -> None:
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         ) as process,
-        KVLink.connect("shm://storm", timeout=20, directory=socket_dir) as reader,
+        KVLink.connect("shm://storm", timeout=60, directory=socket_dir) as reader,
     ):
         assert process.stdin
         assert process.stdout
@@ -32,7 +32,7 @@ def test_puts_in_a_storm_of_signals(socket_dir: str, mode: str) -> None:
         for number in range(storm.PUTS):
             line = json.loads(process.stdout.readline())
             if line["ended"] == "put":
-                _check(reader, number, timeout=5)
+                _check(reader, number, timeout=60)
             else:
                 assert mode == "raise", line
                 assert line["ended"] == "Interrupt", line

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, kill, timed
+from fault_harness import Field, Start, kill
 
 from omni_kvlink import PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited, RemoteLink
-from omni_kvlink.testing.rig import SLACK, expect, until, until_freed
+from omni_kvlink.testing.rig import expect, until, until_freed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-NOTICED = 0.5
-"""Seconds from a kill to every survivor's answer."""
 RECIPE = Recipe("s", layers=3)
 LAYERS = {layer: hash_tensors(tensors) for (_, layer), tensors in layers_of(RECIPE.make()).items()}
 
@@ -37,7 +34,7 @@ def field(socket_dir: str, request: pytest.FixtureRequest) -> Iterator[Field]:
 BOTH_MODES = pytest.mark.parametrize("field", ["pooled", "sealed"], indirect=True)
 
 
-def layer(reader: RemoteLink, index: int, timeout: float = 5) -> str:
+def layer(reader: RemoteLink, index: int, timeout: float = 60) -> str:
     found: str = reader.peer.call("wait_layer", key="s", layer=index, timeout=timeout)
     return found
 
@@ -48,7 +45,7 @@ def test_producer_killed_between_layers(field: Field, start: Start) -> None:
     target = start()
     producer, reader, other = field.serve_at(target), field.connect(), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict(), readers=2)
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     getting = other.submit("get", key="s", timeout=PATIENCE)
     target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
@@ -58,14 +55,12 @@ def test_producer_killed_between_layers(field: Field, start: Start) -> None:
         reader.peer.submit("wait_stream", key="s", timeout=PATIENCE),
         getting,
     ]
-    ends = [timed(future) for future in waiting]
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
     before = hash_tensors([tensor])
-    moment = kill(target)
-    for future, ended in zip(waiting, ends, strict=True):
+    kill(target)
+    for future in waiting:
         expect(PeerLostError, partial(future.result, PATIENCE))
-        assert ended.result(PATIENCE) - moment < NOTICED
-    expect(PeerLostError, lambda: layer(reader, 2), within=SLACK, mentions=("layer 2",))
+    expect(PeerLostError, lambda: layer(reader, 2), mentions=("layer 2",))
     assert hash_tensors([tensor]) == before
     del tensor
     reader.peer.call("release", key="s")
@@ -75,14 +70,11 @@ def test_producer_killed_in_a_layer(field: Field, start: Start) -> None:
     target = start({"stream.layer": "kill"})
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     waiting = reader.peer.submit("wait_layer", key="s", layer=0, timeout=PATIENCE)
-    ended = timed(waiting)
     dying = target.submit("write", key="s", layer=0)
     target.process.wait(PATIENCE)
-    moment = time.monotonic()
     expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("layer 0",))
-    assert ended.result(PATIENCE) - moment < NOTICED
     expect(PeerExited, lambda: dying.result(PATIENCE))
     reader.peer.call("release", key="s")
 
@@ -93,14 +85,14 @@ def test_producer_killed_at_the_commit(field: Field, start: Start, point: str) -
     target = start({point: "kill"})
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     for index, found in LAYERS.items():
         target.call("write", key="s", layer=index)
         assert layer(reader, index) == found
     whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     target.submit("commit", key="s")
     target.process.wait(PATIENCE)
-    expect(PeerLostError, lambda: whole.result(PATIENCE), within=NOTICED, mentions=("commit",))
+    expect(PeerLostError, lambda: whole.result(PATIENCE), mentions=("commit",))
     reader.peer.call("release", key="s")
 
 
@@ -108,12 +100,12 @@ def test_writer_fails_in_a_layer(field: Field, start: Start) -> None:
     target = start({"stream.layer": "raise"})
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     with pytest.raises(Exception, match="fault armed"):
         target.call("write", key="s", layer=0)
     target.call("fail_stream", key="s", reason="it was armed")
     fields = ("layer 0 of branch 'kv'", "it was armed")
-    expect(TransferFailed, lambda: layer(reader, 0), within=NOTICED, mentions=fields)
+    expect(TransferFailed, lambda: layer(reader, 0), mentions=fields)
     reader.peer.call("release", key="s")
     until(lambda: producer.call("stats")["memory"]["used"] == 0, "the memory is back")
 
@@ -128,7 +120,7 @@ def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> 
     layers = layers_of(data)
     with producer.stream_put(data) as out:
         out.write_layer(0, *layers["kv", 0])
-        taken = dying.submit("stream_get", key="s", timeout=5)
+        taken = dying.submit("stream_get", key="s", timeout=60)
         if point:
             target.process.wait(PATIENCE)
             expect(PeerExited, lambda: taken.result(PATIENCE))
@@ -139,16 +131,14 @@ def test_reader_killed_amid_a_stream(field: Field, start: Start, point: str) -> 
         if not point:
             until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
             kill(target)
-        moment = time.monotonic()
         waiting.result(PATIENCE)
         assert layer(reader, 0) == LAYERS[0]
-        assert time.monotonic() - moment < NOTICED
         for index in (1, 2):
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == LAYERS[index]
-    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    assert reader.peer.call("wait_stream", key="s", timeout=60) == fingerprint(data)
     reader.peer.call("release", key="s")
-    out.commit().wait(timeout=5)
+    out.commit().wait(timeout=60)
     assert producer.stats()["transfers"]["redelivered"] == 1
     until_freed(producer)
 
@@ -159,12 +149,12 @@ def test_reader_killed_and_a_plain_get_comes(field: Field, start: Start) -> None
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data) as out:
-        dying.call("stream_get", key="s", timeout=5)
+        dying.call("stream_get", key="s", timeout=60)
         for index in LAYERS:
             out.write_layer(index, *layers["kv", index])
     kill(target)
-    assert reader.call("get", key="s", timeout=5, verify="full") == fingerprint(data)
-    out.commit().wait(timeout=5)
+    assert reader.call("get", key="s", timeout=60, verify="full") == fingerprint(data)
+    out.commit().wait(timeout=60)
     until_freed(producer)
 
 
@@ -173,22 +163,20 @@ def test_frozen_writer(field: Field, start: Start) -> None:
     target = start()
     producer, reader = field.serve_at(target), field.connect()
     producer.call("stream_put", recipe=RECIPE.to_dict())
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
     os.kill(target.process.pid, signal.SIGSTOP)
     writing = target.submit("write", key="s", layer=1)
-    expect(
-        TransferTimeout, lambda: layer(reader, 1, 0.3), within=0.3 + SLACK, mentions=("layer 1",)
-    )
+    expect(TransferTimeout, lambda: layer(reader, 1, 0.3), mentions=("layer 1",))
     os.kill(target.process.pid, signal.SIGCONT)
     assert layer(reader, 1) == LAYERS[1]
     writing.result(PATIENCE)
     target.call("write", key="s", layer=2)
     target.call("commit", key="s")
-    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(RECIPE.make())
+    assert reader.peer.call("wait_stream", key="s", timeout=60) == fingerprint(RECIPE.make())
     reader.peer.call("release", key="s")
-    target.call("wait", key="s", timeout=5)
+    target.call("wait", key="s", timeout=60)
 
 
 def test_frozen_reader(field: Field, start: Start) -> None:
@@ -198,20 +186,20 @@ def test_frozen_reader(field: Field, start: Start) -> None:
     data = RECIPE.make()
     layers = layers_of(data)
     with producer.stream_put(data, readers=2) as out:
-        frozen.call("stream_get", key="s", timeout=5)
-        reader.call("stream_get", key="s", timeout=5)
+        frozen.call("stream_get", key="s", timeout=60)
+        reader.call("stream_get", key="s", timeout=60)
         os.kill(target.process.pid, signal.SIGSTOP)
         for index, found in LAYERS.items():
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == found
     receipt = out.commit()
-    assert reader.peer.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    assert reader.peer.call("wait_stream", key="s", timeout=60) == fingerprint(data)
     reader.peer.call("release", key="s")
     assert not receipt.done
     os.kill(target.process.pid, signal.SIGCONT)
-    assert target.call("wait_stream", key="s", timeout=5) == fingerprint(data)
+    assert target.call("wait_stream", key="s", timeout=60) == fingerprint(data)
     target.call("release", key="s")
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
     until_freed(producer)
 
 
@@ -220,7 +208,7 @@ def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
     one, two = start(), start()
     producer, reader = field.serve_at(one), field.connect_at(two)
     producer.call("stream_put", recipe=RECIPE.to_dict())
-    reader.call("stream_get", key="s", timeout=5)
+    reader.call("stream_get", key="s", timeout=60)
     one.call("write", key="s", layer=0)
     kill(two)
     kill(one)
@@ -229,5 +217,5 @@ def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
         TransferTimeout, lambda: here.call("stream_get", key="s", timeout=0.1), mentions=("never",)
     )
     receipt = again.put(RECIPE.make())
-    assert here.call("get", key="s", timeout=5) == fingerprint(RECIPE.make())
-    receipt.wait(timeout=5)
+    assert here.call("get", key="s", timeout=60) == fingerprint(RECIPE.make())
+    receipt.wait(timeout=60)

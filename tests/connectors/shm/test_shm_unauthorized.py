@@ -90,17 +90,17 @@ def test_forbidden_after_the_greeting(
 ) -> None:
     """The peer is disconnected and counted; other readers are not affected."""
     with (
-        KVLink.connect("shm://name", timeout=5, directory=sockets) as reader,
+        KVLink.connect("shm://name", timeout=60, directory=sockets) as reader,
         greeted(path) as peer,
     ):
         peer.send(message)
         assert peer.is_dropped()
         assert producer.stats()["refused"] == {"bad message": 1}
         receipt = producer.put(Recipe("k").make())
-        with reader.get("k", timeout=5) as data:
+        with reader.get("k", timeout=60) as data:
             assert fingerprint(data) == fingerprint(Recipe("k").make())
         del data
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def test_descriptors_are_not_taken_from_readers(producer: KVProducer, path: str) -> None:
@@ -181,7 +181,7 @@ def test_reader_cannot_change_the_memory(producer: KVProducer, path: str) -> Non
             assert bytes(pages[offer.location.offset :][:8]) == b"kvlslot1"
         os.close(fd)
         peer.send(Release(1, offer.epoch, "read"))
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
 
 
 def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
@@ -207,6 +207,6 @@ def test_rejected_payload_is_reported(producer: KVProducer, path: str) -> None:
         offer, _ = peer.receive()
         assert isinstance(offer, Offer)
         peer.send(Release(1, offer.epoch, "rejected", "the bytes are bad"))
-        error = expect(TransferFailed, lambda: receipt.wait(timeout=5))
+        error = expect(TransferFailed, lambda: receipt.wait(timeout=60))
         assert "the bytes are bad" in error.reason
     until_freed(producer)

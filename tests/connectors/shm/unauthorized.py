@@ -18,7 +18,7 @@ class Raw:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        sock.settimeout(5)
+        sock.settimeout(60)
 
     def send(self, message: Message | bytes, *fds: int) -> None:
         data = message if isinstance(message, bytes) else encode(message)

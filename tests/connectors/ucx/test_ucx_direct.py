@@ -46,15 +46,15 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
     addresses = {dense(view).data_ptr() for view in data.tensors()}
     with (
         KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
-        KVLink.connect(producer.url, timeout=5) as reader,
+        KVLink.connect(producer.url, timeout=60) as reader,
         ThreadPoolExecutor(1) as pool,
     ):
         putting = pool.submit(producer.put, data, direct=True, digests=False)
-        with reader.get("k", timeout=5) as found:
+        with reader.get("k", timeout=60) as found:
             assert fingerprint(found) == fingerprint(data)
         del found
-        receipt = putting.result(5)
-        receipt.wait(timeout=5)
+        receipt = putting.result(60)
+        receipt.wait(timeout=60)
     assert receipt.ledger.copies == 0
     assert {address for device, address in taken if device == "cuda:0"} == addresses
 

@@ -65,15 +65,15 @@ def producer() -> Iterator[KVProducer]:
 
 
 def connect(url: str, **options: Any) -> KVConsumer:
-    return KVLink.connect(url, timeout=5, quota=QUOTA, **options)
+    return KVLink.connect(url, timeout=60, quota=QUOTA, **options)
 
 
 def deliver(producer: KVProducer, reader: KVConsumer) -> None:
     receipt = producer.put(BIG.make())
-    with reader.get("k", timeout=5, verify="full") as found:
+    with reader.get("k", timeout=60, verify="full") as found:
         assert fingerprint(found) == fingerprint(BIG.make())
     del found
-    receipt.wait(timeout=5)
+    receipt.wait(timeout=60)
 
 
 def sender_of(producer: KVProducer) -> UcxSender:
@@ -170,7 +170,7 @@ def test_the_two_protocols_do_not_mix(producer: KVProducer) -> None:
         connect(producer.url.replace("ucx:", "zmq+tcp:")) as reader,
         pytest.raises(PeerLostError, match="this link is ucx://"),
     ):
-        reader.get("k", timeout=5)
+        reader.get("k", timeout=60)
     with (
         KVLink.serve("zmq+tcp://127.0.0.1:0", quota=QUOTA) as other,
         pytest.raises(PeerLostError, match="no message of this protocol"),
@@ -240,7 +240,7 @@ def test_a_producer_that_sends_too_little(
     with connect(producer.url) as reader:
         producer.put(BIG.make())
         with pytest.raises(WireError, match="a message of"):
-            reader.get("k", timeout=5)
+            reader.get("k", timeout=60)
         until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
 
 
@@ -253,7 +253,7 @@ def test_ucx_breaks_while_control_stands(producer: KVProducer, whose: str) -> No
         transport.close()
         producer.put(BIG.make())
         with pytest.raises(PeerLostError):
-            reader.get("k", timeout=10)
+            reader.get("k", timeout=60)
         until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
         producer.abort("k", "over")
     until_freed(producer)
@@ -275,11 +275,11 @@ def test_a_reader_that_ucx_lost_is_notified(producer: KVProducer) -> None:
     sender = sender_of(producer)
     with connect(producer.url) as reader:
         deliver(producer, reader)
-        pending = begin_get(reader, "never", timeout=5)
+        pending = begin_get(reader, "never", timeout=60)
         [peer] = sender._connected
         sender._on_sent(peer, PeerLostError("it was cut"))
         with pytest.raises(PeerLostError, match="UCX does not reach it: it was cut"):
-            pending.wait(timeout=5)
+            pending.wait(timeout=60)
         deliver(producer, reader)
 
 
@@ -293,7 +293,7 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         monkeypatch.setattr(sender_of(producer)._ucx, "send", send)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
-            reader.get("k", timeout=5)
+            reader.get("k", timeout=60)
 
 
 def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
@@ -308,4 +308,4 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
         monkeypatch.setattr(transport, "cancel", lambda request: None)
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="it was cut"):
-            reader.get("k", timeout=5)
+            reader.get("k", timeout=60)

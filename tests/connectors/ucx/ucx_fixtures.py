@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BIG = 235_000_000
-CLOSED = 2.5
-NOTICED = 1.0
-"""Seconds from a peer's death to the error of every request; on loopback it takes 1 ms."""
 
 
 class Outcome:

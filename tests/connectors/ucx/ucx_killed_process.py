@@ -18,7 +18,7 @@ from typing import Any
 
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 _PERIOD = 65_521  # a prime, so that misplaced bytes are detected
 
 

@@ -1,15 +1,21 @@
-"""Every behaviour of the conformance kit, over TCP and over Unix sockets."""
+"""Every behaviour of the conformance kit, over TCP, over Unix sockets, and in small chunks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.zmq import transport as zmq_transport
-from omni_kvlink.testing import CONNECTOR_CHECKS
+from omni_kvlink.testing import (
+    CONNECTOR_CHECKS,
+    delivery_checks,
+    ending_checks,
+    stream_checks,
+    tensor_checks,
+)
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import ProcessPeer
 from omni_kvlink.testing.rig import Rig
@@ -27,20 +33,37 @@ def process() -> Iterator[ProcessPeer]:
     peer.close()
 
 
-@pytest.fixture(params=["tcp", "ipc", "tcp-small"])
-def rig(
-    request: pytest.FixtureRequest,
+QUICK = {
+    "tcp": {check.__module__ for check in CONNECTOR_CHECKS},
+    "ipc": {delivery_checks.__name__, ending_checks.__name__},
+    "tcp-small": {delivery_checks.__name__, stream_checks.__name__, tensor_checks.__name__},
+}
+"""The modules of the checks that are not marked `slow`; only TCP's are run with every change."""
+THOUSANDS_OF_CHUNKS = (stream_checks.check_readers_wait_for_a_large_put,)
+
+
+def parameters() -> Iterator[Any]:
+    for transport, modules in QUICK.items():
+        for check in CONNECTOR_CHECKS:
+            quick = check.__module__ in modules
+            if transport == "tcp-small" and check in THOUSANDS_OF_CHUNKS:
+                quick = False
+            marks = [] if quick else [pytest.mark.slow]
+            yield pytest.param(
+                transport, check, id=f"{transport}-{check.__name__[6:]}", marks=marks
+            )
+
+
+@pytest.mark.parametrize(("transport", "check"), list(parameters()))
+def test_connector(
+    transport: str,
+    check: Check,
     process: ProcessPeer,
     sockets: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> Rig:
-    transport, _, small_chunks = request.param.partition("-")
+) -> None:
+    transport, _, small_chunks = transport.partition("-")
     if small_chunks:  # also split the small payloads of the checks
         monkeypatch.setattr(control_listener, "EAGER", 0)
         monkeypatch.setattr(zmq_transport, "CHUNK", 1000)
-    return Rig(lambda: fresh_url(transport, sockets), {}, process)
-
-
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
-def test_connector(check: Check, rig: Rig) -> None:
-    run_check(check, rig)
+    run_check(check, Rig(lambda: fresh_url(transport, sockets), {}, process))

@@ -93,7 +93,7 @@ def hostile() -> Iterator[HostileProducer]:
 def reader(hostile: HostileProducer) -> Iterator[KVConsumer]:
     thread = threading.Thread(target=hostile.greet)
     thread.start()
-    with KVLink.connect(hostile.url, timeout=5, quota=16 << 20) as link:
+    with KVLink.connect(hostile.url, timeout=60, quota=16 << 20) as link:
         thread.join()
         yield link
 
@@ -105,9 +105,9 @@ def get(reader: KVConsumer, *, streamed: bool = False) -> Future[None]:
     def run() -> None:
         try:
             if streamed:
-                reader.stream_get("k", timeout=5).release()
+                reader.stream_get("k", timeout=60).release()
             else:
-                reader.get("k", timeout=5).release()
+                reader.get("k", timeout=60).release()
             ended.set_result(None)
         except KVLinkError as error:
             error.__traceback__ = None
@@ -153,20 +153,20 @@ def test_wrong_bytes_end_the_connection(
 def test_late_bytes_are_not_written_to_reused_memory(
     hostile: HostileProducer, reader: KVConsumer
 ) -> None:
-    pending = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=60)
     hostile.receive_until(Get)
     hostile.send(Offer(1, 7, Location(0, 0, NBYTES)))
     hostile.receive_until(FetchRange)
     pending.cancel()
     assert hostile.receive_until(Release) == Release(1, 7, "unread")
     hostile.send(Chunk(1, 7, 0), b"late" * 100)
-    other = begin_get(reader, "other", timeout=5)
+    other = begin_get(reader, "other", timeout=60)
     hostile.receive_until(Get)
     hostile.send(Offer(2, 8, Location(0, 0, 4)))
     assert hostile.receive_until(FetchRange) == FetchRange(2, 8, 0, 4)
     hostile.send(Chunk(1, 7, 0), b"late" * 100)
     hostile.send(Chunk(2, 8, 0), b"good")
-    region = other.wait(timeout=5).region
+    region = other.wait(timeout=60).region
     assert region is not None
     assert bytes(region.view()) == b"good"
     del region
@@ -187,11 +187,11 @@ def test_inline_bytes_that_are_not_what_was_offered(
 def test_a_repeated_offer_is_ignored(hostile: HostileProducer, reader: KVConsumer) -> None:
     data = Recipe("k").make()
     payload = _payload(data)
-    pending = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=60)
     hostile.receive_until(Get)
     for _ in range(3):
         hostile.send(Offer(1, 7, Location(0, 0, len(payload))), payload)
-    delivery = pending.wait(timeout=5)
+    delivery = pending.wait(timeout=60)
     hostile.send(Offer(1, 7, Location(0, 0, len(payload))), bytes(len(payload)))
     with open_delivery(reader, delivery, started=0.0, verify="full") as found:
         assert fingerprint(found) == fingerprint(data)
@@ -252,7 +252,7 @@ def test_messages_about_unknown_gets_are_ignored(
     for message in (Layer(9, 0, (b"",)), Committed(9), Failed(9, "x", "failed")):
         hostile.send(message)
     hostile.send(Chunk(9, 9, 0), b"bytes")
-    pending = begin_get(reader, "k", timeout=5)
+    pending = begin_get(reader, "k", timeout=60)
     hostile.receive_until(Get)
     assert reader.stats()["connected"]
     pending.cancel()
@@ -286,7 +286,7 @@ def test_a_connection_with_itself_is_tried_again() -> None:
     thread = threading.Thread(target=echo_then_greet)
     thread.start()
     try:
-        KVLink.connect(hostile.url, timeout=5).close()
+        KVLink.connect(hostile.url, timeout=60).close()
     finally:
         thread.join()
         hostile.close()
@@ -306,7 +306,7 @@ def test_greetings(hello: Message, kind: type[Exception]) -> None:
     thread.start()
     try:
         with pytest.raises(kind):
-            KVLink.connect(hostile.url, timeout=5)
+            KVLink.connect(hostile.url, timeout=60)
     finally:
         thread.join()
         hostile.close()
@@ -316,8 +316,8 @@ def _payload(data: Any, key: str = "k") -> bytes:
     """Return the bytes that a producer would send."""
     with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
         producer.put(data)
-        with KVLink.connect(producer.url, timeout=1) as reader:
-            pending = begin_get(reader, key, timeout=1)
-            region = pending.wait(timeout=1).region
+        with KVLink.connect(producer.url, timeout=60) as reader:
+            pending = begin_get(reader, key, timeout=60)
+            region = pending.wait(timeout=60).region
             assert region is not None
             return bytes(region.view())

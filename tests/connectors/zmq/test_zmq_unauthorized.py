@@ -51,12 +51,12 @@ def producer(sockets: str) -> Iterator[KVProducer]:
 def unharmed(producer: KVProducer) -> Iterator[None]:
     """After the test, an honest reader is still served."""
     yield
-    with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
+    with KVLink.connect(producer.url, timeout=60, quota=64 << 20) as reader:
         receipt = producer.put(Recipe("honest").make())
-        with reader.get("honest", timeout=5) as found:
+        with reader.get("honest", timeout=60) as found:
             assert fingerprint(found) == fingerprint(Recipe("honest").make())
         del found
-        receipt.wait(timeout=5)
+        receipt.wait(timeout=60)
     until(lambda: producer.stats()["readers"] == 0, "all have disconnected")
     until_freed(producer)
 
@@ -232,10 +232,10 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVProducer, unharmed
         (slow,) = end.listeners[0]._peers.values()
         until(lambda: slow.pending_nbytes > 0, "the rest waits")
         assert WINDOW < sum(in_flight.values()) <= 2 * WINDOW
-        with KVLink.connect(producer.url, timeout=5, quota=64 << 20) as reader:
+        with KVLink.connect(producer.url, timeout=60, quota=64 << 20) as reader:
             for number in range(3):
                 producer.put(sized(f"k{number}", 3 << 20, seed=number).make())
-                with reader.get(f"k{number}", timeout=5, verify="full"):
+                with reader.get(f"k{number}", timeout=60, verify="full"):
                     pass
         peer.send(Release(1, offer.epoch, "read"))
         until(lambda: producer.stats()["transfers"]["released"] == 4, "all were released")
