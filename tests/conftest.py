@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-# Threads that wait for each other spin, and starve the processes beside them.
+# Before torch is imported: its threads spin while they wait, and starve other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fork_server
@@ -30,9 +30,6 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Threads of OpenMP that wait for each other spin, where cores are few or busy.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests
 
