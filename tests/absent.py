@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+
+from fork_server import new_interpreters
 
 IMPORTED = """
 import sys
@@ -21,9 +24,11 @@ except UnavailableError as error:
 """
 
 
-def run(code: str) -> str:
-    """Run code in a new process and return its output."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def run(code: str, *, preloaded: bool = True) -> str:
+    """Run code in a new process and return its output; what is preloaded is in `fork_server`."""
+    with contextlib.nullcontext() if preloaded else new_interpreters():
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -324,7 +324,7 @@ except ImportError as error:
 
 
 def test_without_vllm_omni_it_says_what_to_install() -> None:
-    found, kind, fields = json.loads(run(ABSENT))
+    found, kind, fields = json.loads(run(ABSENT, preloaded=False))
     assert found == ["vllm_omni"]
     assert kind == UnavailableError.__name__
     assert "pip install --no-deps vllm-omni" in fields
