@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from engine_fixtures import WAIT, bundle, config, link, request
 
 from omni_kvlink.engine import (
@@ -17,6 +18,8 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     EngineError,
 )
+from omni_kvlink.engine.core import ar_engine, stage_engine
+from omni_kvlink.engine.executor import remote_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,11 +70,21 @@ class EngineUnderTest:
 
 
 @contextmanager
+def patient_calls() -> Iterator[None]:
+    """Workers that are not frozen have as long as they need to answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ar_engine, "_ANSWER", WAIT)
+        patch.setattr(stage_engine, "_ANSWER", WAIT)
+        patch.setattr(remote_kv, "_STATS_TIMEOUT", WAIT)
+        yield
+
+
+@contextmanager
 def engine_with_ranks(
     sockets: str, ranks: int = 1, scheme: str = "shm", **fields: Any
 ) -> Iterator[EngineUnderTest]:
     """An engine; checks at the end that its processes are gone and the link's memory is free."""
-    with link(sockets, scheme) as producer:
+    with patient_calls(), link(sockets, scheme) as producer:
         made = EngineUnderTest(producer, sockets, ranks, **fields)
         workers = made.workers
         try:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint
 from fork_server import NESTED
-from mp_fixtures import until
+from mp_fixtures import patient_calls, until
 
 from omni_kvlink.engine import EngineDeadError, OmniDiffusion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WISH = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS}
 EDIT = [torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8), "make it night"]
 
 
 @pytest.fixture(autouse=True)
-def _nested_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage whose ranks are processes starts them as forks."""
+def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stage whose ranks are processes starts them as forks, and waits for their answers."""
     monkeypatch.setenv(NESTED, "1")
+    with patient_calls():
+        yield
 
 
 def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiffusion:
