@@ -48,10 +48,11 @@ def parameters() -> Iterator[Any]:
             quick = check.__module__ in modules
             if transport == "tcp-small" and check in THOUSANDS_OF_CHUNKS:
                 quick = False
-            marks = [] if quick else [pytest.mark.slow]
-            yield pytest.param(
-                transport, check, id=f"{transport}-{check.__name__[6:]}", marks=marks
-            )
+            name = f"{transport}-{check.__name__[6:]}"
+            if quick:
+                yield pytest.param(transport, check, id=name)
+            else:
+                yield pytest.param(transport, check, id=name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("transport", "check"), list(parameters()))
