@@ -88,11 +88,9 @@ def process(home: None, transport: str) -> Iterator[ProcessPeer]:
 
 QUICK = (delivery_checks.__name__, ending_checks.__name__)
 CHECKS = [
-    pytest.param(
-        check,
-        id=check.__name__[6:],
-        marks=[] if check.__module__ in QUICK else [pytest.mark.slow],
-    )
+    pytest.param(check, id=check.__name__[6:])
+    if check.__module__ in QUICK
+    else pytest.param(check, id=check.__name__[6:], marks=pytest.mark.slow)
     for check in CONNECTOR_CHECKS
 ]
 """Those of each transport itself are run in full; here, who connects to whom and who closes."""

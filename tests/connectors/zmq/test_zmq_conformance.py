@@ -38,7 +38,7 @@ QUICK = {
     "ipc": {delivery_checks.__name__, ending_checks.__name__},
     "tcp-small": {delivery_checks.__name__, stream_checks.__name__, tensor_checks.__name__},
 }
-"""The modules of the checks that are not marked `slow`; only TCP's are run with every change."""
+"""Modules whose checks are run with every change, by transport; the others are marked `slow`."""
 THOUSANDS_OF_CHUNKS = (stream_checks.check_readers_wait_for_a_large_put,)
 
 
@@ -48,10 +48,11 @@ def parameters() -> Iterator[Any]:
             quick = check.__module__ in modules
             if transport == "tcp-small" and check in THOUSANDS_OF_CHUNKS:
                 quick = False
-            marks = [] if quick else [pytest.mark.slow]
-            yield pytest.param(
-                transport, check, id=f"{transport}-{check.__name__[6:]}", marks=marks
-            )
+            name = f"{transport}-{check.__name__[6:]}"
+            if quick:
+                yield pytest.param(transport, check, id=name)
+            else:
+                yield pytest.param(transport, check, id=name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("transport", "check"), list(parameters()))
