@@ -286,7 +286,11 @@ def check_pip(argv: list[str]) -> None:
 
 
 def check_python(argv: list[str]) -> None:
-    """The module or script exists, and so does each option."""
+    """The module or script exists, and so does each option; the code of `-c` runs."""
+    if argv[1] == "-c":
+        with contextlib.redirect_stdout(None):
+            exec(argv[2], {})
+        return
     if argv[1] == "-m":
         module, options = argv[2], argv[3:]
         assert module in ("pytest", "pip") or importlib.util.find_spec(module), argv

@@ -8,13 +8,13 @@ import shlex
 import pytest
 from doc_blocks import blocks
 
-from omni_kvlink.integrations.vllm.settings import VllmSettings
-
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 
 def test_vllm_takes_the_configuration_of_the_page() -> None:
     from vllm.config import KVTransferConfig
+
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
 
     text = next(one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first)
     argv = shlex.split(text)
