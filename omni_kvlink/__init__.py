@@ -3,11 +3,11 @@
 Importing this imports no connector and has no side effect.
 """
 
-import sys as _sys
+from sys import platform as _platform
 from typing import TYPE_CHECKING, NoReturn
 
-if _sys.platform != "linux":  # before an import that fails for lack of memfd, eventfd or AF_UNIX
-    raise ImportError(f"omni_kvlink needs Linux; this Python runs on {_sys.platform!r}")
+if _platform != "linux":  # before an import that fails for lack of memfd, eventfd or AF_UNIX
+    raise ImportError(f"omni_kvlink needs Linux; this Python runs on {_platform!r}")
 
 from omni_kvlink._version import __version__ as __version__
 from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
