@@ -44,7 +44,9 @@ def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(found.read_text() for found in (DOCS / "reference").glob("*.md"))
     documented = set(re.findall(r"omni_kvlink\.(\w+)$", pages, re.MULTILINE))
     exported = set(
-        re.findall(r"^from .* import \w+ as ([A-Za-z]\w*)$", Path(omni_kvlink.__file__).read_text(), re.M)
+        re.findall(
+            r"^from .* import \w+ as ([A-Za-z]\w*)$", Path(omni_kvlink.__file__).read_text(), re.M
+        )
     )
     on_the_error_page = {name for name in exported if hasattr(errors, name)}
     assert exported - on_the_error_page - documented == set()
