@@ -25,6 +25,13 @@ from omni_kvlink import KVConsumer, KVLink, KVProducer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+with contextlib.suppress(ImportError):  # the environments of the hosts do not have it
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("tests")
 _numbers = itertools.count()
 _failed = pytest.StashKey[bool]()
 
