@@ -122,7 +122,7 @@ def test_kv_that_does_not_come_is_a_timeout_at_its_deadline(fixture: ManagerFixt
 def test_kv_that_comes_too_late_is_not_received(fixture: ManagerFixture) -> None:
     fixture.begin("r", kv_timeout=0.1)
     fixture.until("r", KVState.FAILED)
-    with pytest.raises(TransferFailed, match="time to live|its deadline passed"):
+    with pytest.raises(TransferFailed, match=r"time to live|its deadline passed"):
         fixture.producer.put(bundle("r"), ttl=0.2).wait(timeout=WAIT)
     assert fixture.manager.state("r") is KVState.FAILED
     fixture.manager.free(request("r"))
