@@ -21,7 +21,7 @@ test: $(VENV)/.ready
 
 # What `test` leaves out: each kill with each connector, 20,000 seeds, long loss and harm, more fuzzing.
 test-all: $(VENV)/.ready
-	KVLINK_EXAMPLES=5 $(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" \
+	KVLINK_EXAMPLES=$${KVLINK_EXAMPLES:-5} $(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" \
 		--timeout=3600 $(ARGS)
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/tests/*/*.h)

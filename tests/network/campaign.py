@@ -20,6 +20,8 @@ from omni_kvlink.testing.rig import until
 if TYPE_CHECKING:
     import random
 
+ROUNDS = int(os.environ.get("KVLINK_ROUNDS", "3"))
+"""Seeds of each test that kills or harms at random in `make test-all`; for a night, 30."""
 PRODUCER, READERS = "P", ("A", "B")
 PATIENCE = 60.0
 """Timeout of a get, in seconds."""

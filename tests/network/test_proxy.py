@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from campaign import ROUNDS
 from gets import Get, insist
 from hosts import HAS_UCX
 from key_fixtures import KeyFiles
@@ -137,7 +138,7 @@ def test_harm(fixture: ProxyFixture, harm: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(ROUNDS))
 @pytest.mark.parametrize("harm", [*ENDING, *FALSE])
 def test_harm_for_long(fixture: ProxyFixture, harm: str, seed: int) -> None:
     for turn in range(4):

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from campaign import PRODUCER, READERS, Campaign, Forker
+from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker
 from evidence import contradictions
 from zmq_fixtures import free_port
 
@@ -67,6 +67,6 @@ def test_killed_and_restarted(campaign: Campaign, to_kill: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(ROUNDS))
 def test_all_are_killed_and_restarted(campaign: Campaign, seed: int) -> None:
     judge(campaign, str(seed), [PRODUCER, *READERS], 6)
