@@ -6,7 +6,6 @@
 #include <arm_neon.h>
 #include <sys/auxv.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "kernel.h"
@@ -82,7 +81,7 @@ KVL_CRC uint32_t crc_of(uint32_t crc, const void *data, size_t n) {
     return crc;
 }
 
-void fence() { std::atomic_thread_fence(std::memory_order_release); }
+void fence() { __sync_synchronize(); }
 
 }  // namespace
 
