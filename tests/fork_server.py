@@ -2,7 +2,7 @@
 
 Importing torch takes about two seconds of a core, and the tests start hundreds of processes. A
 `ForkingPopen` is a `subprocess.Popen` in all else: the program is a child of the process that
-started it, with the arguments, environment, directory and descriptors that were given for. What
+started it, with the arguments, environment, directory and descriptors that were given. What
 only a new interpreter can do (other options of Python, another host's namespace, settings that
 torch reads when it is loaded) starts one.
 
