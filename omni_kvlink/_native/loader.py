@@ -32,20 +32,19 @@ class CompiledPart:
     cure: str
     declare: Callable[[ctypes.CDLL], int]
     loaded: ctypes.CDLL | None = None
-    _error: NativeError | None = None
+    _why: str | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def load(self) -> ctypes.CDLL:
-        """Return the library, or raise the same NativeError at every call; any thread."""
+        """Return the library, or raise a NativeError of the same text at every call; any thread."""
         with self._lock:
-            if self.loaded is None and self._error is None:
+            if self.loaded is None and self._why is None:
                 try:
                     self.loaded = self.open(Path(__file__).parent)
                 except NativeError as error:
-                    self._error = error
+                    self._why = str(error)  # the error itself would keep its callers' frames alive
             if self.loaded is None:
-                assert self._error
-                raise NativeError(*self._error.args)
+                raise NativeError(self._why)
             return self.loaded
 
     def missing(self) -> str | None:

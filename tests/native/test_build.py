@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+
+from omni_kvlink._native.loader import CompiledPart
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -236,3 +239,17 @@ def test_an_unknown_cuda_option(tree: Path) -> None:
     assert done.returncode != 0
     assert "use auto, on or off" in done.stderr
     assert built(tree) == []
+
+
+def test_the_reason_of_a_missing_library_keeps_no_frame_alive() -> None:
+    part = CompiledPart("part", "_none.so", 1, "build it", lambda library: 1)
+
+    class Local:
+        pass
+
+    def ask() -> weakref.ref[Local]:
+        local = Local()
+        assert part.missing()
+        return weakref.ref(local)
+
+    assert ask()() is None
