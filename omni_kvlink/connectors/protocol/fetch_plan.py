@@ -74,7 +74,8 @@ class FetchPlan(Generic[Label]):
         self.pending_nbytes = self.received_nbytes = 0
         self._planned, self._requested, self._received = RangeSet(), RangeSet(), RangeSet()
         self._queue: deque[tuple[int, int]] = deque()
-        self._goals: list[tuple[int, int, Label]] = []
+        self._goals: list[tuple[int, int, int, Label]] = []
+        self._num_goals = 0
         self._complete: deque[Label] = deque()
 
     @property
@@ -89,7 +90,8 @@ class FetchPlan(Generic[Label]):
         self._queue.extend(self._planned.gaps(start, stop))
         self._planned.add(start, stop)
         at = bisect.bisect_right(self._goals, start, key=lambda goal: goal[0])
-        self._goals.insert(at, (start, stop, label))
+        self._goals.insert(at, (start, stop, self._num_goals, label))
+        self._num_goals += 1
         self._update(stop)
 
     def next_range(self, window: int) -> tuple[int, int] | None:
@@ -126,17 +128,22 @@ class FetchPlan(Generic[Label]):
             raise WireError(f"bytes {start}…{stop} arrived twice")
 
     def pop_complete(self) -> Iterator[Label]:
-        """Yield the labels whose bytes have all arrived, each once."""
+        """Yield the labels whose bytes have all arrived, each once.
+
+        Those that are completed by the same bytes come in the order of `request`: the last layer of
+        a stream before its commit.
+        """
         while self._complete:
             yield self._complete.popleft()
 
     def _update(self, stop: int) -> None:
         """Find the goals that are complete; those that begin behind `stop` gained nothing."""
-        open_goals = []
+        complete: list[tuple[int, int, int, Label]] = []
+        open_goals: list[tuple[int, int, int, Label]] = []
         end = bisect.bisect_right(self._goals, stop, key=lambda goal: goal[0])
         for goal in self._goals[:end]:
-            if self._received.covers(goal[0], goal[1]):
-                self._complete.append(goal[2])
-            else:
-                open_goals.append(goal)
+            is_complete = self._received.covers(goal[0], goal[1])
+            (complete if is_complete else open_goals).append(goal)
         self._goals[:end] = open_goals
+        complete.sort(key=lambda goal: goal[2])
+        self._complete.extend(label for *_, label in complete)

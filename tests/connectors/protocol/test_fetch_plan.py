@@ -74,6 +74,19 @@ def test_planned_bytes_are_requested_once() -> None:
     assert list(plan.pop_complete()) == ["all"]
 
 
+def test_what_the_same_bytes_complete_comes_in_the_order_of_the_requests() -> None:
+    """A stream's commit must not come before its last layer."""
+    plan: FetchPlan[str] = FetchPlan(100)
+    for label, start, stop in (("second", 60, 90), ("first", 20, 60), ("all", 0, 100)):
+        plan.request(start, stop, label)
+    everything(plan)
+    for start, nbytes in ((0, 20), (20, 30), (90, 10), (60, 30)):
+        plan.on_received(start, nbytes)
+    assert list(plan.pop_complete()) == ["second"]
+    plan.on_received(50, 10)
+    assert list(plan.pop_complete()) == ["first", "all"]
+
+
 def test_received_bytes_complete_a_new_goal_at_once() -> None:
     plan: FetchPlan[str] = FetchPlan(10)
     plan.request(3, 3, "nothing")
