@@ -271,7 +271,8 @@ def main() -> None:
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry != own and entry not in _inherited_path()]
     for name in PRELOADED:
-        __import__(name)
+        with contextlib.suppress(ImportError):
+            __import__(name)
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     gc.collect()
     gc.freeze()  # a fork's own collections skip what it shares
