@@ -16,6 +16,8 @@ ENDING = ("cut", "stall")
 FALSE = ("flip", "repeat", "swap", "drop")
 """The stream goes on with other bytes than were sent."""
 _PIECE = 1 << 14
+_LONG_FRAME = 0x02
+"""The one bit of a ZMTP frame's flags that means anything under CURVE."""
 
 
 class Corruption:
@@ -50,7 +52,8 @@ class Corruption:
         start, stop = sorted(self._rng.sample(range(len(piece) + 1), 2))
         before, stretch, after = piece[:start], piece[start:stop], piece[stop:]
         if self.harm == "flip":
-            return before + bytes([stretch[0] ^ 1 << self._rng.randrange(8)]) + stretch[1:] + after
+            flipped = stretch[0] ^ (_LONG_FRAME | 1 << self._rng.randrange(8))
+            return before + bytes([flipped]) + stretch[1:] + after
         if self.harm == "repeat":
             return before + stretch + stretch + after
         return after + stretch + before if self.harm == "swap" else before + after
