@@ -55,7 +55,8 @@ docs: .venv-docs/.ready
 # Not in `test`: ucxx and its libraries are 250 MB.
 test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors tests/network -k ucx $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/connectors tests/network tests/lookup \
+		tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
 
 # An environment which sees the torch of $(VENV), and all else that is there.
 define sharing_torch
@@ -67,7 +68,8 @@ endef
 # Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
 HF_VERSIONS := 4.50.3 4.57.6 5.23.0
 HF_TESTS := tests/adapters/test_hf.py tests/adapters/test_hf_absent.py \
-	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py
+	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py \
+	tests/models/bagel/test_against_transformers.py
 
 test-hf: $(HF_VERSIONS:%=test-hf-%)
 

@@ -24,6 +24,7 @@ PYTEST = (
     "test-all",
     "test-ucx",
     "test-hf-4.50.3",
+    "test-hf-4.57.6",
     "test-hf-5.23.0",
     "test-diffusers",
     "test-ray",
