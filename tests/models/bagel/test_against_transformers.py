@@ -26,6 +26,8 @@ def _renamed(pipeline: BagelPipeline, prefix: str) -> dict[str, torch.Tensor]:
 
 def test_the_und_expert_is_a_qwen3_with_biases(exact: BagelPipeline) -> None:
     """Qwen3 is Qwen2 with a norm on q and k; the output projection's bias is set to zero."""
+    if not hasattr(transformers, "Qwen3Config"):
+        pytest.skip("this transformers has no Qwen3")
     llm = exact.config.llm
     config = transformers.Qwen3Config(
         vocab_size=llm.vocab_size,
