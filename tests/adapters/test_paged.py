@@ -22,7 +22,6 @@ from omni_kvlink import (
 )
 from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
-from omni_kvlink.errors import NativeError
 from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """With and without the compiled library."""
     if request.param == "torch":
         monkeypatch.setattr(host._part, "loaded", None)
-        monkeypatch.setattr(host._part, "_error", NativeError("there is none"))
+        monkeypatch.setattr(host._part, "_why", "there is none")
     elif host.missing():
         pytest.skip(host.missing() or "")
     return str(request.param)

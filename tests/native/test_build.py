@@ -247,9 +247,9 @@ def test_the_reason_of_a_missing_library_keeps_no_frame_alive() -> None:
     class Local:
         pass
 
-    def ask() -> weakref.ref[Local]:
+    def caller() -> weakref.ref[Local]:
         local = Local()
         assert part.missing()
         return weakref.ref(local)
 
-    assert ask()() is None
+    assert caller()() is None
