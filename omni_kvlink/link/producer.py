@@ -16,7 +16,7 @@ from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, GatherHandle
-from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.memory.region import Lease, Region
@@ -318,13 +318,19 @@ class DirectPutOperation(PutOperation):
             self.producer.begin_direct(
                 lease, plan.encode(), parts, nbytes=plan.nbytes, readers=self.readers
             )
-            with self.ledger.phase("digest"):
-                digests = list[str]()
-                for step in steps(plan):
-                    new = [self._digest(plan.tensors[n], tensors[n]) for n in step]
-                    self.announce(lease, step.start, new)
-                    digests += new
-            return self.publish(lease, digests, deadline=deadline)
+            try:
+                with self.ledger.phase("digest"):
+                    digests = list[str]()
+                    for step in steps(plan):
+                        new = [self._digest(plan.tensors[n], tensors[n]) for n in step]
+                        self.announce(lease, step.start, new)
+                        digests += new
+                return self.publish(lease, digests, deadline=deadline)
+            except ClosedError as error:  # as while it waits for its readers
+                key = plan.request_id
+                raise TransferFailed(
+                    f"payload {key!r} was not delivered: {error}", key=key
+                ) from error
 
     def _digest(self, spec: TensorSpec, tensor: Region) -> str:
         if not spec.digest:

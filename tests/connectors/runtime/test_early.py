@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from zmq_fixtures import fresh_url
@@ -105,3 +105,20 @@ def test_steps_cover_every_tensor_once() -> None:
     plan = RECIPE.make().plan(digests=True)
     steps = list(sending.steps(plan))
     assert [number for step in steps for number in step] == list(range(len(plan.tensors)))
+
+
+def test_a_direct_put_whose_link_is_closed_while_it_computes_digests(
+    producer: KVProducer, reader: RemoteLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce = sending.PutOperation.announce
+
+    def announce_closed(*arguments: Any) -> None:
+        producer.close()
+        announce(*arguments)
+
+    monkeypatch.setattr(sending.DirectPutOperation, "announce", announce_closed)
+    get = reader.submit("get", key="k", timeout=PATIENCE)
+    until_requested(producer, 1)
+    with pytest.raises(TransferFailed, match="is closed"):
+        producer.put(RECIPE.make(), direct=True)
+    assert get.exception(PATIENCE) is not None
