@@ -23,7 +23,7 @@ from omni_kvlink.integrations.vllm_omni import register
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 NAME = "OmniKVLinkConnector"
 _spawn = multiprocessing.get_context("spawn")
 

@@ -45,8 +45,10 @@ def ends(
 
 
 def make(transport: str, sockets: str, name: str) -> VllmOmniConnector:
+    """A connector whose `wait` is an hour: a call that waits so long hangs its test."""
     options = {"directory": sockets, "quota": 64 << 20}
-    return VllmOmniConnector({"kvlink": {"transport": transport, "name": name, "options": options}})
+    section = {"transport": transport, "name": name, "options": options, "wait": 3600.0}
+    return VllmOmniConnector({"kvlink": section})
 
 
 def packed(tokens: int = 3) -> bytes:
@@ -92,9 +94,7 @@ def test_polling_many_keys_asks_once_and_holds_nobody_up(ends: tuple[Any, Any]) 
     assert polled(reader, "first_0_0") == 1  # connected
     keys = [f"r{i}_0_0" for i in range(8)]
     for _ in range(5):
-        began = time.monotonic()
         assert [reader.get(*EDGE, key) for key in keys] == [None] * 8
-        assert time.monotonic() - began < 0.25
     assert reader.health()["links"][0]["waiting"] == 8
     for key in reversed(keys):
         sender.put(*EDGE, key, key)
@@ -126,7 +126,7 @@ def test_a_deadline_is_kept(key: str, ends: tuple[Any, Any]) -> None:
     for other in ("a_0_0_0_0" if key == CACHE else "a_0_0", ""):
         began = time.monotonic()
         assert reader.get_with_deadline(*EDGE, key, deadline=began + 0.3) is None
-        assert 0.25 < time.monotonic() - began < 0.55
+        assert time.monotonic() - began > 0.25
         reader.abandon_get(key)
         if other:  # of the same channel
             sender.put(*EDGE, other, packed())
@@ -135,14 +135,20 @@ def test_a_deadline_is_kept(key: str, ends: tuple[Any, Any]) -> None:
 
 def test_a_waiting_deadline_is_met_early(ends: tuple[Any, Any]) -> None:
     sender, reader = ends
-    timer = threading.Timer(0.3, sender.put, (*EDGE, "r_0_0", "here"))
-    timer.start()
-    began = time.monotonic()
-    found = reader.get_with_deadline(*EDGE, "r_0_0", deadline=began + 20)
-    assert found is not None
-    assert found[0] == "here"
-    assert time.monotonic() - began < 2.0
-    timer.join()
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1
+    found: list[Any] = []
+
+    def get() -> None:
+        deadline = time.monotonic() + 3600
+        found.append(reader.get_with_deadline(*EDGE, "r_0_0", deadline=deadline))
+
+    thread = threading.Thread(target=get, daemon=True)
+    thread.start()
+    until(lambda: reader.health()["links"][0]["waiting"] == 1, "it waits")
+    sender.put(*EDGE, "r_0_0", "here")
+    thread.join(60)
+    assert found[0][0] == "here"
 
 
 def test_a_packed_cache_is_a_buffer(ends: tuple[Any, Any]) -> None:
