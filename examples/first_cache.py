@@ -23,14 +23,14 @@ def send(url: str) -> None:
         metadata={"kv_lens": [TOKENS], "ropes": [TOKENS], "num_layers": LAYERS},
     )
     with KVLink.serve(url) as producer:
-        producer.put(cache).wait(timeout=30.0)  # until the reader has released it
+        producer.put(cache).wait(timeout=60.0)  # until the reader has released it
 
 
 def receive(url: str) -> None:
     """The stage that uses it; it may start first."""
     with (
-        KVLink.connect(url, timeout=30.0) as consumer,
-        consumer.get("req-1", timeout=30.0) as data,
+        KVLink.connect(url, timeout=60.0) as consumer,
+        consumer.get("req-1", timeout=60.0) as data,
     ):
         print(data, [tuple(view.shape) for view in data.tensors()])  # zero-copy views
 
@@ -42,3 +42,5 @@ if __name__ == "__main__":
         stage.start()
     for stage in stages:
         stage.join()
+    if any(stage.exitcode for stage in stages):
+        raise SystemExit("a stage failed: see its error above")

@@ -29,16 +29,16 @@ def send(keys: str) -> None:
         metadata={"kv_lens": [256], "ropes": [256], "num_layers": 2},
     )
     with KVLink.serve(URL, keys=f"{keys}/producer.secret", peers=f"{keys}/readers") as producer:
-        producer.put(cache).wait(timeout=30.0)
+        producer.put(cache).wait(timeout=60.0)
 
 
 def receive(keys: str) -> None:
     """The reader accepts the producer with this public key, and no other."""
     with (
         KVLink.connect(
-            URL, timeout=30.0, keys=f"{keys}/reader.secret", peers=f"{keys}/producer.public"
+            URL, timeout=60.0, keys=f"{keys}/reader.secret", peers=f"{keys}/producer.public"
         ) as consumer,
-        consumer.get("req-1", timeout=30.0, verify="full") as data,
+        consumer.get("req-1", timeout=60.0, verify="full") as data,
     ):
         print(data)
 
@@ -61,6 +61,8 @@ def main() -> None:
             stage.start()
         for stage in stages:
             stage.join()
+        if any(stage.exitcode for stage in stages):
+            raise SystemExit("a stage failed: see its error above")
 
 
 if __name__ == "__main__":

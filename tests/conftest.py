@@ -37,12 +37,15 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Another run's links may have the same names: sockets of default directories are apart.
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="kvl-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests
 
 
 def pytest_unconfigure() -> None:
     fork_server.server.close()
+    shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -210,8 +210,8 @@ def test_the_scripts_of_the_start_run_in_two_processes(section: str, here: Path)
         for script in scripts
     )
     with producer, consumer:
-        output, _ = consumer.communicate(timeout=100)
-        assert (producer.wait(timeout=100), consumer.returncode) == (0, 0)
+        output, _ = consumer.communicate()
+        assert (producer.wait(), consumer.returncode) == (0, 0)
     assert PAIRS[section] in output
 
 
