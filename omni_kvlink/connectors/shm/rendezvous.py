@@ -127,7 +127,7 @@ def default_directory() -> str:
 def _try_dial(path: str, timeout: float) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The kernel's own timeout, for a producer too busy to accept: Python's does not apply here.
-    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
+    limit = struct.pack("ll", *divmod(int(timeout * 1e6) + 1, 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     try:
         sock.connect(path)

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink, KVProducer
+from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.rendezvous import listen, socket_path, unlink
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until
@@ -137,3 +138,13 @@ def test_close_wakes_a_reconnection(sockets: str) -> None:
     timer.start()
     expect(ClosedError, lambda: reader.get("k", timeout=60))
     timer.join()
+
+
+@pytest.mark.parametrize("timeout", [0.001, 0.9999999, 59.99999999, 60.0])
+def test_every_timeout_of_a_connection_is_one_of_the_kernels(path: str, timeout: float) -> None:
+    """A number of microseconds that is rounded up to a second is EDOM."""
+    listener = listen(path)
+    sock = rendezvous._try_dial(path, timeout)
+    assert sock is not None
+    sock.close()
+    unlink(path, listener)
