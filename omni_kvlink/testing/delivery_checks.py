@@ -103,7 +103,7 @@ def check_one_get_too_many(rig: Rig) -> None:
     for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
         error = expect(TransferTimeout, late.call, "get", key="two", timeout=timeout)
         assert error.key == "two"
-        assert error.waited > 0.99 * timeout
+        assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
         if "every declared reader has it" in error.phase:
             break
     assert "every declared reader has it" in error.phase, error.phase
