@@ -89,7 +89,7 @@ def dial(path: str, timeout: float, cancelled: int) -> socket.socket:
     deadline = time.monotonic() + timeout
     found = _try_dial(path, max(timeout, 0.001))
     if found is not None:
-        return found  # without a watch: on a busy machine it can take seconds to close one
+        return found  # nothing to watch for
     with watching(os.path.dirname(path)) as events:
         while True:
             left = deadline - time.monotonic()
