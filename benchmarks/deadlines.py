@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 
 QUOTA = 1 << 26
 BAR = 0.25
-URLS = (
-    f"shm://deadlines-{os.getpid()}",
-    f"inproc://deadlines-{os.getpid()}",
-    f"zmq+ipc:///tmp/kvlink-deadlines-{os.getpid()}/control",
-    "zmq+tcp://127.0.0.1:0",
-    "ucx://127.0.0.1:0",
-)
+HOUR = 3600.0
+
+
+def urls(directory: str) -> list[str]:
+    """A URL of every connector; its sockets are in `directory`."""
+    name = f"deadlines-{os.getpid()}"
+    local = [f"shm://{name}?directory={directory}", f"inproc://{name}"]
+    return [*local, f"zmq+ipc://{directory}/control", "zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0"]
 
 
 def payload(key: str, nbytes: int) -> TensorTransferData:
@@ -65,7 +67,7 @@ def link(url: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
         KVLink.serve(url, quota=QUOTA) as producer,
         KVLink.connect(producer.url, timeout=30) as consumer,
     ):
-        producer.put(payload("large", QUOTA * 3 // 4))
+        producer.put(payload("large", QUOTA * 3 // 4), ttl=HOUR)
         yield producer, consumer
 
 
@@ -74,7 +76,7 @@ def calls(
 ) -> dict[str, Callable[[], object]]:
     """Calls that time out, by name; `put (direct)` only where the connector has it."""
     large, tiny = payload("more", QUOTA // 2), payload("direct", 1 << 16)
-    receipt = producer.put(payload("unread", 1 << 16))
+    receipt = producer.put(payload("unread", 1 << 16), ttl=HOUR)
     every: dict[str, Callable[[], object]] = {
         "connect": lambda: KVLink.connect(absent(producer.url), timeout=timeout),
         "get": lambda: consumer.get("never", timeout=timeout),
@@ -89,8 +91,10 @@ def calls(
 
 def absent(url: str) -> str:
     """The URL of a producer that is not there, like this one."""
-    head, _, port = url.rpartition(":")
-    return f"{head}:1" if port.isdigit() else f"{url}-absent"
+    address, mark, options = url.partition("?")
+    head, _, port = address.rpartition(":")
+    other = f"{head}:1" if port.isdigit() else f"{address}-absent"
+    return f"{other}{mark}{options}"
 
 
 def measure(url: str, timeout: float, rounds: int) -> list[dict[str, Any]]:
@@ -121,8 +125,11 @@ def main() -> int:
     about = machine.describe()
     print(machine.one_line(about))
     results: list[dict[str, Any]] = []
-    for url in args.url or URLS:
-        results += measure(url, args.timeout, args.rounds)
+    with tempfile.TemporaryDirectory(prefix="kvl-") as directory:
+        for url in args.url or urls(directory):
+            results += measure(url, args.timeout, args.rounds)
+    if not results:
+        return 2
     names = ("p50", "p99", "max")
     rows = [
         report.row(one["call"], (one["excess_ms"][name] for name in names), one["connector"])

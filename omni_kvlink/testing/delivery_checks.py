@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from omni_kvlink.errors import DuplicateKeyError, TransferTimeout
 from omni_kvlink.link import begin_get
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
@@ -101,7 +103,9 @@ def check_one_get_too_many(rig: Rig) -> None:
     reader.call("hold", key="two", timeout=60)
     reader.call("get", key="two", timeout=60)
     for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
+        began = time.monotonic()
         error = expect(TransferTimeout, late.call, "get", key="two", timeout=timeout)
+        assert time.monotonic() - began > 0.99 * timeout
         assert error.key == "two"
         assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
         if "every declared reader has it" in error.phase:
