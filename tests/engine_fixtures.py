@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SHAPE = (16, 24)
 STEPS = 5
-WAIT = 120.0
+WAIT = 600.0
 """Seconds until a test that waits for an event gives up; nothing is proven by them."""
 _numbers = itertools.count()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS, SHAPE = 2, (6400, 8, 512)
 NBYTES = LAYERS * 2 * 6400 * 8 * 512 * 2
-WAIT = 30.0
+WAIT = 600.0
 Costs = dict[str, tuple[int, int]]
 
 

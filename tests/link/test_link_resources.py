@@ -145,7 +145,7 @@ def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:
         for side in ("produce", "consume")
     }
     try:
-        output = {side: process.communicate(timeout=240)[0] for side, process in sides.items()}
+        output = {side: process.communicate(timeout=600)[0] for side, process in sides.items()}
     finally:
         for process in sides.values():
             process.kill()

@@ -252,7 +252,7 @@ def test_a_strided_source_needs_no_temporary() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     gather, contiguous = map(int, done.stdout.split())

@@ -249,7 +249,7 @@ def test_receivers_in_processes_of_their_own(
             for part in topology.sent_by(rank)
         ]
         for rank, reader in enumerate(readers):
-            found, _ = reader.communicate(timeout=240)
+            found, _ = reader.communicate(timeout=600)
             expected = contents(shard_of_cache(data, topology.receiver(rank)))
             assert json.loads(found) == [hashlib.sha256(one).hexdigest() for one in expected]
         for receipt in receipts:
@@ -287,7 +287,7 @@ def test_slices_need_no_temporary(name: str) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     gathered, scattered, contiguous = map(int, done.stdout.split())

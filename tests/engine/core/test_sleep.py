@@ -69,7 +69,7 @@ def test_sleep_returns_the_weights_memory(checkpoint: Path, level: int) -> None:
         [sys.executable, "-c", SCRIPT, str(checkpoint), str(level), root],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
