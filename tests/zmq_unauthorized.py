@@ -22,7 +22,7 @@ class RawPeer:
     def send(self, *parts: Message | bytes) -> None:
         self.socket.send_multipart([p if isinstance(p, bytes) else encode(p) for p in parts])
 
-    def receive(self, timeout: float = 5.0) -> tuple[Message, bytes]:
+    def receive(self, timeout: float = 60.0) -> tuple[Message, bytes]:
         """Return the next message, and the bytes that travelled with it."""
         if not self.socket.poll(int(1000 * timeout)):
             raise TimeoutError("no message arrived")

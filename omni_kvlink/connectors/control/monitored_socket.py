@@ -179,7 +179,9 @@ def _ignore(*arguments: object) -> None:
 def _set_options(socket: zmq.Socket[bytes], max_frame: int) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+    # A limit would make libzmq stop reading from a peer; 4.3.5 then ends the process (assertions
+    # `!_io_error`, `_input_stopped` of stream_engine_base.cpp) if that peer is disconnected.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + _CURVE_OVERHEAD)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
