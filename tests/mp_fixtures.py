@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,14 +97,3 @@ def until(true: Callable[[], Any]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def freeze(worker: RpcClient) -> None:
-    """Stop a process; when this returns, each of its threads has stopped."""
-    os.kill(worker.pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{worker.pid}/task")
-    until(lambda: all(_state(one) == "T" for one in threads.iterdir()))
-
-
-def _state(thread: Path) -> str:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0]

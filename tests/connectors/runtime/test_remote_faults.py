@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import Field, Start, expect_reason, kill
+from frozen_processes import freeze
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
@@ -255,7 +256,7 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     producer, reader = field.serve_at(target), field.connect()
     waiting = reader.submit("get", key="k", timeout=PATIENCE)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     expect_reason(
         TransferTimeout,
         "does not answer",
@@ -277,7 +278,7 @@ def test_frozen_reader(impatient: None, field: Field, start: Start) -> None:
     receipt = producer.put(BIG.make())
     frozen.call("hold", key="k", timeout=60)
     before = target.call("hash_held", key="k")
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     assert reader.call("get", key="k", timeout=60) == fingerprint(BIG.make())
     receipt.wait(timeout=60)
     until_freed(producer)

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from fault_harness import Field, Start, expect_reason, kill
+from frozen_processes import freeze
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -190,7 +191,7 @@ def test_frozen_producer(pooled: Field, start: Start) -> None:
     """No call exceeds its timeout, and the link works again when the producer continues."""
     target = start()
     producer, reader = pooled.serve_at(target), pooled.connect()
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     expect(TransferTimeout, lambda: reader.call("get", key="k", timeout=0.3))
     expect_reason(
         TransferTimeout,
@@ -213,7 +214,7 @@ def test_frozen_reader(pooled: Field, start: Start) -> None:
     leased = producer.put(Recipe("k").make(), ttl=0.2)
     hold.result(PATIENCE)
     before = target.call("hash_held", key="k")
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     for seed in range(20):
         receipt = producer.put(Recipe("next", seed=seed).make())
         assert reader.call("get", key="next", timeout=60) == fingerprint(
@@ -235,7 +236,7 @@ def test_flood_at_a_frozen_reader(pooled: Field, start: Start) -> None:
     frozen = pooled.connect_at(target)
     gets = {n: frozen.submit("get", key=f"k{n}", timeout=PATIENCE) for n in range(300)}
     until(lambda: producer.stats()["transfers"]["waiting"] == 300, "the gets arrived")
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     receipts = [producer.put(Recipe(f"k{n}", layers=1).make()) for n in range(300)]
     os.kill(target.process.pid, signal.SIGCONT)
     for n, get in gets.items():

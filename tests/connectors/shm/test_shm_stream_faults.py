@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fault_harness import Field, Start, kill
+from frozen_processes import freeze
 
 from omni_kvlink import PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
@@ -166,7 +167,7 @@ def test_frozen_writer(field: Field, start: Start) -> None:
     reader.call("stream_get", key="s", timeout=60)
     target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     writing = target.submit("write", key="s", layer=1)
     expect(TransferTimeout, lambda: layer(reader, 1, 0.3), mentions=("layer 1",))
     os.kill(target.process.pid, signal.SIGCONT)
@@ -188,7 +189,7 @@ def test_frozen_reader(field: Field, start: Start) -> None:
     with producer.stream_put(data, readers=2) as out:
         frozen.call("stream_get", key="s", timeout=60)
         reader.call("stream_get", key="s", timeout=60)
-        os.kill(target.process.pid, signal.SIGSTOP)
+        freeze(target.process.pid)
         for index, found in LAYERS.items():
             out.write_layer(index, *layers["kv", index])
             assert layer(reader, index) == found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_harness import Field, Start, expect_reason, kill
+from frozen_processes import freeze
 from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, KVProducer, PeerLostError, TransferTimeout
@@ -50,7 +51,7 @@ def stop_amid(
         producer.call("put", recipe=HUGE.to_dict())
         waiting = reader.submit("get", key="k", timeout=timeout)
         until(partial(done_or, waiting, lambda: active(reader)), "its bytes are coming")
-        os.kill(target.process.pid, signal.SIGSTOP)
+        freeze(target.process.pid)
         time.sleep(0.3)  # what is in the sockets still arrives
         if active(reader):
             return waiting
@@ -105,7 +106,7 @@ def test_frozen_producer(impatient: None, field: Field, start: Start) -> None:
     producer, reader = field.serve_at(target), field.connect()
     waiting = reader.submit("get", key="k", timeout=PATIENCE)
     until(lambda: producer.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
-    os.kill(target.process.pid, signal.SIGSTOP)
+    freeze(target.process.pid)
     expect_reason(
         TransferTimeout,
         "does not answer",
@@ -125,7 +126,7 @@ def freeze_amid(target: ProcessPeer, producer: KVProducer, frozen: RemoteLink) -
         producer.put(HUGE.make())
         waiting = frozen.submit("get", key="k", timeout=PATIENCE)
         until(partial(done_or, waiting, lambda: in_use(producer.stats())), "bytes leave")
-        os.kill(target.process.pid, signal.SIGSTOP)
+        freeze(target.process.pid)
         time.sleep(0.3)  # less than the heartbeat timeout
         if in_use(producer.stats()):
             return

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from frozen_processes import freeze
 
 from omni_kvlink import ClosedError, PeerLostError, UnavailableError, WireError
 from omni_kvlink.connectors import ucx
@@ -62,7 +63,7 @@ def test_the_receiver_is_killed(fresh_pair: Pair) -> None:
     memory = pattern(100_000_000, 1)
     idle, waiting = Outcome(), Outcome()
     fresh_pair.ucx_transport.receive(fresh_pair.peer, bytearray(10), 22, waiting)
-    fresh_pair.remote.signal(signal.SIGSTOP)
+    freeze(fresh_pair.remote.process.pid)
     fresh_pair.ucx_transport.send(fresh_pair.peer, memory, 23, idle)
     until(lambda: fresh_pair.stat("active") == 1, "the send is on its way")
     fresh_pair.remote.signal(signal.SIGKILL)

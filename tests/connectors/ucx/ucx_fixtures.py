@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from frozen_processes import freeze
 
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
@@ -87,7 +88,7 @@ class Pair:
             request = self.ucx_transport.receive(self.peer, memory, tag, outcome)
             number = self.remote.submit("send", to=self.me, nbytes=len(memory), tag=tag)
             until(partial(self._is_matched, outcome), "it was matched")
-            self.remote.signal(signal.SIGSTOP)
+            freeze(self.remote.process.pid)
             if not outcome.ended(0.3):  # what is in the sockets still arrives
                 return request, outcome, number
             self.remote.signal(signal.SIGCONT)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, checkpoint, config, request, url
-from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks, freeze, until
+from frozen_processes import freeze
+from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks, until
 
 from omni_kvlink import TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -102,7 +103,7 @@ def test_calls_of_all_ranks(sockets: str) -> None:
 
 def test_a_call_that_one_rank_does_not_answer_in_time(sockets: str) -> None:
     with engine_with_ranks(sockets, 2) as stage:
-        freeze(stage.workers[1])
+        freeze(stage.workers[1].pid)
         with pytest.raises(TransferTimeout, match=r"no answer of rank (0, )?1 within 0\.3 s"):
             stage.executor.collective_rpc("sleep", args=[1], timeout=0.3)
         os.kill(stage.workers[1].pid, signal.SIGCONT)
@@ -134,7 +135,7 @@ def test_kv_that_does_not_arrive(sockets: str) -> None:
 
 def test_a_worker_that_is_frozen_holds_no_request_beyond_its_deadline(sockets: str) -> None:
     with engine_with_ranks(sockets, 1) as stage:
-        freeze(stage.workers[0])
+        freeze(stage.workers[0].pid)
         future = stage.submit("late", kv_timeout=0.5)
         with pytest.raises(TransferTimeout, match="no worker reported it"):
             future.result(WAIT).result()

@@ -15,8 +15,9 @@ import pytest
 import torch
 from engine_fixtures import WAIT, alone, checkpoint, request, url
 from fork_server import NESTED
+from frozen_processes import freeze
 from leak_checks import left_over, shm_files
-from mp_fixtures import BATCHES_OF_TWO, EngineUnderTest, engine_with_ranks, freeze, until
+from mp_fixtures import BATCHES_OF_TWO, EngineUnderTest, engine_with_ranks, until
 
 from omni_kvlink import TransferTimeout
 from omni_kvlink.engine import (
@@ -112,7 +113,7 @@ def test_a_rank_that_is_frozen(stage: EngineUnderTest) -> None:
     stage.deaths.clear()
     futures, workers = busy(stage, "running"), stage.workers
     stage.executor.check_health(timeout=WAIT)  # a busy worker is not frozen
-    freeze(workers[1])
+    freeze(workers[1].pid)
     with pytest.raises(EngineDeadError, match=r"rank (0, )?1 within"):
         stage.executor.check_health(timeout=0.5)
     for future in futures.values():
@@ -131,7 +132,7 @@ def test_an_engine_that_is_closed_while_a_rank_is_frozen(
         future = stage.submit("a", **LONG)
         stage.send("a")
         until(lambda: stage.engine.stats()["running"] == 1)
-        freeze(stage.workers[0])
+        freeze(stage.workers[0].pid)
         stage.engine.close()
         stage.producer.fail("a", "no reader is left")
         with pytest.raises(RequestAborted):  # as if its worker had answered
@@ -144,7 +145,7 @@ def test_a_worker_that_is_frozen_during_shutdown(
     monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
     with engine_with_ranks(sockets, 2) as stage:
         workers = stage.workers
-        freeze(workers[1])
+        freeze(workers[1].pid)
         stage.engine.close()
         assert all(worker.error for worker in workers)
         assert stage.deaths == []  # it was shut down
@@ -239,7 +240,7 @@ def test_an_ar_stage_whose_rank_is_frozen(
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)
     with AREngine(config) as engine:
         (worker,) = engine.executor.workers  # type: ignore[attr-defined]
-        freeze(worker)
+        freeze(worker.pid)
         with pytest.raises(TransferTimeout, match="sink_stats: no answer of rank 0"):
             engine.stats()
         output = engine.submit(request("r", need_kv_receive=False)).result(WAIT)

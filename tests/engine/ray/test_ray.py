@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, request
+from frozen_processes import freeze
 from mp_fixtures import EngineUnderTest, engine_with_ranks, until
 from ray_fixtures import NODES, Nodes, pids_alive, two_nodes
 
@@ -227,7 +228,7 @@ def test_a_rank_that_is_frozen(sockets: str) -> None:
     with ranks(sockets, 2) as stage:
         pid = stage.executor.locations[1]["pid"]
         stage.executor.check_health(timeout=SOON)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         with pytest.raises(EngineDeadError, match="frozen"):
             stage.executor.check_health(timeout=0.5)
         until(lambda: len(stage.deaths) == 1)
