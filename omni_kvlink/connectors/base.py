@@ -209,7 +209,7 @@ class PendingGet(ABC):
 
     @abstractmethod
     def wait(self, *, timeout: float) -> Delivery:
-        """Block until it arrives; `timeout` seconds at most.
+        """Block until it arrives; `timeout` seconds at most, from this call on.
 
         Raises:
             TransferTimeout: it did not arrive in time; tells how far it was.

@@ -38,16 +38,15 @@ RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 
 
 class _PendingAnswer(NamedTuple):
-    """A question that was sent; the timeout of the get counts from `started`."""
+    """A question that was sent."""
 
     store: _RemoteStore
     get: PendingGet
-    started: float
 
     def receive(self, deadline: float, verify: Verify) -> Received:
         """Wait for the answer."""
         started = time.perf_counter()
-        delivery = self.get.wait(timeout=deadline - self.started)
+        delivery = self.get.wait(timeout=deadline - time.monotonic())
         return open_delivery(self.store.link, delivery, started=started, verify=verify)
 
 
@@ -69,7 +68,6 @@ class _RemoteStore:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
         timeout = min(RECONNECT_TIMEOUT, deadline - time.monotonic())
         get = begin_get(self.link, question.answer, timeout=timeout)
-        started = time.monotonic()
         try:
             with self._lock:
                 self._read_hello(deadline)
@@ -81,7 +79,7 @@ class _RemoteStore:
             get.cancel()
             raise
         self._retry_at = 0.0
-        return _PendingAnswer(self, get, started)
+        return _PendingAnswer(self, get)
 
     def _read_hello(self, deadline: float) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""

@@ -125,6 +125,17 @@ def check_timeout_names_the_phase(rig: Rig) -> None:
         assert "never announced" in error.phase, error.phase
 
 
+def check_a_wait_has_all_its_time(rig: Rig) -> None:
+    """Its timeout counts from the wait: what passed since the request is not taken off."""
+    rig.serve()
+    reader = rig.connect_here()
+    pending, timeout = begin_get(reader, "never", timeout=60), 0.2
+    time.sleep(timeout)
+    began = time.monotonic()
+    expect(TransferTimeout, pending.wait, timeout=timeout, mentions=("never",))
+    assert time.monotonic() - began > 0.99 * timeout
+
+
 def check_duplicate_key(rig: Rig) -> None:
     """A live key is refused, whatever its state, and the first payload is unharmed."""
     producer, reader = rig.serve(), rig.connect()

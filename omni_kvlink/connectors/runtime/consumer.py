@@ -102,7 +102,7 @@ class MappedGet(SessionGet):
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         get_state, get_table = self._get_state, self.session.get_table
-        offer = get_table.wait(get_state, get_state.started + timeout - time.monotonic())
+        offer = get_table.wait(get_state, timeout)
         release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:

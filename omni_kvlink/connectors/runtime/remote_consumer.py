@@ -54,8 +54,8 @@ class RemoteGet(SessionGet):
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
-        deadline = self._get_state.started + timeout
-        self._get_table.wait(self._get_state, deadline - time.monotonic())
+        deadline = time.monotonic() + timeout
+        self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
         try:
             inbound.ready.result(max(0.0, deadline - time.monotonic()))
