@@ -6,8 +6,9 @@ import asyncio
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_harness import expect_reason, until_loops_sleep
@@ -179,12 +180,15 @@ def test_a_small_payload_overtakes_a_large_one(
     producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small payload that was requested later does not wait for the end of a large one."""
-    ended = []
+    ended, both_requested = [], threading.Event()
     monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, CHUNK))
     with KVLink.connect(producer.url, timeout=60, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
+        end: Any = reader._end
+        end._loop.call(both_requested.wait)  # else the large one may arrive before
         pending = [begin_get(reader, key, timeout=60) for key in ("large", "small")]
+        both_requested.set()
         for get, key in zip(pending, ("large", "small"), strict=True):
             get.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
         for get in pending:
