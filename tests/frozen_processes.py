@@ -1,4 +1,4 @@
-"""Processes that are stopped."""
+"""`freeze` stops another process, for tests of peers that do not answer."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 
 
 class _PendingAnswer(NamedTuple):
-    """A question that was sent."""
+    """A question that was sent, and the pending get of its answer."""
 
     store: _RemoteStore
     get: PendingGet

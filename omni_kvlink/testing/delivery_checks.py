@@ -126,7 +126,7 @@ def check_timeout_names_the_phase(rig: Rig) -> None:
 
 
 def check_a_wait_has_all_its_time(rig: Rig) -> None:
-    """Its timeout counts from the wait: what passed since the request is not taken off."""
+    """The timeout of `PendingGet.wait` counts from its call, not from the request."""
     rig.serve()
     reader = rig.connect_here()
     pending, timeout = begin_get(reader, "never", timeout=60), 0.2
