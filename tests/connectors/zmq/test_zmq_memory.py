@@ -187,8 +187,10 @@ def test_a_small_payload_overtakes_a_large_one(
             producer.put(sized(key, size).make())
         end: Any = reader._end
         end._loop.call(both_requested.wait)  # else the large one may arrive before
-        pending = [begin_get(reader, key, timeout=60) for key in ("large", "small")]
-        both_requested.set()
+        try:
+            pending = [begin_get(reader, key, timeout=60) for key in ("large", "small")]
+        finally:
+            both_requested.set()
         for get, key in zip(pending, ("large", "small"), strict=True):
             get.future.add_done_callback(lambda _, key=key: ended.append(key))  # type: ignore[misc]
         for get in pending:
