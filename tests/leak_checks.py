@@ -53,8 +53,13 @@ def socket_dir() -> Iterator[str]:
 
 
 def shm_files() -> set[str]:
-    """The files in /dev/shm: named shared memory would be left over there."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """The files in /dev/shm: named shared memory would be left over there.
+
+    Not semaphores: the library makes none; `multiprocessing` makes each with a name that it removes
+    at once, in whatever process of the machine.
+    """
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.")}
 
 
 def left_over(before: set[str]) -> set[str]:
