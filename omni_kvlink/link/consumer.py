@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
@@ -22,6 +21,7 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
     from omni_kvlink.copier import Copier
-    from omni_kvlink.memory.region import Region
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 LayerKey: TypeAlias = tuple[str, int]
@@ -230,12 +229,17 @@ class ReceivedLayer:
     def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
         self.branch, self.index = branch, index
         self._stream, self._manifest = stream, manifest
+        self._tensors: tuple[torch.Tensor, ...] | None = None
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """K and V `[tokens, kv_heads, head_dim]`, or one latent: readonly views."""
-        region = region_of(self._stream.delivery)
-        return tuple(tensor_views(region, self._manifest.tensors, self._manifest.header_nbytes))
+        # No cached_property: before Python 3.12 all objects share its lock, and a child that was
+        # forked while a thread held it would wait for ever.
+        if self._tensors is None:
+            region, manifest = region_of(self._stream.delivery), self._manifest
+            self._tensors = tuple(tensor_views(region, manifest.tensors, manifest.header_nbytes))
+        return self._tensors
 
     @property
     def key(self) -> torch.Tensor:
@@ -464,9 +468,11 @@ def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorV
 
 
 def region_of(delivery: Delivery) -> Region:
-    """The payload's memory; ClosedError if it was released."""
+    """The payload's memory; ClosedError if it was released, and in a forked child."""
     if delivery.region is None:
         raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
+    if delivery.region.is_lost:
+        raise ClosedError(f"payload {delivery.key!r}: {LOST}; get it in this process")
     return delivery.region
 
 
