@@ -240,7 +240,8 @@ class ArenaPool:
             mapping = self._make(size, self._is_open)
         except BaseException:
             with self._lock:
-                self._mapped -= size
+                if not self._closed:
+                    self._mapped -= size
                 self._changed.notify_all()
             raise
         with self._lock:

@@ -15,7 +15,7 @@ from strategies import EXAMPLES
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.region import STEP, Mapping
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -309,6 +309,26 @@ def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
         arenas.region(block)
     with pytest.raises(ClosedError):
         arenas.reserve(1)
+
+
+def test_close_ends_the_growth_of_a_pool() -> None:
+    """A put that maps gigabytes does not go on doing so after its link was closed."""
+    asked: list[bool] = []
+
+    def make(nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
+        def ask() -> bool:
+            if asked:
+                arenas.close()
+            asked.append(is_wanted())
+            return asked[-1]
+
+        return Mapping.anonymous(nbytes, ask)
+
+    arenas = ArenaPool(make, 8 * STEP)
+    with pytest.raises(ClosedError):
+        arenas.reserve(4 * STEP)
+    assert asked == [True, False]
+    assert arenas.stats()["mapped"] == 0
 
 
 def test_many_threads_share_a_pool() -> None:
