@@ -24,9 +24,8 @@ from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
+from omni_kvlink.payload.views import TensorView, tensor_views
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +198,8 @@ class Received:
         payload that holds them, such as `PagedAdapter.export` makes of free blocks.
 
         Raises:
-            SchemaError: a target is not what the payload is; nothing was written.
+            SchemaError: a target is not what the payload is, or two of them share memory (the text
+                names both); nothing was written.
             IntegrityError: the bytes are not those committed; the producer's receipt says so, and
                 the targets are worthless.
         """
@@ -439,7 +439,6 @@ def _scatter(
 ) -> None:
     """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
     started = time.perf_counter()
-    _check_targets(manifest, region_of(delivery), targets)
     try:
         copier.scatter(manifest, region_of(delivery), targets)
     except WireError as error:
@@ -449,22 +448,6 @@ def _scatter(
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
-
-
-def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-    """Refuse a target that would be written twice or lies in readonly memory (a SIGSEGV)."""
-    seen: dict[tuple[torch.device, int], str] = {}
-    for target, spec in zip(targets, manifest.tensors, strict=False):
-        memory = target.pool if isinstance(target, PagedTensor) else target
-        if overlaps_itself(memory):
-            raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
-        if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:
-            raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
-        if not memory.nbytes:
-            continue  # zero-sized tensors have no address of their own
-        other = seen.setdefault((memory.device, memory.data_ptr()), spec.where())
-        if other != spec.where():
-            raise SchemaError(f"{spec.where()} has the same target as {other}")
 
 
 def region_of(delivery: Delivery) -> Region:
