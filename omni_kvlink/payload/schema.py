@@ -27,7 +27,7 @@ from omni_kvlink.payload.manifest import (
     tensor_names,
 )
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
-from omni_kvlink.payload.safetensors_file import map_file, write_file
+from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
     TensorView,
     check_view,
@@ -193,12 +193,17 @@ class PayloadBase(ABC):
         write_file(path, self.plan(), self.tensors())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Self:
+        """Read what `save` wrote into memory of its own, every digest checked.
 
-        WireError if the file is no payload or was changed; SchemaError if it is of another class.
+        With `mmap=True` nothing is copied: the tensors are readonly views of the file. They change
+        if it is written to, and an access ends the process with SIGBUS if it was truncated (`save`
+        does neither: it replaces a file). Writing to one ends the process with SIGSEGV.
+
+        CapacityError if there is not enough memory; WireError if the file is no payload or was
+        changed; SchemaError if it is of another class.
         """
-        return cls.from_region(*map_file(path, cls.__name__))
+        return cls.from_region(*read_file(path, cls.__name__, map_it=mmap))
 
     def _first_difference(self, other: Self, names: Iterable[str]) -> str:
         for name in names:
