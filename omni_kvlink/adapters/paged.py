@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.overlap import check_distinct
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.schema import CACHES, KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import TensorView, dense, overlaps_itself, write
+from omni_kvlink.payload.views import TensorView, dense, write
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +99,6 @@ class PagedAdapter(CacheAdapter[PagedCache]):
 
 def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> None:
     """Raise SchemaError, before a byte is written, if pools do not fit or overlap."""
-    taken: dict[tuple[torch.device, int], str] = {}
     own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
     for target, tokens in pairs:
         assert tokens is not None
@@ -108,13 +108,9 @@ def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> No
                 f"{where}: a pool of {pool.dtype} {list(pool.shape)} "
                 f"for tokens of {tokens.dtype} {list(tokens.shape)}"
             )
-        if overlaps_itself(pool):
-            raise SchemaError(f"{where}: a pool with strides {pool.stride()} overlaps itself")
-        other = taken.setdefault((pool.device, pool.data_ptr()), where)
-        if other != where:
-            raise SchemaError(f"{where} has the same pool as {other}")
         if _storage(target) in own:
             raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
+    check_distinct([target for target, _ in pairs], lambda number: pairs[number][0].where)
 
 
 def _storage(view: TensorView) -> tuple[torch.device, int]:

@@ -19,7 +19,7 @@ _changed = threading.Condition()
 
 
 class InprocListener(Listener):
-    """The producer's side: consumers get views of the producer's own memory."""
+    """The producer's side: consumers get readonly views of the producer's memory."""
 
     def __init__(self, name: str, producer: PooledProducer):
         self._name, self.producer = name, producer
@@ -59,13 +59,13 @@ class InprocSession(MappedSession, PeerHandle):
         listener.sessions.add(self)
 
     def slot(self, location: Location, draft: int) -> Region:
-        """Return the slot in the memory of the producer."""
+        """Return the slot in the memory of the producer, mapped readonly: others read it, too."""
         try:
-            whole = self._producer.pool.mapping(location.arena).region
+            readers = self._producer.pool.mapping(location.arena).readers
         except ClosedError as error:
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
-        address, nbytes = whole.address + location.offset, SLOT + location.nbytes + draft
-        return Region(address, nbytes, whole.owner, readonly=True)
+        assert readers is not None
+        return readers.region.slice(location.offset, SLOT + location.nbytes + draft)
 
     def send(self, message: Message) -> None:
         """Handle a message in the loop of the producer; callable from finalizers."""
@@ -115,7 +115,8 @@ class InprocConsumer(SessionConsumer):
 
 def _serve(name: str, options: Options) -> PooledProducer:
     refuse_keys(f"inproc://{name}", options)
-    return PooledProducer(name, options, Mapping.anonymous, partial(InprocListener, name))
+    make = partial(Mapping.for_readers, "kvlink-inproc")
+    return PooledProducer(name, options, make, partial(InprocListener, name))
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

@@ -86,7 +86,8 @@ class Copier(ABC):
         """Copy a payload into the caller's dense or paged tensors, checking digests on the way.
 
         Raises:
-            SchemaError: a target does not match the manifest.
+            SchemaError: a target does not match the manifest, or shares memory with another one,
+                with itself or with the payload; nothing was written.
             IntegrityError: bytes differ from those committed; the targets' content is invalid.
         """
 

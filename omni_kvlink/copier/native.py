@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier
+from omni_kvlink.copier.fit import check_fit, check_targets
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
-from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, dtype_name, packed_view, tensor_view
+from omni_kvlink.payload.views import TensorView, packed_view, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +47,7 @@ class NativeCopier(Copier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
+        check_fit(sources, manifest, region)
         native, others, rest = self._split(sources, manifest, region)
         for source, target in rest:
             if isinstance(source, PagedTensor):
@@ -59,6 +60,7 @@ class NativeCopier(Copier):
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
+        check_targets(targets, manifest, region)
         native, others, rest = self._split(targets, manifest, region)
         native.scatter()
         others.verify()
@@ -87,7 +89,6 @@ class NativeCopier(Copier):
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> tuple[_Batch, _Batch, list[tuple[TensorView, torch.Tensor]]]:
         """Return what the library copies, and what torch does: its digests, and both tensors."""
-        check_fit(views, manifest, region)
         native, others = (_Batch(manifest, region, self.threads) for _ in range(2))
         rest = []
         for view, spec in zip(views, manifest.tensors, strict=True):
@@ -154,19 +155,3 @@ def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
         if failed.status in (host.ARGUMENT, host.BOUNDS, host.OVERLAP):
             raise SchemaError(f"{spec.where()}: {failed}") from None
         raise
-
-
-def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
-    """Raise SchemaError, before a byte is copied, unless views and region match the manifest."""
-    if region.nbytes < manifest.nbytes:
-        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
-    if len(views) != len(manifest.tensors):
-        raise SchemaError(f"{len(views)} tensors, the manifest has {len(manifest.tensors)}")
-    for view, spec in zip(views, manifest.tensors, strict=True):
-        if view.device.type == "meta":
-            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if tuple(view.shape) != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
-            raise SchemaError(
-                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
-                f"the manifest says {spec.dtype} {list(spec.shape)}"
-            )

@@ -14,7 +14,8 @@ import torch
 
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import GatherHandle
-from omni_kvlink.copier.native import NativeCopier, check_fit, failures
+from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.native import NativeCopier, failures
 from omni_kvlink.errors import NativeError
 from omni_kvlink.payload.manifest import TensorSpec
 from omni_kvlink.payload.views import TensorView, packed_view
@@ -79,6 +80,7 @@ class PinnedCopier(NativeCopier):
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete; digests are checked on the host."""
+        check_targets(targets, manifest, region)
         views, specs, devices = self._by_device(targets, manifest, region)
         with ExitStack() as pending:
             for part in devices:
@@ -91,6 +93,7 @@ class PinnedCopier(NativeCopier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region, pending: ExitStack
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
+        check_fit(sources, manifest, region)
         views, specs, devices = self._by_device(sources, manifest, region)
         tickets = [part.begin("gather", manifest, region, pending) for part in devices]
         digests = super().gather(views, _part(manifest, specs), region)
@@ -107,7 +110,6 @@ class PinnedCopier(NativeCopier):
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> tuple[list[TensorView], list[TensorSpec], list[_OnDevice]]:
         """Split tensors by who copies them, each in the manifest's order; the host comes first."""
-        check_fit(views, manifest, region)
         on_host, specs = list[TensorView](), list[TensorSpec]()
         devices: dict[int, _OnDevice] = {}
         for view, spec in zip(views, manifest.tensors, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from omni_kvlink.copier.base import Copier
-from omni_kvlink.copier.native import check_fit
+from omni_kvlink.copier.fit import check_fit, check_targets
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
@@ -48,7 +48,7 @@ class TorchCopier(Copier):
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy tensor by tensor, hashing the payload while it is in cache."""
-        check_fit(targets, manifest, region)
+        check_targets(targets, manifest, region)
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)

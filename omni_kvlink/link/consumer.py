@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
@@ -22,18 +21,17 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.views import TensorView, overlaps_itself, tensor_views
+from omni_kvlink.payload.views import TensorView, tensor_views
 
 if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
     from omni_kvlink.copier import Copier
-    from omni_kvlink.memory.region import Region
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 LayerKey: TypeAlias = tuple[str, int]
@@ -200,7 +198,8 @@ class Received:
         payload that holds them, such as `PagedAdapter.export` makes of free blocks.
 
         Raises:
-            SchemaError: a target is not what the payload is; nothing was written.
+            SchemaError: a target is not what the payload is, or two of them share memory (the text
+                names both); nothing was written.
             IntegrityError: the bytes are not those committed; the producer's receipt says so, and
                 the targets are worthless.
         """
@@ -230,12 +229,17 @@ class ReceivedLayer:
     def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
         self.branch, self.index = branch, index
         self._stream, self._manifest = stream, manifest
+        self._tensors: tuple[torch.Tensor, ...] | None = None
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """K and V `[tokens, kv_heads, head_dim]`, or one latent: readonly views."""
-        region = region_of(self._stream.delivery)
-        return tuple(tensor_views(region, self._manifest.tensors, self._manifest.header_nbytes))
+        # No cached_property: before Python 3.12 all objects share its lock, and a child that was
+        # forked while a thread held it would wait for ever.
+        if self._tensors is None:
+            region, manifest = region_of(self._stream.delivery), self._manifest
+            self._tensors = tuple(tensor_views(region, manifest.tensors, manifest.header_nbytes))
+        return self._tensors
 
     @property
     def key(self) -> torch.Tensor:
@@ -435,7 +439,6 @@ def _scatter(
 ) -> None:
     """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
     started = time.perf_counter()
-    _check_targets(manifest, region_of(delivery), targets)
     try:
         copier.scatter(manifest, region_of(delivery), targets)
     except WireError as error:
@@ -447,26 +450,12 @@ def _scatter(
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
 
 
-def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-    """Refuse a target that would be written twice or lies in readonly memory (a SIGSEGV)."""
-    seen: dict[tuple[torch.device, int], str] = {}
-    for target, spec in zip(targets, manifest.tensors, strict=False):
-        memory = target.pool if isinstance(target, PagedTensor) else target
-        if overlaps_itself(memory):
-            raise SchemaError(f"{spec.where()}: a target with strides {memory.stride()} overlaps")
-        if memory.is_cpu and region.address <= memory.data_ptr() < region.address + region.nbytes:
-            raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
-        if not memory.nbytes:
-            continue  # zero-sized tensors have no address of their own
-        other = seen.setdefault((memory.device, memory.data_ptr()), spec.where())
-        if other != spec.where():
-            raise SchemaError(f"{spec.where()} has the same target as {other}")
-
-
 def region_of(delivery: Delivery) -> Region:
-    """The payload's memory; ClosedError if it was released."""
+    """The payload's memory; ClosedError if it was released, and in a forked child."""
     if delivery.region is None:
         raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
+    if delivery.region.is_lost:
+        raise ClosedError(f"payload {delivery.key!r}: {LOST}; get it in this process")
     return delivery.region
 
 

@@ -85,11 +85,16 @@ class Block(NamedTuple):
     nbytes: int
 
 
+MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
+"""Maps an arena of so many bytes, while the function that it is given returns True."""
+
+
 class ArenaPool:
     """Arenas that are made on demand up to `quota` bytes and kept for reuse; thread-safe.
 
     Args:
-        make: maps a new arena of this many bytes; may be slow, is called without the lock.
+        make: maps a new arena of this many bytes; may be slow, is called without the lock. It may
+            ask the function that it is given whether the arena is still wanted, and raise if not.
         quota: bytes that all arenas together may have.
         retire: called with the number of an empty arena that was dropped; must not block.
         keep: reuse arenas. If False, each block has its own arena, dropped when it is freed.
@@ -98,7 +103,7 @@ class ArenaPool:
 
     def __init__(
         self,
-        make: Callable[[int], Mapping],
+        make: MakeArena,
         quota: int,
         retire: Callable[[int], None] = lambda number: None,
         *,
@@ -232,10 +237,11 @@ class ArenaPool:
     def _grow(self, size: int, nbytes: int) -> Block:
         """Map a new arena, without the lock since it is slow, and reserve its first block."""
         try:
-            mapping = self._make(size)
+            mapping = self._make(size, self._is_open)
         except BaseException:
             with self._lock:
-                self._mapped -= size
+                if not self._closed:
+                    self._mapped -= size
                 self._changed.notify_all()
             raise
         with self._lock:
@@ -246,6 +252,9 @@ class ArenaPool:
             self._arenas[number] = (arena, mapping)
             self._changed.notify_all()
             return Block(number, arena.allocate(nbytes), nbytes)
+
+    def _is_open(self) -> bool:
+        return not self._closed
 
     def _full(self, nbytes: int, waited: float) -> CapacityError:
         arenas = [arena for arena, _ in self._arenas.values()]

@@ -2,6 +2,10 @@
 
 Nothing is unmapped explicitly: every region, view and tensor holds a reference to its mapping,
 which is unmapped when the last of them is freed. A view never points at unmapped memory.
+
+A forked child has none of the memory that `Mapping` made: the parent goes on reusing it, so that
+inherited views would show other bytes, and it would stay allocated after the parent's end. In the
+child the addresses are inaccessible (an access is a SIGSEGV) and `Lease.region` raises ClosedError.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
+from errno import EINVAL
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +25,25 @@ import numpy as np
 from omni_kvlink.errors import CapacityError, ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PAGE = mmap.PAGESIZE
+STEP = 16 << 20
+"""Bytes of an arena that are allocated at a time; a few milliseconds."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python has them only if libc does
 SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
+
+# Its calls release the GIL, which those of the module mmap do not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Region:
@@ -53,6 +72,11 @@ class Region:
         self.span = (ctypes.c_char * nbytes).from_address(address)
         self.span.owner = owner  # type: ignore[attr-defined]
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this is a forked child, which has not inherited the memory."""
+        return isinstance(self.owner, MappedPages) and self.owner.is_lost
+
     def slice(self, start: int, nbytes: int) -> Region:
         """Return a part of the region, as a region with its own span."""
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
@@ -80,9 +104,11 @@ class Lease:
 
     @property
     def region(self) -> Region:
-        """The leased memory; raises ClosedError if it was released or moved."""
+        """The leased memory; ClosedError if it was released or moved, and in a forked child."""
         if self._region is None:
             raise ClosedError("this lease was released or published; reserve a new one")
+        if self._region.is_lost:
+            raise ClosedError(f"{LOST}; open a link in this process")
         return self._region
 
     def shrink(self, nbytes: int) -> None:
@@ -108,83 +134,180 @@ class Lease:
         self.release()
 
 
-class MappedPages:
-    """Owner of the regions of a mapping; holds the only reference to its mmap.
+class _FilePages:
+    """Pages of a memfd, unmapped when this is freed; an `mmap` would keep a copy of its descriptor.
 
-    A finalizer of this object runs before the memory is unmapped (an object's weak references are
-    cleared before its attributes); one of the mmap itself would run after.
+    Raises OSError if the system refuses them.
     """
 
-    def __init__(self, pages: mmap.mmap, nbytes: int, *, readonly: bool):
-        self.address: int = np.frombuffer(memoryview(pages), np.uint8).ctypes.data
-        self.nbytes, self.readonly = nbytes, readonly
+    def __init__(self, fd: int, nbytes: int, rights: int):
+        address = _libc.mmap(None, nbytes, rights, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        self.address: int = address
+        self._unmap = weakref.finalize(self, _libc.munmap, address, nbytes)
+        self._unmap.atexit = False
+
+
+class MappedPages:
+    """Owner of the regions of a mapping; holds the only reference to its pages.
+
+    A finalizer of this object runs before the memory is unmapped (an object's weak references are
+    cleared before its attributes); one of the pages themselves would run after.
+
+    Attributes:
+        is_lost: whether this is a forked child and the memory only its parent's.
+    """
+
+    def __init__(self, pages: mmap.mmap | _FilePages, nbytes: int, *, readonly: bool):
+        self.address = pages.address if isinstance(pages, _FilePages) else _address_of(pages)
+        self.nbytes, self.readonly, self.is_lost = nbytes, readonly, False
         self._pages = pages
+
+    def lose(self) -> None:
+        """Release the memory in a forked child, keeping the addresses from being used again."""
+        self.is_lost = True
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        if _libc.mmap(self.address, self.nbytes, 0, flags, -1, 0) != self.address:
+            raise OSError(ctypes.get_errno(), "inherited memory could not be released")
 
 
 class Mapping:
     """A mapping of `nbytes` of memory, all of which is its `region`.
 
-    It closes `fd`, the file behind it (-1: none), when it is freed.
+    It closes `fd`, the file behind it (-1: none), when it is freed. A forked child inherits neither
+    the memory nor the file of a mapping that one of the class methods made.
+
+    Attributes:
+        readers: the same memory mapped for reading, if readers in this process need it.
     """
 
-    def __init__(self, pages: mmap.mmap, nbytes: int, *, fd: int = -1, readonly: bool = False):
+    readers: Mapping | None = None
+
+    def __init__(
+        self, pages: mmap.mmap | _FilePages, nbytes: int, *, fd: int = -1, readonly: bool = False
+    ):
         self.fd, self.nbytes = fd, nbytes
         owner = MappedPages(pages, nbytes, readonly=readonly)
         self.region = Region(owner.address, nbytes, owner, readonly=readonly)
 
     @classmethod
-    def anonymous(cls, nbytes: int) -> Mapping:
+    def anonymous(cls, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> Mapping:
         """Map private memory, with its pages allocated, so that a copy into it has no page faults.
 
-        Raises CapacityError if the machine has not enough memory.
+        Allocating takes a second a gigabyte, and more; other threads run meanwhile. `is_wanted` is
+        asked every `STEP` bytes. Raises CapacityError if the machine has not enough memory, and
+        ClosedError if it is not wanted any more.
         """
         check_available(nbytes)
         try:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise _full(nbytes, error) from None
-        _advise(pages, mmap.MADV_HUGEPAGE)
-        _advise(pages, _MADV_POPULATE_WRITE)
-        return cls(pages, nbytes)
+        mapping = cls(pages, nbytes)._not_inherited()
+        with contextlib.suppress(OSError, ValueError):  # else all copies use small pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        mapping._populate(is_wanted)
+        return mapping
 
     @classmethod
-    def shared(cls, name: str, nbytes: int) -> Mapping:
+    def shared(
+        cls, name: str, nbytes: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Mapping:
         """Map a new memfd that is writable through this mapping only.
 
         Its pages are allocated, so that no access raises SIGBUS. Its seals forbid every process to
         resize it or to write to it in another way: a receiver of the descriptor can only read.
-        Raises CapacityError if the machine has not enough memory.
+        Blocks and raises as `anonymous` does.
         """
         check_available(nbytes)
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, nbytes)
-            pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            seal(fd)
+            os.ftruncate(fd, nbytes)
+            pages = _FilePages(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             raise _full(nbytes, error) from None
-        _advise(pages, _MADV_POPULATE_WRITE)
-        return cls(pages, nbytes, fd=fd)
+        mapping = cls(pages, nbytes, fd=fd)._not_inherited()
+        try:
+            for start, length in _steps(nbytes, is_wanted):
+                os.posix_fallocate(fd, start, length)
+            seal(fd)
+        except OSError as error:
+            raise _full(nbytes, error) from None
+        mapping._populate(is_wanted)
+        return mapping
 
     @classmethod
     def readonly(cls, fd: int, nbytes: int) -> Mapping:
         """Map a peer's memfd for reading, and close `fd`; the caller has checked `is_sealed`."""
         try:
-            pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            pages = _FilePages(fd, nbytes, mmap.PROT_READ)
         except OSError as error:
             raise _full(nbytes, error) from None
         finally:
             os.close(fd)
-        _advise(pages, _MADV_POPULATE_READ)
-        return cls(pages, nbytes, readonly=True)
+        mapping = cls(pages, nbytes, readonly=True)._not_inherited()
+        mapping._populate()
+        return mapping
 
-    def __del__(self) -> None:
+    @classmethod
+    def for_readers(
+        cls, name: str, nbytes: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Mapping:
+        """Map as `shared` does, and once more for readers in this process, who cannot write."""
+        mapping = cls.shared(name, nbytes, is_wanted)
+        fd, mapping.fd = mapping.fd, -1
+        mapping.readers = cls.readonly(fd, nbytes)
+        return mapping
+
+    def _not_inherited(self) -> Mapping:
+        _inherited.add(self)
+        _inherited_pages.add(self.region.owner)
+        return self
+
+    def _populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Map every page, so that the first copy has no page faults; the GIL is released."""
+        readonly = self.region.readonly
+        advice = _MADV_POPULATE_READ if readonly else _MADV_POPULATE_WRITE
+        for start, length in _steps(self.nbytes, is_wanted):
+            address = self.region.address + start
+            if _libc.madvise(address, length, advice) == 0:
+                continue
+            if ctypes.get_errno() != EINVAL or readonly:
+                return  # optional
+            ctypes.memset(address, 0, length)  # an older kernel; nobody has written to it yet
+
+    def close_file(self) -> None:
+        """Close the descriptor; the memory stays mapped."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.close_file()
+
+
+def _address_of(pages: mmap.mmap) -> int:
+    return np.frombuffer(memoryview(pages), np.uint8).ctypes.data
+
+
+LOST = "the memory belongs to the process that this one was forked from"
+_inherited: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_inherited_pages: weakref.WeakSet[MappedPages] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for mapping in list(_inherited):
+        mapping.close_file()  # the file would keep the memory, too
+    for pages in list(_inherited_pages):
+        pages.lose()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def available_bytes() -> int:
@@ -212,10 +335,12 @@ def check_available(nbytes: int) -> None:
         )
 
 
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    # Optional: without it the first copy has page faults, or all copies use small pages.
-    with contextlib.suppress(OSError, ValueError):
-        pages.madvise(advice)
+def _steps(nbytes: int, is_wanted: Callable[[], bool]) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each step; ClosedError if the memory is not wanted any more."""
+    for start in range(0, nbytes, STEP):
+        if not is_wanted():
+            raise ClosedError("the memory is not wanted any more")
+        yield start, min(STEP, nbytes - start)
 
 
 def _full(nbytes: int, error: OSError) -> CapacityError:

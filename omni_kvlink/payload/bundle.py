@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, check_branches
+from omni_kvlink.payload.paged import as_int
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, PayloadBase, Reserve
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
@@ -69,6 +71,8 @@ class KVCacheBundle(PayloadBase):
                     f"branch {name!r} is a {type(branch).__name__}; "
                     "wanted a KVCacheTransferData, TensorTransferData, PrefixOf or SameAs"
                 )
+            elif isinstance(branch, PrefixOf) and type(as_int(branch.tokens)) is not int:
+                raise SchemaError(f"branch {name!r}: tokens {branch.tokens!r} is no integer")
             elif not isinstance(branch.metadata, KVMetadata) and not (
                 isinstance(branch, SameAs) and branch.metadata is None
             ):
@@ -185,7 +189,7 @@ class KVCacheBundle(PayloadBase):
     def _reuse(self, name: str) -> Reuse | None:
         branch = self.branches[name]
         if isinstance(branch, PrefixOf):
-            return Reuse(branch.branch, branch.tokens)
+            return Reuse(branch.branch, operator.index(branch.tokens))
         return Reuse(branch.branch) if isinstance(branch, SameAs) else None
 
     def _branches(self) -> list[Branch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -48,7 +49,7 @@ class BlockTable:
         Blocks beyond the tokens are left out; the last one may be partly filled. SchemaError if
         there are too few blocks, or one occurs twice.
         """
-        _check_sizes(block_size, tokens)
+        block_size, tokens = _check_sizes(block_size, tokens)
         index = _int64(block_ids)
         needed = -(-tokens // block_size)
         if len(index) < needed:
@@ -65,8 +66,8 @@ class BlockTable:
         negative, or one occurs twice.
         """
         index = _int64(slots)
-        _check_sizes(block_size, len(index))
-        return cls(index, len(index), block_size, by_slot=True)
+        block_size, tokens = _check_sizes(block_size, len(index))
+        return cls(index, tokens, block_size, by_slot=True)
 
     def first(self, tokens: int) -> BlockTable:
         """The table of the first `tokens` tokens."""
@@ -187,16 +188,45 @@ class PagedTensor:
 
 
 def check_strided(tensor: object, where: str) -> None:
-    """Raise SchemaError unless the object is a tensor in plain, strided memory."""
+    """Raise SchemaError unless the object is a tensor in plain, strided memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise SchemaError(f"{where} is a {tensor.layout} on {tensor.device}, not dense memory")
+    if tensor.is_nested:
+        raise SchemaError(f"{where} is a nested tensor: send the tensors in it, or pad it")
+    try:
+        memory = tensor.untyped_storage()
+        address, nbytes = memory.data_ptr(), memory.nbytes()
+    except RuntimeError:  # NotImplementedError, too
+        address = nbytes = 0
+    if not tensor.numel():
+        return
+    if not address:
+        raise SchemaError(
+            f"{where} has no memory of its own: it is a value inside torch.func (vmap, grad, jvp), "
+            "a fake tensor, or its storage was freed; give a tensor from outside"
+        )
+    needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    if needed > nbytes and tensor.is_contiguous():
+        raise SchemaError(f"{where}: its storage was cut to {nbytes} bytes, it needs {needed}")
 
 
-def _check_sizes(block_size: int, tokens: int) -> None:
-    if block_size < 1 or tokens < 1:
-        raise SchemaError(f"block_size {block_size}, {tokens} tokens; both must be 1 or more")
+def as_int(value: object) -> object:
+    """An int for an integer of numpy or torch; all else, bools too, as it is, to be refused."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return value
+
+
+def _check_sizes(block_size: int, tokens: int) -> tuple[int, int]:
+    size, count = as_int(block_size), as_int(tokens)
+    if type(size) is not int or type(count) is not int or size < 1 or count < 1:
+        raise SchemaError(f"block_size {block_size!r}, {tokens!r} tokens; both must be 1 or more")
+    return size, count
 
 
 def _int64(values: Sequence[int] | torch.Tensor) -> Index:

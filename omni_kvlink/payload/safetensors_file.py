@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.region import STEP, Mapping, Region, check_available
 from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
@@ -19,6 +19,7 @@ from omni_kvlink.payload.views import TensorView, dtype_code, tensor_views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from io import FileIO
 
 
 def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
@@ -42,14 +43,20 @@ def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[Ten
         raise
 
 
-def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]:
-    """Map a file readonly, validate its header, its `Manifest.kind` and every digest."""
-    with open(path, "rb") as file:
+def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple[Manifest, Region]:
+    """Read a file into memory of its own, or map it, and validate it.
+
+    Checked are its header, its `Manifest.kind` and every digest, in the memory that is returned.
+    """
+    with open(path, "rb", buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes < 8:
             raise WireError(f"{os.fspath(path)} has {nbytes} bytes: no payload")
-        memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-    region = Mapping(memory, nbytes, readonly=True).region
+        if map_it:
+            memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+        else:
+            memory = _copy_of(file, nbytes)
+    region = Mapping(memory, nbytes, readonly=map_it).region
     manifest = Manifest.decode(region.view())
     if manifest.kind != kind:
         raise SchemaError(
@@ -57,6 +64,18 @@ def map_file(path: str | os.PathLike[str], kind: str) -> tuple[Manifest, Region]
         )
     verify(manifest, region)
     return manifest, region
+
+
+def _copy_of(file: FileIO, nbytes: int) -> mmap.mmap:
+    check_available(nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view, done = memoryview(memory), 0
+    while done < nbytes:
+        count = file.readinto(view[done : done + STEP])
+        if not count:
+            raise WireError(f"{os.fspath(file.name)} became shorter while it was read")
+        done += count
+    return memory
 
 
 def _copy(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:

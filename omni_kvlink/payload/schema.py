@@ -26,8 +26,9 @@ from omni_kvlink.payload.manifest import (
     length_complaints,
     tensor_names,
 )
+from omni_kvlink.payload.paged import as_int
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
-from omni_kvlink.payload.safetensors_file import map_file, write_file
+from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
     TensorView,
     check_view,
@@ -78,7 +79,8 @@ class KVMetadata:
         extra: anything else, as JSON values (dicts with string keys, lists, no tuples, no NaN).
         shard: which heads of the whole model these are, under tensor parallelism.
 
-    SchemaError if a value is not of its type, or the lengths contradict each other.
+    Integers of numpy and torch become Python's. SchemaError if a value is not of its type (a bool
+    is no integer), or the lengths contradict each other.
     """
 
     kv_lens: tuple[int, ...]
@@ -95,11 +97,17 @@ class KVMetadata:
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen
         try:
-            put(self, "kv_lens", tuple(self.kv_lens))
-            put(self, "ropes", tuple(self.ropes))
+            for name in ("kv_lens", "ropes"):
+                put(self, name, tuple(map(as_int, getattr(self, name))))
+            for name in ("num_layers", "seq_len", "block_size"):
+                put(self, name, as_int(getattr(self, name)))
             put(self, "extra", json_copy(self.extra, "metadata: extra"))
             if self.image_shape is not None:
-                put(self, "image_shape", tuple(self.image_shape))
+                put(self, "image_shape", tuple(map(as_int, self.image_shape)))
+            if isinstance(self.shard, Shard):
+                shard = {name: as_int(getattr(self.shard, name)) for name in ("rank", "world")}
+                heads = [as_int(head) for head in self.shard.heads]
+                put(self, "shard", _converted({**shard, "heads": heads}, Shard))
             if self.seq_len == -1:
                 put(self, "seq_len", sum(self.kv_lens))
             branch = self.as_branch("metadata")
@@ -193,12 +201,17 @@ class PayloadBase(ABC):
         write_file(path, self.plan(), self.tensors())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote, every digest checked; the tensors are readonly views of the file.
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Self:
+        """Read what `save` wrote into memory of its own, every digest checked.
 
-        WireError if the file is no payload or was changed; SchemaError if it is of another class.
+        With `mmap=True` nothing is copied: the tensors are readonly views of the file. They change
+        if it is written to, and an access ends the process with SIGBUS if it was truncated (`save`
+        does neither: it replaces a file). Writing to one ends the process with SIGSEGV.
+
+        CapacityError if there is not enough memory; WireError if the file is no payload or was
+        changed; SchemaError if it is of another class.
         """
-        return cls.from_region(*map_file(path, cls.__name__))
+        return cls.from_region(*read_file(path, cls.__name__, map_it=mmap))
 
     def _first_difference(self, other: Self, names: Iterable[str]) -> str:
         for name in names:
@@ -242,8 +255,9 @@ class KVCacheTransferData(PayloadBase):
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         try:
-            self.block_ids = [operator.index(block) for block in block_ids]
-        except TypeError as error:
+            blocks = [as_int(block) for block in block_ids]
+            self.block_ids = msgspec.convert(blocks, list[int])
+        except (TypeError, msgspec.ValidationError) as error:
             raise SchemaError(f"block_ids: {error}") from None
         self._blocks: dict[str, list[TensorView | None]] | None
         self._blocks = _complete_layers(layer_blocks, metadata)

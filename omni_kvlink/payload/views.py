@@ -113,17 +113,6 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
         raise SchemaError(f"{paged.where}: {failed}") from None
 
 
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory, judged by the strides alone."""
-    reach = 1
-    sides = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(side for side in sides if side[1] > 1):
-        if stride < reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
 def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
     """The view as a compiled library for devices of type `on` takes it; else empty."""
     if view.device.type != on:

@@ -14,8 +14,9 @@ from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.dtypes import KV_DTYPES
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import dense
+from omni_kvlink.payload.views import TensorView, dense, tensor_view
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked
 
@@ -135,6 +136,34 @@ def check_misfits_are_refused(copier: Copier) -> None:
         expect(SchemaError, copier.gather, tensors, manifest, other)
         expect(SchemaError, copier.scatter, manifest, other, tensors)
     assert bytes(region.view()) == before
+
+
+def check_overlapping_targets_are_refused(copier: Copier) -> None:
+    """No byte is written twice: SchemaError names the targets, and nothing is written."""
+    sources = _sources("float16", "contiguous", 6, 2, 4)
+    manifest, region = _gathered(copier, sources)
+    memory = torch.zeros(1000, dtype=torch.float16)
+    tokens = (6, 2, 4)
+    own = tensor_view(region, manifest.tensors[0], manifest.header_nbytes)
+    table = BlockTable.of_blocks([2, 0], block_size=4, tokens=6)
+    pool = memory.as_strided((3, 4, 2, 4), (32, 8, 4, 1))
+    overlapping: list[list[TensorView]] = [
+        [memory.as_strided(tokens, (8, 4, 1)), memory.as_strided(tokens, (8, 4, 1), 47)],
+        [memory.as_strided(tokens, (24, 4, 1)), memory.as_strided(tokens, (24, 4, 1), 79)],
+        [memory.as_strided(tokens, (0, 4, 1)), memory.as_strided(tokens, (8, 4, 1), 500)],
+        [PagedTensor(pool, table), PagedTensor(pool, table)],
+        [PagedTensor(pool, table), memory.as_strided(tokens, (8, 4, 1), 72)],
+        [own, memory.as_strided(tokens, (8, 4, 1))],
+    ]
+    for pair in overlapping:
+        others = [torch.zeros(tokens, dtype=torch.float16) for _ in sources[2:]]
+        expect(SchemaError, copier.scatter, manifest, region, [*pair, *others])
+        assert not memory.any()
+        assert not any(other.any() for other in others)
+    copier.verify(manifest, region)
+    beside: list[TensorView] = [memory.as_strided(tokens, (16, 4, 1), at) for at in (0, 8)]
+    copier.scatter(manifest, region, [*beside, *map(torch.zeros_like, sources[2:])])
+    assert [*map(reference, map(dense, beside))] == [*map(reference, sources[:2])]
 
 
 def reference(tensor: torch.Tensor) -> bytes:

@@ -140,9 +140,9 @@ Target = tuple[TensorView, Callable[[], bool]]
 
 def dense_target(source: TensorView) -> Target:
     """A dense target between two guards."""
-    capacity = torch.full((source.nbytes + 64,), 0xA5, dtype=torch.uint8)
-    inner = capacity[32:-32].view(source.dtype).view(source.shape)
-    return inner, lambda: bool((capacity[:32] == 0xA5).all() and (capacity[-32:] == 0xA5).all())
+    capacity = torch.full((source.nbytes + 128,), 0xA5, dtype=torch.uint8)
+    inner = capacity[64:-64].view(source.dtype).view(source.shape)
+    return inner, lambda: bool((capacity[:64] == 0xA5).all() and (capacity[-64:] == 0xA5).all())
 
 
 def strided_target(source: TensorView) -> Target:
@@ -172,6 +172,12 @@ def slots_target(source: TensorView) -> Target:
     return PagedTensor(pool, pages), lambda: not pool[:, 2:].contiguous().view(torch.uint8).any()
 
 
+def one_token_on(target: torch.Tensor) -> torch.Tensor:
+    """A target that begins with the second token of another one."""
+    token = target.stride(0)
+    return target.as_strided(target.shape, target.stride(), target.storage_offset() + token)
+
+
 MakeWrong = Callable[[list[TensorView], Sequence[TensorView]], Sequence[TensorView] | Payload]
 _WRONG: tuple[MakeWrong, ...] = (
     lambda mine, theirs: mine[:-1],
@@ -181,6 +187,7 @@ _WRONG: tuple[MakeWrong, ...] = (
     lambda mine, theirs: [*mine[:-1], dense(mine[-1]).to("meta")],
     lambda mine, theirs: [*mine[:-1], dense(mine[-1])[:1].expand(dense(mine[-1]).shape)],
     lambda mine, theirs: [*mine[:-1], mine[0]],
+    lambda mine, theirs: [*mine[:-1], one_token_on(dense(mine[0]))],
     lambda mine, theirs: [*mine[:-1], theirs[-1]],
     lambda mine, theirs: Recipe("s", layers=2, tokens=11, heads=3, dim=8).make(),
 )

@@ -15,11 +15,11 @@ from strategies import EXAMPLES
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.region import STEP, Mapping
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 steps = settings(max_examples=EXAMPLES * 60, stateful_step_count=40, deadline=None)
 
@@ -128,7 +128,7 @@ class PoolModel(RuleBasedStateMachine):
         self.made = 0
         self.pool = ArenaPool(self.make, self.QUOTA, self.retire)
 
-    def make(self, nbytes: int) -> Mapping:
+    def make(self, nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
         self.sizes[self.made] = nbytes
         self.made += 1
         assert sum(self.sizes.values()) <= self.QUOTA
@@ -232,7 +232,7 @@ def test_without_keep_each_block_has_an_arena_of_its_own() -> None:
 def test_prefault_makes_the_first_reserve_cheap() -> None:
     made: list[int] = []
 
-    def make(nbytes: int) -> Mapping:
+    def make(nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
         made.append(nbytes)
         return Mapping.anonymous(nbytes)
 
@@ -245,7 +245,7 @@ def test_prefault_makes_the_first_reserve_cheap() -> None:
 def test_a_failed_mapping_releases_its_quota() -> None:
     fail = [True]
 
-    def make(nbytes: int) -> Mapping:
+    def make(nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
         if fail.pop():
             raise CapacityError("none", requested=nbytes)
         return Mapping.anonymous(nbytes)
@@ -309,6 +309,26 @@ def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
         arenas.region(block)
     with pytest.raises(ClosedError):
         arenas.reserve(1)
+
+
+def test_close_ends_the_growth_of_a_pool() -> None:
+    """A put that maps gigabytes does not go on doing so after its link was closed."""
+    asked: list[bool] = []
+
+    def make(nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
+        def ask() -> bool:
+            if asked:
+                arenas.close()
+            asked.append(is_wanted())
+            return asked[-1]
+
+        return Mapping.anonymous(nbytes, ask)
+
+    arenas = ArenaPool(make, 8 * STEP)
+    with pytest.raises(ClosedError):
+        arenas.reserve(4 * STEP)
+    assert asked == [True, False]
+    assert arenas.stats()["mapped"] == 0
 
 
 def test_many_threads_share_a_pool() -> None:

@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
 import mmap
 import os
+import sys
+import threading
+import time
 import weakref
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from payloads import cache, written
 
 from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
+from omni_kvlink.memory import region as memory_region
 from omni_kvlink.memory.region import (
     F_ADD_SEALS,
     PAGE,
+    STEP,
     Lease,
     Mapping,
     Region,
@@ -24,6 +31,10 @@ from omni_kvlink.memory.region import (
     is_sealed,
 )
 from omni_kvlink.payload.views import tensor_view
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def anonymous(nbytes: int = PAGE) -> Region:
@@ -257,3 +268,74 @@ def test_a_tensor_is_a_view_and_no_copy() -> None:
         start = mapping.region.address + manifest.header_nbytes + spec.start
         assert tensor.data_ptr() == start
         assert tensor.data_ptr() % 256 == 0
+
+
+# ---- allocating
+
+
+def test_other_threads_run_while_pages_are_allocated() -> None:
+    """The GIL is released within each step, not only between them."""
+    rounds, is_over = [0], threading.Event()
+
+    def count() -> None:
+        while not is_over.is_set():
+            rounds[0] += 1
+            time.sleep(0)  # gives the GIL back at once
+
+    during = list[int]()
+
+    def is_wanted() -> bool:  # called between steps, here always with the GIL
+        during.append(rounds[0])
+        return True
+
+    def has_run() -> bool:
+        during.clear()
+        Mapping.anonymous(4 * STEP, is_wanted)
+        return len(set(during)) > 1
+
+    thread = threading.Thread(target=count)
+    interval = sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(600)  # no thread is interrupted: it runs until it gives the GIL back
+    try:
+        until(has_run, "another thread ran during a step")
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join()
+
+
+MAKES = [Mapping.anonymous, partial(Mapping.shared, "steps"), partial(Mapping.for_readers, "steps")]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_memory_that_is_not_wanted_any_more_is_given_back(
+    make: Callable[[int, Callable[[], bool]], Mapping],
+) -> None:
+    answers = [True, True, False]
+    with pytest.raises(ClosedError, match="not wanted"):
+        make(6 * STEP, lambda: answers.pop(0))
+    assert answers == []
+    gc.collect()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            assert "memfd:steps" not in os.readlink(f"/proc/self/fd/{fd}")
+
+
+def resident_bytes(region: Region) -> int:
+    """The bytes of a region's mapping whose pages are mapped."""
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.split("-")[0] == f"{region.address:x}":
+                break
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+@pytest.mark.parametrize("advice", [None, 9999])
+def test_every_page_is_mapped(monkeypatch: pytest.MonkeyPatch, advice: int | None) -> None:
+    """By advice to the kernel, or where that is too old for it, by touching them."""
+    if advice is not None:
+        monkeypatch.setattr(memory_region, "_MADV_POPULATE_WRITE", advice)
+    region = Mapping.shared("populated", STEP + 3 * PAGE).region
+    assert resident_bytes(region) == STEP + 3 * PAGE
+    assert not any(region.view())

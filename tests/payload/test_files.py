@@ -13,6 +13,7 @@ from payloads import DTYPES, bits, cache, empty, written
 from strategies import EXAMPLES
 
 from omni_kvlink import (
+    CapacityError,
     ClosedError,
     IntegrityError,
     KVCacheBundle,
@@ -37,12 +38,13 @@ def bundle() -> KVCacheBundle:
     )
 
 
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 3, 7), (5, 9)])
-def test_save_and_load(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+def test_save_and_load(tmp_path: Path, dtype: str, shape: tuple[int, ...], mmap: bool) -> None:
     data = cache(dtype=dtype, shape=shape)
     data.save(tmp_path / "a.safetensors")
-    assert KVCacheTransferData.load(tmp_path / "a.safetensors").difference(data) == ""
+    assert KVCacheTransferData.load(tmp_path / "a.safetensors", mmap=mmap).difference(data) == ""
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
@@ -89,6 +91,51 @@ def test_the_other_kind_is_named(tmp_path: Path) -> None:
         SchemaError, match=r"a holds a KVCacheTransferData: KVCacheTransferData\.load"
     ):
         KVCacheBundle.load(tmp_path / "a")
+
+
+def test_a_loaded_cache_is_a_copy(tmp_path: Path) -> None:
+    """It keeps its bytes when the file is written to, and when it is truncated; it is writable."""
+    data = cache()
+    path = tmp_path / "a"
+    data.save(path)
+    loaded = KVCacheTransferData.load(path)
+    with open(path, "r+b") as file:
+        file.write(b"x" * path.stat().st_size)
+    assert loaded.difference(data) == ""
+    os.truncate(path, 0)
+    assert loaded.difference(data) == ""
+    tensor = dense(loaded.tensors()[0])
+    tensor.zero_()
+    assert not tensor.any()
+
+
+def test_a_mapped_cache_is_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    cache(seed=1).save(path)
+    loaded = KVCacheTransferData.load(path, mmap=True)
+    other = cache(seed=2)
+    other.save(tmp_path / "b")
+    path.write_bytes((tmp_path / "b").read_bytes())
+    assert loaded.difference(other) == ""
+
+
+def test_a_loaded_cache_is_inherited_by_forked_children(tmp_path: Path) -> None:
+    """It is the caller's own memory, unlike that of a link."""
+    data = cache()
+    data.save(tmp_path / "a")
+    loaded = KVCacheTransferData.load(tmp_path / "a")
+    child = os.fork()
+    if child == 0:
+        os._exit(len(loaded.difference(data)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_file_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
+    """A sparse file claims to be of any size."""
+    with open(tmp_path / "a", "wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(CapacityError, match="available"):
+        KVCacheTransferData.load(tmp_path / "a")
 
 
 # ---- damage
@@ -214,7 +261,7 @@ def test_a_name_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) ->
 def test_saving_over_a_file_in_use_leaves_its_readers_theirs(tmp_path: Path) -> None:
     path = tmp_path / "a"
     cache(seed=1).save(path)
-    mapped = KVCacheTransferData.load(path)
+    mapped = KVCacheTransferData.load(path, mmap=True)
     cache(seed=2).save(path)
     assert mapped.difference(cache(seed=1)) == ""
     assert KVCacheTransferData.load(path).difference(cache(seed=2)) == ""

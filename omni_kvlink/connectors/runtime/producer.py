@@ -39,8 +39,8 @@ from omni_kvlink.connectors.protocol.transfer_table import (
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import CapacityError, SchemaError, WireError
-from omni_kvlink.memory.arena import ArenaPool, Block
-from omni_kvlink.memory.region import Lease, Mapping, Region
+from omni_kvlink.memory.arena import ArenaPool, Block, MakeArena
+from omni_kvlink.memory.region import Lease, Region
 
 
 class Listener(ABC):
@@ -108,9 +108,7 @@ class PooledProducer(Producer):
     guards `transfers`. `incarnation` identifies this run of the producer.
     """
 
-    def __init__(
-        self, name: str, options: Options, make: Callable[[int], Mapping], *openers: Opener
-    ):
+    def __init__(self, name: str, options: Options, make: MakeArena, *openers: Opener):
         super().__init__(repr(name))
         self._name, self._options = name, options
         self.lock = threading.Lock()
