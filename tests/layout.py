@@ -68,7 +68,15 @@ PUBLIC = {"", "errors", "lowlevel", "adapters", "topology", "aio", "lookup"}
 """What the engine and the integrations may import of the library; `""` is `omni_kvlink` itself."""
 
 ONLY = {
-    "connectors": {"errors", "_version", "memory", "_native", "payload.manifest", "connectors"},
+    "connectors": {
+        "errors",
+        "_version",
+        "memory",
+        "_native",
+        "payload.digests",
+        "payload.manifest",
+        "connectors",
+    },
     "link": {"errors", "memory", "payload", "copier", "connectors", "link"},
     "models": {"errors", "models"},
     "engine": PUBLIC | {"models", "engine"},

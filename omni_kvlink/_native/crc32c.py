@@ -40,6 +40,14 @@ def numpy_crc32c(data: Bytes, crc: int = 0) -> int:
     return ~register & 0xFFFFFFFF
 
 
+def combine(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32C of two pieces in a row, from the one of each; the second has `nbytes`."""
+    for bit in range(nbytes.bit_length()):
+        if nbytes >> bit & 1:
+            first = _apply(_shift(bit), first)
+    return first ^ second
+
+
 def _lanes(data: np.ndarray[tuple[int, int], np.dtype[np.uint8]], first: int) -> Registers:
     """The register after each lane: the first one begins with `first`, the others with 0."""
     t0, t1, t2, t3 = _tables()
@@ -58,7 +66,7 @@ def _join(registers: Registers) -> int:
         if len(registers) % 2:  # a lane of zeros in front changes nothing
             registers = np.concatenate((np.zeros(1, np.uint32), registers))
         left, right = registers[::2], registers[1::2]
-        for bit, column in enumerate(_shift(level)):
+        for bit, column in enumerate(_shift(_LANE.bit_length() - 1 + level)):
             right = right ^ (left >> np.uint32(bit) & np.uint32(1)) * np.uint32(column)
         registers, level = right, level + 1
     return int(registers[0])
@@ -77,15 +85,13 @@ def _tables() -> list[Registers]:
 
 
 @functools.cache
-def _shift(level: int) -> list[int]:
-    """What each bit of the register becomes after `_LANE << level` zero bytes."""
-    if level:
-        half = _shift(level - 1)
+def _shift(power: int) -> list[int]:
+    """What each bit of the register becomes after `1 << power` zero bytes."""
+    if power:
+        half = _shift(power - 1)
         return [_apply(half, column) for column in half]
-    table, columns = _tables()[0].tolist(), [1 << bit for bit in range(32)]
-    for _ in range(_LANE):
-        columns = [column >> 8 ^ table[column & 255] for column in columns]
-    return columns
+    table = _tables()[0].tolist()
+    return [1 << bit >> 8 ^ table[1 << bit & 255] for bit in range(32)]
 
 
 def _apply(columns: list[int], register: int) -> int:

@@ -226,8 +226,13 @@ class Consumer(Connector):
     """The end of a link that receives payloads."""
 
     @abstractmethod
-    def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+    def begin_get(
+        self, key: str, *, timeout: float, streamed: bool = False, verify: bool = True
+    ) -> PendingGet:
         """Request a payload without waiting for it; `streamed` takes it while it is being written.
+
+        With `verify`, a connector that copies the bytes through a socket or a network compares each
+        with its digest before it delivers it; see `Delivery.is_verified`.
 
         Raises:
             PeerLostError: the producer was lost and did not return within `timeout` seconds.

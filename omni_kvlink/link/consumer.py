@@ -13,6 +13,7 @@ from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.errors import (
     ClosedError,
+    IntegrityError,
     KVLinkError,
     PeerLostError,
     SchemaError,
@@ -50,21 +51,26 @@ class KVConsumer(LinkEnd):
         memory (writing to one ends the process). They are valid inside the block, and beyond it for
         as long as one of them is kept. The memory is released with the last view.
 
-        `verify="full"` checks every byte against its digest first. "auto" (or "off") checks the
-        header and the commit word, which rule out torn and stale payloads, and leaves the bytes to
-        `Received.scatter` and the adapters, which check what they copy.
+        `verify="auto"` checks every byte that crosses a network or a socket (`zmq+tcp://`,
+        `zmq+ipc://`, `ucx://`) against its digest as it arrives; what is wrong is fetched once
+        more. Of a payload in shared memory it checks the header and the commit word, which rule out
+        torn and stale payloads, and leaves the bytes to `Received.scatter` and the adapters, which
+        check what they copy. "full" checks every byte over each connector, before this returns.
+        "off" checks headers and commit words only.
 
         Raises:
             TransferTimeout: the text tells how far the payload had come.
             TransferFailed: the producer failed it, or it expired.
             PeerLostError: the producer died, or closed the link.
-            IntegrityError: the bytes are not the ones that were committed.
+            IntegrityError: the bytes are not the ones that were committed; or "full" is asked of a
+                payload that was put with `digests=False`.
             VersionError: the producer speaks another major version.
             WireError: this is not a valid payload.
         """
         check_verify(verify)
         started = time.perf_counter()
-        delivery = self._receive(request_id, min(timeout, MAX_TIMEOUT), streamed=False)
+        limit = min(timeout, MAX_TIMEOUT)
+        delivery = self._receive(request_id, limit, streamed=False, verify=verify)
         return Received(delivery, self._copier, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
@@ -72,10 +78,11 @@ class KVConsumer(LinkEnd):
 
         `for layer in consumer.stream_get("req-1", timeout=5.0): use(layer.key, layer.value)`. A
         payload that was put as a whole comes as a stream whose layers are all there. The timeout is
-        for the announcement, and again for each layer. Errors are those of `get`.
+        for the announcement, and again for each layer. Errors are those of `get`. Bytes are checked
+        as `get` does with `verify="auto"`, before their layer is there.
         """
         started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
-        delivery = self._receive(request_id, timeout, streamed=True)
+        delivery = self._receive(request_id, timeout, streamed=True, verify="auto")
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
@@ -84,11 +91,13 @@ class KVConsumer(LinkEnd):
             raise self._closed_error()
         self._end.abort(check_request_id(request_id), reason)
 
-    def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
+    def _receive(
+        self, request_id: str, timeout: float, *, streamed: bool, verify: Verify
+    ) -> Delivery:
         attempts = GetAttempts(timeout)
         while True:
             left = attempts.seconds_left()
-            pending = begin_get(self, request_id, timeout=left, streamed=streamed)
+            pending = begin_get(self, request_id, timeout=left, streamed=streamed, verify=verify)
             try:
                 return pending.wait(timeout=attempts.seconds_left())
             except PeerLostError:
@@ -115,17 +124,24 @@ class GetAttempts:
 
 
 def begin_get(
-    consumer: KVConsumer, request_id: str, *, timeout: float, streamed: bool = False
+    consumer: KVConsumer,
+    request_id: str,
+    *,
+    timeout: float,
+    streamed: bool = False,
+    verify: Verify = "auto",
 ) -> PendingGet:
     """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
 
-    With `streamed`, it is delivered while it is being written: open it with `open_stream`.
+    With `streamed`, it is delivered while it is being written: open it with `open_stream`. Bytes
+    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
     PeerLostError if the producer is gone and did not come back in time.
     """
     if consumer._closed:
         raise consumer._closed_error()
     key, limit = check_request_id(request_id), min(timeout, MAX_TIMEOUT)
-    return consumer._end.begin_get(key, timeout=limit, streamed=streamed)
+    check = verify != "off"
+    return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
@@ -171,25 +187,37 @@ class Received:
             check_verify(verify)
             with ledger.phase("view"):
                 region = region_of(delivery)
-                self.manifest = manifest = _manifest_of(delivery.key, region.view(), region.nbytes)
+                self.manifest = manifest = _manifest_of(delivery, region)
                 self.data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             if verify == "full":
-                self.verify()
+                self._verify(on_arrival=delivery.is_verified)
         except BaseException as error:  # released without a reason, it would count as read
-            delivery.reject(str(error) or repr(error))
+            delivery.reject(str(error) or repr(error), at_once=True)
             raise
 
     def verify(self) -> None:
-        """Check every byte against its digest; IntegrityError, here and in the receipt."""
+        """Check every byte against its digest, also if it was checked on arrival.
+
+        IntegrityError if one is wrong, here and in the receipt; or if the payload has no digests.
+        """
         try:
-            if self.manifest.has_digests:
-                with self.ledger.phase("verify"):
-                    self._copier.verify(self.manifest, region_of(self._delivery))
+            self._verify(on_arrival=False)
         except WireError as error:
             self._delivery.reject(str(error))
             raise
+
+    def _verify(self, *, on_arrival: bool) -> None:
+        region = region_of(self._delivery)
+        if not self.manifest.is_covered:
+            raise IntegrityError(
+                f"payload {self._delivery.key!r} has no digests, so that its bytes cannot be "
+                'checked: put it with digests=True, or get it with verify="auto"'
+            )
+        if not on_arrival:
+            with self.ledger.phase("verify"):
+                self._copier.verify(self.manifest, region)
 
     def scatter(self, into: Payload | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
@@ -273,11 +301,9 @@ class ReceivedStream:
         self._copier, self.timeout = copier, timeout
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
-            region = region_of(delivery)
-            header = delivery.draft or region.view()
-            self.manifest = _manifest_of(delivery.key, header, region.nbytes)
+            self.manifest = _manifest_of(delivery, region_of(delivery))
         except BaseException as error:
-            delivery.reject(str(error) or repr(error))
+            delivery.reject(str(error) or repr(error), at_once=True)
             raise
         self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
@@ -443,7 +469,7 @@ def _scatter(
         copier.scatter(manifest, region_of(delivery), targets)
     except WireError as error:
         delivery.reject(str(error))
-        raise
+        raise error.with_traceback(None) from None  # its frames would keep the payload's memory
     ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
@@ -459,9 +485,11 @@ def region_of(delivery: Delivery) -> Region:
     return delivery.region
 
 
-def _manifest_of(key: str, header: bytes | memoryview, nbytes: int) -> Manifest:
+def _manifest_of(delivery: Delivery, region: Region) -> Manifest:
     """The manifest of the payload that was requested; WireError if it is another one's."""
-    manifest = Manifest.decode(header, nbytes)
+    key, manifest = delivery.key, delivery.manifest
+    if manifest is None:
+        manifest = Manifest.decode(delivery.draft or region.view(), region.nbytes)
     if manifest.request_id != key:
         raise WireError(f"requested {key!r}, the payload says it is {manifest.request_id!r}")
     return manifest

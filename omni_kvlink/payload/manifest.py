@@ -304,6 +304,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return any(spec.digest for spec in self.tensors)
 
     @property
+    def is_covered(self) -> bool:
+        """Whether every byte of the tensors has a digest."""
+        return all(spec.digest or not spec.nbytes for spec in self.tensors)
+
+    @property
     def kind(self) -> str:
         """The class that was put: KVCacheTransferData, TensorTransferData or KVCacheBundle."""
         if self.bundle:

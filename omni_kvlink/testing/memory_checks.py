@@ -154,6 +154,19 @@ def check_corruption_is_found(rig: Rig) -> None:
         expect(TransferFailed, other.call, "get", key=key, timeout=60)
 
 
+def check_missing_digests_are_an_error(rig: Rig) -> None:
+    """`verify="full"` of a payload without digests raises, and its receipt says so."""
+    producer, reader = rig.serve(), rig.connect()
+    data = Recipe("k").make()
+    receipt = producer.put(data, digests=False)
+    get = reader.submit("get", key="k", timeout=60, verify="full")
+    expect(IntegrityError, get.result, PATIENCE, mentions=("'k'", "digests=True"))
+    expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", "no digests"))
+    for verify in ("auto", "off"):
+        deliver(producer, reader, data, digests=False, verify=verify)
+    deliver(producer, reader, Recipe("empty", tokens=0).make(), verify="full")
+
+
 def check_no_torn_reads(rig: Rig) -> None:
     """While memory is reused all the time, every get returns its own bytes."""
     producer, readers = rig.serve(quota=2 * MIB), [rig.connect(), rig.connect()]

@@ -104,7 +104,9 @@ class ControlSession(RemoteSession):
     """The longest frame that the producer may send."""
 
     def __init__(self, consumer: ControlConsumer):
-        super().__init__(consumer._address.url, consumer._loop, consumer._receive_pool)
+        super().__init__(
+            consumer._address.url, consumer._loop, consumer._receive_pool, consumer.counters
+        )
         self._address, self._options = consumer._address, consumer._options
         self._context = consumer._context
         self.ready: Future[None] = Future()  # completes with the handshake, or with the error

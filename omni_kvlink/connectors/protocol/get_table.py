@@ -34,9 +34,10 @@ from omni_kvlink.errors import (
 from omni_kvlink.payload.manifest import MAX_HEADER, MAX_TENSORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class Progress:
@@ -122,14 +123,17 @@ class Progress:
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
-    Then `release` is called once, in any thread: it must neither block nor take a lock.
+    Then `release` is called once, in any thread: it must neither block nor take a lock. The outcome
+    is "unread" if nobody took the region.
 
     Attributes:
         key: of the payload.
-        region: its bytes; None once it was released.
         draft: of a payload that is still being written: its header without digests.
         progress: of a payload that is still being written; None if it is complete.
+        manifest: its header, if the connector has decoded it.
         copies: times its bytes were copied in this process.
+        is_verified: whether every byte was, or is before its layer is announced, compared with its
+            digest on arrival.
     """
 
     def __init__(
@@ -140,37 +144,58 @@ class Delivery:
         *,
         draft: bytes = b"",
         progress: Progress | None = None,
+        manifest: Manifest | None = None,
         copies: int = 0,
+        is_verified: bool = False,
     ):
-        self.key, self.copies = key, copies
-        self.region: Region | None = region
-        self.draft, self.progress = draft, progress
-        self._release = release
-        self._finalizer = weakref.finalize(region.span, release, "read", "")
+        self.key, self.copies, self.is_verified = key, copies, is_verified
+        self.draft, self.progress, self.manifest = draft, progress, manifest
+        self._region: Region | None = region
+        # Replaced in place: the finalizer must not keep this object.
+        self._outcome: list[tuple[Outcome, str]] = [("unread", "")]
+        self._finalizer = weakref.finalize(region.span, _report, release, self._outcome)
         self._finalizer.atexit = False  # at exit the end of the connection releases it
 
-    def reject(self, reason: str) -> None:
-        """Release a payload that is not what was committed; the producer's receipt says so."""
-        if self._finalizer.detach():
-            self._release("rejected", reason[:MAX_TEXT])
+    @property
+    def region(self) -> Region | None:
+        """The payload's bytes; None once it was released."""
+        if self._region is not None and self._outcome[0][0] == "unread":
+            self._outcome[0] = "read", ""
+        return self._region
+
+    def reject(self, reason: str, *, at_once: bool = False) -> None:
+        """Release a payload that is not what was committed; the producer's receipt says so.
+
+        Views that were handed out stay valid: the lease ends with the last of them. With `at_once`
+        it ends now, because nobody has a view that will be used.
+        """
+        self._outcome[0] = "rejected", reason[:MAX_TEXT]
         self._drop_region(
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )
+        if at_once:
+            self._finalizer()
 
     def release(self) -> None:
         """Drop the region; the lease ends when the last view made from it is freed, too."""
         self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
 
     def release_unread(self) -> None:
-        """End the lease now, so that another reader has the payload."""
-        if self._finalizer.detach():
-            self._release("unread", "")
+        """Do what `release` does, and let another reader have the payload, unless it is bad."""
+        if self._outcome[0][0] == "read":
+            self._outcome[0] = "unread", ""
         self.release()
 
     def _drop_region(self, error: KVLinkError) -> None:
-        self.region = None
+        self._region = None
         if self.progress is not None:
             self.progress.fail(error)
+
+
+def _report(
+    release: Callable[[Outcome, str], None], outcome: Sequence[tuple[Outcome, str]]
+) -> None:
+    release(*outcome[0])
 
 
 class GetState:
@@ -180,8 +205,8 @@ class GetState:
     payload was when it was last heard of, is for errors.
     """
 
-    def __init__(self, get_id: int, key: str, streamed: bool = False):
-        self.get_id, self.key, self.streamed = get_id, key, streamed
+    def __init__(self, get_id: int, key: str, streamed: bool = False, verify: bool = True):
+        self.get_id, self.key, self.streamed, self.verify = get_id, key, streamed, verify
         self.inbound: object = None
         self.phase = "never announced by the producer"
         self.started = time.monotonic()
@@ -221,16 +246,20 @@ class GetTable:
         """The number of gets that have no answer yet."""
         return len(self._waiting)
 
-    def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
+    def request(
+        self, key: str, *, streamed: bool = False, early: bool = False, verify: bool = True
+    ) -> GetState:
         """Request a payload; raises PeerLostError if the connection has ended.
 
         `early`: its bytes may be sent while it is being written, although it is taken whole.
+        `verify`: compare them with their digests as they arrive, if they are copied here.
         """
         with self._lock:
             if self._error is not None:
                 raise type(self._error)(str(self._error))
             self._last_id += 1
-            get_state = self._waiting[self._last_id] = GetState(self._last_id, key, streamed)
+            get_state = GetState(self._last_id, key, streamed, verify)
+            self._waiting[self._last_id] = get_state
         self._send(Get(get_state.get_id, key, streamed or early))
         return get_state
 

@@ -51,8 +51,11 @@ class Session(ABC):
     is_closed = False
 
     @abstractmethod
-    def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload; does not block. Raises PeerLostError if the connection has ended."""
+    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
+        """Request a payload; does not block. Raises PeerLostError if the connection has ended.
+
+        `verify`: compare bytes with their digests as they arrive, unless they are mapped.
+        """
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -86,8 +89,8 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
-    def request(self, key: str, *, streamed: bool) -> PendingGet:
-        """Request a payload, which is mapped when it is offered."""
+    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
+        """Request a payload, which is mapped when it is offered; nothing crosses a network."""
         return MappedGet(self, self.get_table.request(key, streamed=streamed))
 
 
@@ -161,9 +164,11 @@ class SessionConsumer(Consumer):
         self._sessions = 1
         return self
 
-    def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
+    def begin_get(
+        self, key: str, *, timeout: float, streamed: bool = False, verify: bool = True
+    ) -> PendingGet:
         """Request a payload; blocks only while it reconnects."""
-        return self._live_session(timeout).request(key, streamed=streamed)
+        return self._live_session(timeout).request(key, streamed=streamed, verify=verify)
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
@@ -155,12 +155,38 @@ class ReceivePool:
         waiter.on_allocated(block)
 
 
-def copy_into(target: Region, payload: memoryview) -> None:
-    """Copy bytes into a region of the same size; many of them bypass the processor's cache."""
+Span: TypeAlias = tuple[int, int, bool]
+"""Bytes from a start to a stop, and whether they are hashed: a MiB of them at most."""
+
+
+def copy_into(target: Region, payload: memoryview, spans: Sequence[Span]) -> list[int]:
+    """Copy bytes into a region of the same size; many of them bypass the processor's cache.
+
+    `spans` divide them. Returns the CRC-32C of those that are hashed, in the same pass.
+    """
     if target.nbytes < _STREAM_MIN or host.missing():
         target.view()[:] = payload
-        return
+        return [host.crc32c(payload[start:stop]) for start, stop, is_hashed in spans if is_hashed]
     batch = host.CopyBatch(target.address, target.nbytes, threads=1, stores=host.STREAM)
     source = np.frombuffer(payload, np.uint8).ctypes.data
-    batch.add(0, target.nbytes, host.packed_flat_view(source, payload.nbytes), digest=False)
-    batch.gather()
+    for start, stop, is_hashed in spans:
+        view = host.packed_flat_view(source + start, stop - start)
+        batch.add(start, stop - start, view, digest=is_hashed)
+    return _numbers(batch.gather())
+
+
+def crcs_of(region: Region, spans: Sequence[Span]) -> list[int]:
+    """Return what `copy_into` returns, for bytes that are in the region already."""
+    if host.missing():
+        return [
+            host.crc32c(region.view(start, stop)) for start, stop, is_hashed in spans if is_hashed
+        ]
+    batch = host.CopyBatch(region.address, region.nbytes, threads=1)
+    for start, stop, is_hashed in spans:
+        if is_hashed:
+            batch.add(start, stop - start, digest=True)
+    return _numbers(batch.digest())
+
+
+def _numbers(digests: bytes) -> list[int]:
+    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options, PendingGet
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
     from omni_kvlink.connectors.protocol.get_table import Delivery
+
+VERIFICATION = ("verified", "unverified", "refetched", "rejected")
+"""Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
+digests, and without; ranges that were fetched again; and payloads that were not as committed."""
 
 
 class RemoteGet(SessionGet):
@@ -107,8 +111,15 @@ class RemoteSession(Session):
     Methods are called in the loop's thread, except those under "For any thread".
     """
 
-    def __init__(self, url: str, loop: EventLoop, receive_pool: ReceivePool):
+    def __init__(
+        self,
+        url: str,
+        loop: EventLoop,
+        receive_pool: ReceivePool,
+        counters: Counter[str] | None = None,
+    ):
         self._url, self._loop, self._receive_pool = url, loop, receive_pool
+        self._counters = Counter[str]() if counters is None else counters
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
@@ -133,9 +144,10 @@ class RemoteSession(Session):
 
     # For any thread
 
-    def request(self, key: str, *, streamed: bool) -> PendingGet:
+    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
         """Ask for a payload; see `Session`."""
-        return RemoteGet(self, self.get_table.request(key, streamed=streamed, early=True))
+        get_state = self.get_table.request(key, streamed=streamed, early=True, verify=verify)
+        return RemoteGet(self, get_state)
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -209,7 +221,14 @@ class RemoteSession(Session):
         release = partial(self.get_table.release, offer.get_id, offer.epoch)
         chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
-            get_state, offer, self._receive_pool, release, self._fetch_more, inline_bytes, chunk
+            get_state,
+            offer,
+            self._receive_pool,
+            release,
+            self._fetch_more,
+            inline_bytes,
+            chunk,
+            self._counters,
         )
         self._inbound_transfers[offer.get_id] = inbound
         if fault_points.enabled:
@@ -279,6 +298,7 @@ class RemoteConsumer(SessionConsumer):
         super().__init__(url)
         self._may_return = threading.Event()  # `close` need not wait for the loop any longer
         self._closing = self._is_shut_down = False
+        self.counters = Counter[str]()
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
             self._receive_pool = ReceivePool(
@@ -293,7 +313,12 @@ class RemoteConsumer(SessionConsumer):
 
     def health(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
-        return {**super().health(), "memory": self._receive_pool.stats()}
+        verification = {name: self.counters[name] for name in VERIFICATION}
+        return {
+            **super().health(),
+            "memory": self._receive_pool.stats(),
+            "verification": verification,
+        }
 
     def close(self) -> None:
         """Fail all gets, then close; with payloads in use, close when the last is released."""

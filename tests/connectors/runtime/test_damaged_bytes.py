@@ -1,0 +1,267 @@
+"""Bytes that are damaged on their way are fetched once more, or the get raises; none is used."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, TransferFailed, WireError
+from omni_kvlink.connectors.runtime.producer import PooledProducer
+from omni_kvlink.link import producer as sending
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+MIB = 1 << 20
+BIG = Recipe("k", layers=4, tokens=1300, heads=4, dim=256, dtype="uint8")
+"""Eight tensors of 1.3 MiB: chunks of digests and those of the transport overlap everywhere."""
+SMALL = Recipe("k", layers=4, tokens=3)
+"""It travels with its offer."""
+PLACES = {"header": 300, "first byte": 0, "last byte": 0, "middle": 5 * MIB + 77}
+"""Where a byte is damaged; the first and the last one are of the tensors."""
+
+UCX = pytest.param(
+    "ucx",
+    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
+)
+
+
+class Line:
+    """Damages one byte of what producers of this process send, the next `times` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.at, self.times = 0, 0
+        send, line = PooledProducer.piece, self
+
+        def piece(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
+            region = send(self, transfer, start, stop)
+            if not start <= line.at < stop or line.times <= 0:
+                return region
+            line.times -= 1
+            damaged = np.array(region.view(), np.uint8)
+            damaged[line.at - start] ^= 1 << line.times
+            return Region(damaged.ctypes.data, damaged.nbytes, damaged)
+
+        monkeypatch.setattr(PooledProducer, "piece", piece)
+
+    def damage(self, recipe: Recipe, place: str, times: int) -> None:
+        plan = recipe.make().plan(digests=True)
+        data = plan.header_nbytes
+        found = {"first byte": data, "last byte": plan.nbytes - 1, "draft": plan.nbytes + 300}
+        self.at, self.times = found.get(place) or PLACES[place], times
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+    return Line(monkeypatch)
+
+
+@pytest.fixture(params=["tcp", "ipc", UCX])
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
+    url = fresh_url(request.param, sockets)
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=60) as reader:
+        yield producer, reader
+
+
+Ends = tuple[KVProducer, KVConsumer]
+
+
+def counts(reader: KVConsumer) -> dict[str, int]:
+    found: dict[str, int] = reader.stats()["verification"]
+    return {name: count for name, count in found.items() if count}
+
+
+CASES = [
+    (recipe, place)
+    for recipe in (SMALL, BIG)
+    for place in PLACES
+    if recipe is BIG or place != "middle"
+]
+EACH = pytest.mark.parametrize(
+    ("recipe", "place"), CASES, ids=[f"{'big' if r is BIG else 'small'}-{p}" for r, p in CASES]
+)
+
+
+@EACH
+def test_a_damaged_byte_is_fetched_again(
+    ends: Ends, line: Line, recipe: Recipe, place: str
+) -> None:
+    producer, reader = ends
+    line.damage(recipe, place, times=1)
+    receipt = producer.put(recipe.make())
+    with reader.get("k", timeout=PATIENCE) as found:
+        assert fingerprint(found) == fingerprint(recipe.make())
+    assert line.times == 0
+    assert counts(reader) == {"verified": 1, "refetched": 1}
+    del found
+    receipt.wait(timeout=60)
+
+
+@EACH
+def test_a_byte_that_is_damaged_twice(ends: Ends, line: Line, recipe: Recipe, place: str) -> None:
+    """The get raises, the producer's receipt says why, and no memory is kept."""
+    producer, reader = ends
+    line.damage(recipe, place, times=2)
+    receipt = producer.put(recipe.make())
+    kind = WireError if place == "header" else IntegrityError
+    with pytest.raises(kind) as raised:
+        reader.get("k", timeout=PATIENCE)
+    if place != "header":
+        assert type(raised.value) is IntegrityError
+        assert "layer" in str(raised.value)
+    expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected",))
+    assert counts(reader) == {"refetched": 1, "rejected": 1}
+    until_freed(producer)
+    until(lambda: reader.stats()["memory"]["used"] == 0, "the reader's memory is free")
+
+
+def test_nothing_is_checked_on_request(ends: Ends, line: Line) -> None:
+    """With `verify="off"` a damaged byte is handed out, and counted."""
+    producer, reader = ends
+    line.damage(BIG, "middle", times=1)
+    producer.put(BIG.make())
+    received = reader.get("k", timeout=PATIENCE, verify="off")
+    assert fingerprint(received.data) != fingerprint(BIG.make())
+    assert counts(reader) == {"unverified": 1}
+    expect(IntegrityError, received.verify, mentions=("layer",))
+    received.release()
+
+
+def test_a_payload_without_digests_is_counted(ends: Ends) -> None:
+    """Its producer chose that no byte can be checked."""
+    producer, reader = ends
+    producer.put(BIG.make(), digests=False)
+    reader.get("k", timeout=PATIENCE).release()
+    assert counts(reader) == {"unverified": 1}
+
+
+@pytest.mark.parametrize("place", ["draft", "header", "first byte", "last byte"])
+def test_a_put_that_is_taken_while_it_is_written(
+    ends: Ends, line: Line, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draft and its layers arrive before its header."""
+    producer, reader = ends
+    monkeypatch.setattr(sending, "STEP", MIB)
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(reader.get, "k", timeout=PATIENCE)
+        until_requested(producer, 1)
+        line.damage(BIG, place, times=1)
+        producer.put(BIG.make())
+        with getting.result(PATIENCE) as found:
+            assert fingerprint(found) == fingerprint(BIG.make())
+        del found, getting
+        until_freed(producer)
+        getting = pool.submit(reader.get, "k", timeout=PATIENCE)
+        until_requested(producer, 1)
+        line.damage(BIG, place, times=2)
+
+        def put_and_wait() -> None:
+            producer.put(BIG.make()).wait(timeout=60)
+
+        expect(TransferFailed, put_and_wait, mentions=("rejected",))
+        kind = WireError if place in ("draft", "header") else IntegrityError
+        assert isinstance(getting.exception(PATIENCE), kind)
+    assert counts(reader) == {"verified": 1, "refetched": 2, "rejected": 1}
+    until_freed(producer)
+
+
+@pytest.mark.parametrize("place", ["draft", "middle"])
+@pytest.mark.parametrize("how", ["put", "stream"])
+def test_a_damaged_layer_of_a_stream(ends: Ends, line: Line, how: str, place: str) -> None:
+    """It comes only when it is right."""
+    producer, reader = ends
+    views = layers_of(BIG.make())
+    line.damage(BIG, "header" if how == "put" and place == "draft" else place, times=1)
+    if how == "put":
+        producer.put(BIG.make())
+        stream = reader.stream_get("k", timeout=PATIENCE)
+    else:
+        out = producer.stream_put(BIG.make())
+        stream = reader.stream_get("k", timeout=PATIENCE)
+        for (_, layer), tensors in views.items():
+            out.write_layer(layer, *tensors)
+        out.commit()
+    for layer in stream:
+        assert hash_tensors(layer.tensors) == hash_tensors(views["kv", layer.index])
+    stream.wait(timeout=PATIENCE).close()
+    assert line.times == 0
+    assert counts(reader) == {"verified": 1, "refetched": 1}
+    del layer
+    stream.release()
+    until_freed(producer)
+
+
+@pytest.mark.parametrize("how", ["put", "stream"])
+def test_a_layer_that_is_damaged_twice(ends: Ends, line: Line, how: str) -> None:
+    """The stream fails; the layers that were handed out stay as they are."""
+    producer, reader = ends
+    views = layers_of(BIG.make())
+    line.damage(BIG, "last byte", times=2)
+    out = producer.stream_put(BIG.make())
+    if how == "put":
+        for (_, layer), tensors in views.items():
+            out.write_layer(layer, *tensors)
+        receipt = out.commit()
+    stream = reader.stream_get("k", timeout=PATIENCE)
+    if how == "stream":
+        for layer in range(3):
+            out.write_layer(layer, *views["kv", layer])
+    kept = dense(stream.wait_for_layer(0).key)
+    if how == "stream":
+        out.write_layer(3, *views["kv", 3])
+        receipt = out.commit()
+    expect(IntegrityError, stream.wait_for_layer, 3, timeout=PATIENCE, mentions=("layer 3", "V"))
+    expect(IntegrityError, stream.wait, timeout=PATIENCE)
+    stream.release()
+    producer.put(Recipe("other", layers=4, tokens=1300, heads=4, dim=256, dtype="uint8").make())
+    reader.get("other", timeout=PATIENCE).release()
+    assert hash_tensors([kept]) == hash_tensors([views["kv", 0][0]]), "reused under a view"
+    del kept
+    expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", "layer 3"))
+    until_freed(producer)
+
+
+def test_a_rejected_stream_is_not_reported_as_read(ends: Ends, line: Line) -> None:
+    """Also if its reader releases it without waiting for the layer that was damaged."""
+    producer, reader = ends
+    views = layers_of(BIG.make())
+    line.damage(BIG, "last byte", times=2)
+    out = producer.stream_put(BIG.make())
+    stream = reader.stream_get("k", timeout=PATIENCE)
+    for (_, layer), tensors in views.items():
+        out.write_layer(layer, *tensors)
+    receipt = out.commit()
+    until(lambda: bool(counts(reader).get("rejected")), "the damage was found")
+    stream.release()
+    expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", "layer 3"))
+
+
+def test_a_direct_put_is_not_fetched_again(ends: Ends, line: Line) -> None:
+    """Its tensors may be the caller's again: the get raises, and the put or its receipt."""
+    producer, reader = ends
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(reader.get, "k", timeout=PATIENCE)
+        until_requested(producer, 1)
+        line.damage(BIG, "middle", times=1)
+
+        def put_and_wait() -> None:
+            producer.put(BIG.make(), direct=True, timeout=PATIENCE).wait(timeout=60)
+
+        expect(TransferFailed, put_and_wait, mentions=("rejected",))
+        assert isinstance(getting.exception(PATIENCE), IntegrityError)
+    assert counts(reader) == {"rejected": 1}
+    until_freed(producer)
