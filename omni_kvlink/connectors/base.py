@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
@@ -95,11 +96,7 @@ class Connector(ABC):
         return is_first
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"link {self._label} belongs to process {self._pid}; "
-                "after fork the child must open its own"
-            )
+        check_process(self._pid, f"link {self._label}")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
+from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.errors import (
     ClosedError,
@@ -21,7 +21,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
@@ -66,7 +66,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        delivery = self._receive(request_id, min(timeout, MAX_TIMEOUT), streamed=False)
+        delivery = self._receive(request_id, check_timeout(timeout), streamed=False)
         return Received(delivery, self._copier, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
@@ -76,14 +76,13 @@ class KVConsumer(LinkEnd):
         payload that was put as a whole comes as a stream whose layers are all there. The timeout is
         for the announcement, and again for each layer. Errors are those of `get`.
         """
-        started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
+        started, timeout = time.perf_counter(), check_timeout(timeout)
         delivery = self._receive(request_id, timeout, streamed=True)
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         self._end.abort(check_request_id(request_id), reason)
 
     def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
@@ -107,8 +106,8 @@ class GetAttempts:
         self._retries = 0
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline; negative after it."""
-        return self.deadline - time.monotonic()
+        """Seconds until the deadline; 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def may_retry(self) -> bool:
         """Count a broken connection; whether another request is allowed."""
@@ -124,9 +123,8 @@ def begin_get(
     With `streamed`, it is delivered while it is being written: open it with `open_stream`.
     PeerLostError if the producer is gone and did not come back in time.
     """
-    if consumer._closed:
-        raise consumer._closed_error()
-    key, limit = check_request_id(request_id), min(timeout, MAX_TIMEOUT)
+    consumer._check_open()
+    key, limit = check_request_id(request_id), check_timeout(timeout)
     return consumer._end.begin_get(key, timeout=limit, streamed=streamed)
 
 
@@ -135,7 +133,9 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
 
     It can if only the connection broke: the same run of the producer answers within `timeout` s.
     """
-    return not consumer._closed and consumer._end.can_retry(pending, timeout=timeout)
+    limit = check_timeout(timeout)
+    consumer._check_process()
+    return not consumer._closed and consumer._end.can_retry(pending, timeout=limit)
 
 
 def open_delivery(
@@ -266,7 +266,7 @@ class ReceivedStream:
 
     def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
         self.delivery, self.ledger = delivery, Ledger()
-        self._copier, self.timeout = copier, timeout
+        self._copier, self.timeout = copier, check_timeout(timeout)
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             region = region_of(delivery)
@@ -349,11 +349,13 @@ class ReceivedStream:
 
     def when(self, key: LayerKey) -> Future[None]:
         """A future that ends with the layer, or with the error."""
+        self.delivery.check_process()
         progress = self.delivery.progress
         return _done() if progress is None else progress.when(self._layers[key])
 
     def whole(self) -> Future[None]:
         """A future that ends with the commit, or with the error."""
+        self.delivery.check_process()
         progress = self.delivery.progress
         return _done() if progress is None else progress.whole
 
@@ -395,10 +397,10 @@ class ReceivedStream:
         return type(error)(text)
 
     def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
         started = time.perf_counter()
         try:
-            future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
+            future.exception(seconds)
         except FutureTimeout:
             pass  # `check` raises
         finally:
@@ -464,7 +466,8 @@ def _check_targets(manifest: Manifest, region: Region, targets: Sequence[TensorV
 
 
 def region_of(delivery: Delivery) -> Region:
-    """The payload's memory; ClosedError if it was released."""
+    """The payload's memory; ClosedError if it was released, or belongs to a parent process."""
+    delivery.check_process()
     if delivery.region is None:
         raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
     return delivery.region

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.messages import (
     MAX_TEXT,
     Cancel,
@@ -146,8 +148,13 @@ class Delivery:
         self.region: Region | None = region
         self.draft, self.progress = draft, progress
         self._release = release
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(region.span, release, "read", "")
         self._finalizer.atexit = False  # at exit the end of the connection releases it
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
+        check_process(self._pid, f"payload {self.key!r}")
 
     def reject(self, reason: str) -> None:
         """Release a payload that is not what was committed; the producer's receipt says so."""
@@ -169,7 +176,7 @@ class Delivery:
 
     def _drop_region(self, error: KVLinkError) -> None:
         self.region = None
-        if self.progress is not None:
+        if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
             self.progress.fail(error)
 
 
@@ -209,6 +216,7 @@ class GetTable:
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._waiting: dict[int, GetState] = {}
         self._streams: dict[int, tuple[str, Progress]] = {}
@@ -236,6 +244,8 @@ class GetTable:
 
     def cancel(self, get_state: GetState) -> bool:
         """Cancel a get; False if its answer came first, so that the caller must take that."""
+        if os.getpid() != self._pid:
+            return True  # it is its parent's
         with self._lock:
             if self._waiting.pop(get_state.get_id, None) is None:
                 return False
@@ -244,8 +254,9 @@ class GetTable:
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
         """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
+        check_process(self._pid, f"the get of {get_state.key!r}")
         try:
-            return get_state.future.result(max(0.0, timeout))
+            return get_state.future.result(check_timeout(timeout))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise

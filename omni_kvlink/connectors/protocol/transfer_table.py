@@ -15,6 +15,7 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
@@ -110,7 +112,7 @@ class Transfer:
 
     def wait_sent(self, deadline: float) -> None:
         """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
-        left = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        left = max(0.0, deadline - time.monotonic())
         if not self.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
             raise TransferTimeout(
@@ -172,7 +174,7 @@ class Receipt:
     """
 
     def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer = transfer
+        self._transfer, self._pid = transfer, os.getpid()
         self.ledger = ledger
 
     @property
@@ -197,8 +199,9 @@ class Receipt:
             TransferFailed: it failed, was aborted or rejected, or expired.
             TransferTimeout: it was not released within `timeout` seconds.
         """
-        transfer = self._transfer
-        if not transfer.done.wait(min(timeout, threading.TIMEOUT_MAX)):
+        limit, transfer = check_timeout(timeout), self._transfer
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        if not transfer.done.wait(limit):
             raise TransferTimeout(
                 f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
                 f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",

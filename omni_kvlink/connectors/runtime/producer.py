@@ -219,6 +219,7 @@ class PooledProducer(Producer):
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
+        self._check_open()
         with self.lock:
             return self.transfers.has_waiting_reader(key)
 
@@ -246,6 +247,7 @@ class PooledProducer(Producer):
 
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory; it stays until the last view is freed."""
+        self._check_open()
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
         with self.lock:

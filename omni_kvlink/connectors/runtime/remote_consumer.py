@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -54,6 +55,7 @@ class RemoteGet(SessionGet):
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
+        timeout = check_timeout(timeout)
         deadline = time.monotonic() + timeout
         self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
