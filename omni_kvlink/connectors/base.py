@@ -222,6 +222,11 @@ class PendingGet(ABC):
 class Consumer(Connector):
     """The end of a link that receives payloads."""
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether `begin_get` returns at once; False if it may have to reconnect first."""
+        return False
+
     @abstractmethod
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         """Request a payload without waiting for it; `streamed` takes it while it is being written.

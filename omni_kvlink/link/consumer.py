@@ -80,6 +80,11 @@ class KVConsumer(LinkEnd):
         delivery = self._receive(request_id, timeout, streamed=True)
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the producer is there, so that a request need not reconnect; never blocks."""
+        return self._end.is_connected
+
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
         self._check_open()

@@ -18,9 +18,9 @@ import enum
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
@@ -98,6 +98,7 @@ class Transfer:
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
     done: threading.Event = field(default_factory=threading.Event)  # set in a final state
+    done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     # Of a direct transfer: set when `is_sent` may have become true.
     all_sent: threading.Event = field(default_factory=threading.Event)
@@ -121,6 +122,22 @@ class Transfer:
                 key=self.key,
                 phase=phase,
             )
+
+    def finish(self, state: TransferState, reason: str) -> None:
+        """Reach a final state, and wake what waits for it."""
+        self.state, self.reason = state, reason
+        self.done.set()
+        self.all_sent.set()
+        self.call_back()
+
+    def call_back(self) -> None:
+        """Make each call of `done_callbacks` once; any thread."""
+        while True:
+            try:
+                callback = self.done_callbacks.popleft()
+            except IndexError:
+                return
+            callback()
 
     @property
     def is_offerable(self) -> bool:
@@ -199,14 +216,20 @@ class Receipt:
             TransferFailed: it failed, was aborted or rejected, or expired.
             TransferTimeout: it was not released within `timeout` seconds.
         """
-        limit, transfer = check_timeout(timeout), self._transfer
+        limit = check_timeout(timeout)
         check_process(self._pid, f"the receipt of {self.key!r}")
-        if not transfer.done.wait(limit):
+        self._transfer.done.wait(limit)
+        self.check(waited=timeout)
+
+    def check(self, *, waited: float) -> None:
+        """Raise the error of `wait`, if it is not released after `waited` seconds; never blocks."""
+        transfer = self._transfer
+        if not transfer.done.is_set():
             raise TransferTimeout(
-                f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
+                f"payload {self.key!r} is still {self.state} after {waited:g} s: "
                 f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
                 key=self.key,
-                waited=timeout,
+                waited=waited,
                 phase=self.state,
             )
         if transfer.state is not TransferState.RELEASED:
@@ -215,6 +238,21 @@ class Receipt:
                 key=self.key,
                 reason=transfer.reason,
             )
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call this once when `done` is true, at once or later; for event loops.
+
+        It runs in any thread, and the link may be locked: it must not block, raise or call back.
+        """
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._transfer.done_callbacks.append(callback)
+        if self.done:
+            self._transfer.call_back()
+
+    def remove_done_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `add_done_callback`, unless the call was made."""
+        with suppress(ValueError):
+            self._transfer.done_callbacks.remove(callback)
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r}: {self.state}>"
@@ -275,8 +313,7 @@ class TransferTable:
             return
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-            transfer.state, transfer.reason = TransferState.FAILED, "it was given up unwritten"
-            transfer.done.set()
+            transfer.finish(TransferState.FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
     def begin_stream(
@@ -537,14 +574,12 @@ class TransferTable:
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
-        transfer.state, transfer.reason = state, reason
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
         self.counters[state.value] += 1
         if transfer.direct is not None:
             transfer.direct.release_tensors()
-        transfer.done.set()
-        transfer.all_sent.set()
+        transfer.finish(state, reason)
         self._free_if_unused(transfer)
 
     def _free_if_unused(self, transfer: Transfer) -> None:

@@ -161,6 +161,11 @@ class SessionConsumer(Consumer):
         self._sessions = 1
         return self
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session that has not ended."""
+        return self._session is not None and not self._session.is_closed
+
     def begin_get(self, key: str, *, timeout: float, streamed: bool = False) -> PendingGet:
         """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed)
@@ -199,7 +204,7 @@ class SessionConsumer(Consumer):
             "role": "consumer",
             "url": self._url,
             "closed": self._closed,
-            "connected": session is not None and not session.is_closed,
+            "connected": self.is_connected,
             "sessions": self._sessions,
             "waiting": session.get_table.waiting if session else 0,
         }
