@@ -92,6 +92,9 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
 
         `url` is the producer's; `copier` and `options` are as for `serve`.
 
+        When the main thread has ended, what waits here in other threads raises ClosedError, so that
+        the process can end.
+
         Raises:
             TransferTimeout: no producer within `timeout` seconds.
             UnavailableError: the connector or the copier cannot run here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ class SessionConsumer(Consumer):
         self._opening = threading.Lock()
         self._session: Session | None = None
         self._sessions = 0
+        _open_consumers.add(self)
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
@@ -154,6 +156,8 @@ class SessionConsumer(Consumer):
     def connect(self, timeout: float) -> Consumer:
         """Open the first session and return this consumer; close it if that fails."""
         try:
+            if _has_ended.is_set():
+                raise ClosedError(f"link {self._url} was opened after the main thread had ended")
             self._session = self._open(timeout)
         except BaseException:
             self.close()
@@ -213,6 +217,7 @@ class SessionConsumer(Consumer):
         """Close the session; waiting calls raise ClosedError."""
         if not self._begin_close():
             return
+        _open_consumers.discard(self)
         self._interrupt()
         with self._opening:
             if self._session is not None:
@@ -238,6 +243,26 @@ class SessionConsumer(Consumer):
             raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
         finally:
             self._opening.release()
+
+
+_open_consumers: weakref.WeakSet[SessionConsumer] = weakref.WeakSet()
+_has_ended = threading.Event()  # the main thread
+
+
+def _close_all() -> None:
+    """Close the consumers when the main thread has ended.
+
+    Python then joins the other threads: a `get` in one of them would hold up the end of the
+    process until its deadline. Producers stay open, so that threads can see their payloads
+    delivered; functions of `atexit` run too late for this.
+    """
+    _has_ended.set()
+    for consumer in list(_open_consumers):
+        consumer.close()
+
+
+if hasattr(threading, "_register_atexit"):  # private, as in `concurrent.futures.thread`
+    threading._register_atexit(_close_all)
 
 
 def check_hello(url: str, message: Message) -> Hello:
