@@ -140,7 +140,6 @@ class SessionConsumer(Consumer):
         self._opening = threading.Lock()
         self._session: Session | None = None
         self._sessions = 0
-        _open_consumers.add(self)
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
@@ -155,6 +154,7 @@ class SessionConsumer(Consumer):
 
     def connect(self, timeout: float) -> Consumer:
         """Open the first session and return this consumer; close it if that fails."""
+        _open_consumers.add(self)
         try:
             if _has_ended.is_set():
                 raise ClosedError(f"link {self._url} was opened after the main thread had ended")
