@@ -100,6 +100,8 @@ producer = KVLink.serve(url)
 consumer = KVLink.connect(producer.url, timeout=60)
 if mode == "lost":
     producer.close()
+    while consumer.is_connected:
+        time.sleep(0.01)
 
 async def aget():
     await AsyncKVConsumer(consumer).get("k", timeout=3600)
