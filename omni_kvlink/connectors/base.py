@@ -89,6 +89,14 @@ class Connector(ABC):
     def close(self) -> None:
         """Refuse new calls, wake waiting ones, free what can be freed; idempotent."""
 
+    def close_deferred(self) -> None:
+        """Begin to close, and return before that is done; takes no lock: for finalizers.
+
+        The cyclic collector runs a finalizer in any thread, whatever that thread has locked. A
+        connector without a thread of its own that could close it closes at once.
+        """
+        self.close()
+
     def _begin_close(self) -> bool:
         """Refuse new calls; return whether `close` has more to do: once, and in no forked child."""
         is_first = not self._closed and os.getpid() == self._pid

@@ -51,7 +51,8 @@ class LinkEnd:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._is_owned_here():
-            self.close()
+            self._closed = True
+            self._end.close_deferred()
             warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

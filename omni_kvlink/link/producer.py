@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -448,8 +449,15 @@ class GatherQueue:
         for future in pending:
             future.result()
 
+    def call_when_drained(self, function: Callable[[], None]) -> None:
+        """Call this once no copy writes to the payload any more, in any thread; for finalizers."""
+        if self._pending:  # one thread does them in order
+            self._pending[-1].add_done_callback(lambda _: function())
+        else:
+            function()
+
     def drain(self) -> None:
-        """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
+        """Wait until no copy writes to the payload any more; ignore errors."""
         wait(self._pending)  # raises nothing: the stream's end has an error of its own
         self._pending = []
 
@@ -578,9 +586,10 @@ class PutStream:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is not None:
-            self._queue.drain()  # else a late copy would land in another payload
-            self._put.producer.abort(lease, "its producer never committed it", deferred=True)
+        if lease is not None and os.getpid() == self._pid:
+            reason = "its producer never committed it"
+            abort = partial(self._put.producer.abort, lease, reason, deferred=True)
+            self._queue.call_when_drained(abort)  # a late copy must not land in another payload
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
 

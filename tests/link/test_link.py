@@ -30,7 +30,7 @@ from omni_kvlink import (
 from omni_kvlink.link import consumer as link_consumer
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, until
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
@@ -68,6 +68,7 @@ def test_forgotten_link_is_loud_and_closed(sockets: str) -> None:
     link = KVLink.serve("shm://forgotten", directory=sockets)
     with pytest.warns(ResourceWarning, match="shm://forgotten was not closed"):
         del link
+    until(lambda: not os.listdir(sockets), "its loop has closed it")
     KVLink.serve("shm://forgotten", directory=sockets).close()
 
 

@@ -15,6 +15,7 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 from __future__ import annotations
 
 import enum
+import heapq
 import os
 import threading
 import time
@@ -44,6 +45,9 @@ MAX_TOMBSTONES = 4096
 TOMBSTONE_SECONDS = 300.0
 MAX_WAITING = 1 << 16
 """Keys that may be waited for, and gets that may wait for one key."""
+
+MAX_EXPIRED = 64
+"""Transfers that one `TransferTable.tick` expires at most."""
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -91,6 +95,7 @@ class Transfer:
     # Announced so far: the number of the first tensor, and the tensors' digests.
     layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
     expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
+    is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
     unclaimed: int = 0  # readers that were declared and have no lease
     is_committed: bool = False  # whether the payload is complete
     leases: set[Claim] = field(default_factory=set)
@@ -271,6 +276,7 @@ class TransferTable:
         self._epoch, self._now = 0, 0.0
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
+        self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
         self._pinned: set[Transfer] = set()
         self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
@@ -359,6 +365,7 @@ class TransferTable:
         if transfer.direct is not None:
             transfer.direct.release_tensors()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
+        self._schedule(transfer)
         self.counters["committed"] += 1
         for peer, get_id in transfer.leases:
             self._send(peer, Committed(get_id))
@@ -392,15 +399,26 @@ class TransferTable:
         self._waiting.clear()
 
     def tick(self, now: float) -> float:
-        """Expire transfers and tombstones that are due; return when to call next."""
-        for transfer in list(self._live.values()):
-            if transfer.expires <= now and transfer.is_offerable:
+        """Expire transfers and tombstones that are due; return when to call next.
+
+        At most `MAX_EXPIRED` transfers a call: `now` is returned if more may be due, so that other
+        threads get the owner's lock in between.
+        """
+        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
+            self._tombstones.popitem(last=False)
+        for _ in range(MAX_EXPIRED):
+            if not self._expiring:
+                return float("inf")
+            expires, _, transfer = self._expiring[0]
+            if transfer.is_offerable and expires > now:
+                return expires
+            heapq.heappop(self._expiring)
+            transfer.is_scheduled = False
+            if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
                 self._end(transfer, TransferState.EXPIRED, reason, "expired")
                 self._add_tombstone(transfer.key, reason, "expired", now)
-        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
-            self._tombstones.popitem(last=False)
-        return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
+        return now
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits for `key` that takes it while it is being written."""
@@ -505,6 +523,17 @@ class TransferTable:
 
     # Inside
 
+    def _schedule(self, transfer: Transfer) -> None:
+        """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""
+        if transfer.is_scheduled:
+            return
+        if len(self._expiring) > 2 * len(self._live) + MAX_EXPIRED:
+            # Most have ended long before their time; they must not be kept until then.
+            self._expiring = [one for one in self._expiring if not one[2].state.is_final]
+            heapq.heapify(self._expiring)
+        transfer.is_scheduled = True
+        heapq.heappush(self._expiring, (transfer.expires, transfer.epoch, transfer))
+
     def _check_writing(self, transfer: Transfer) -> None:
         if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):
             raise TransferFailed(
@@ -553,6 +582,8 @@ class TransferTable:
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
+            if transfer.is_committed:
+                self._schedule(transfer)
         is_idle = transfer.state is TransferState.LEASED and not transfer.leases
         if is_idle and transfer.unclaimed:
             transfer.state = TransferState.COMMITTED

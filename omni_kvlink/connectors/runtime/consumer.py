@@ -25,6 +25,7 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import (
     ClosedError,
     ConnectorError,
@@ -50,6 +51,8 @@ class Session(ABC):
     get_table: GetTable
     incarnation: str
     is_closed = False
+    _loop: EventLoop
+    """The loop in which `close` may be called."""
 
     @abstractmethod
     def request(self, key: str, *, streamed: bool) -> PendingGet:
@@ -65,6 +68,10 @@ class Session(ABC):
 
         If it disconnected earlier, the producer would reuse memory that a reader still looks at.
         """
+
+    def close_deferred(self) -> None:
+        """Close in the loop's thread; takes no lock."""
+        self._loop.call(self.close)
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail every get of this key that waits here."""
@@ -222,6 +229,12 @@ class SessionConsumer(Consumer):
         with self._opening:
             if self._session is not None:
                 self._session.close()
+
+    def close_deferred(self) -> None:
+        """Close the session in its loop; no call waits that would have to be interrupted."""
+        self._closed = True
+        if self._session is not None:
+            self._session.close_deferred()
 
     def _live_session(self, timeout: float) -> Session:
         """Return the session, a new one if the last has ended."""

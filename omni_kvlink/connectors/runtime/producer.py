@@ -356,6 +356,10 @@ class PooledProducer(Producer):
         else:
             self.loop.close()
 
+    def close_deferred(self) -> None:
+        """Close in the loop's thread."""
+        self.loop.call(self.close)
+
     # Inside
 
     def _begin(

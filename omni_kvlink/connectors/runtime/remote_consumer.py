@@ -305,10 +305,14 @@ class RemoteConsumer(SessionConsumer):
             return
         # Called twice through the loop, to run after the releases that closing the session caused.
         self._loop.call(partial(self._loop.call, self._close_in_loop))
-        if not self._loop.is_own_thread:  # else the link is garbage-collected in the loop's thread
+        if not self._loop.is_own_thread:  # else `close_deferred` was called
             self._may_return.wait()
             if self._is_shut_down:
                 self._loop.close()
+
+    def close_deferred(self) -> None:
+        """Close in the loop's thread."""
+        self._loop.call(self.close)
 
     def _close_in_loop(self) -> None:
         self._closing = True
