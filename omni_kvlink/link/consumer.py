@@ -184,8 +184,11 @@ class Received:
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             if verify == "full":
                 self.verify()
-        except BaseException as error:  # released without a reason, it would count as read
+        except Exception as error:  # released without a reason, it would count as read
             delivery.reject(str(error) or repr(error))
+            raise
+        except BaseException:  # an interrupt: another get can have it
+            delivery.release_unread()
             raise
 
     def verify(self) -> None:
@@ -277,8 +280,11 @@ class ReceivedStream:
             region = region_of(delivery)
             header = delivery.draft or region.view()
             self.manifest = _manifest_of(delivery.key, header, region.nbytes)
-        except BaseException as error:
+        except Exception as error:
             delivery.reject(str(error) or repr(error))
+            raise
+        except BaseException:  # an interrupt: another get can have it
+            delivery.release_unread()
             raise
         self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"

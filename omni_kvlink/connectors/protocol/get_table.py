@@ -126,9 +126,10 @@ class Delivery:
 
     Then `release` is called once, in any thread: it must neither block nor take a lock.
 
+    One that is dropped before its `region` was looked at is released unread.
+
     Attributes:
         key: of the payload.
-        region: its bytes; None once it was released.
         draft: of a payload that is still being written: its header without digests.
         progress: of a payload that is still being written; None if it is complete.
         copies: times its bytes were copied in this process.
@@ -145,16 +146,23 @@ class Delivery:
         copies: int = 0,
     ):
         self.key, self.copies = key, copies
-        self.region: Region | None = region
+        self._region: Region | None = region
         self.draft, self.progress = draft, progress
         self._release = release
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(region.span, release, "read", "")
+        self._outcome: list[Outcome] = ["unread"]
+        self._finalizer = weakref.finalize(region.span, _release_last, release, self._outcome)
         self._finalizer.atexit = False  # at exit the end of the connection releases it
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
         check_process(self._pid, f"payload {self.key!r}")
+
+    @property
+    def region(self) -> Region | None:
+        """The payload's bytes, which count as read from now on; None if it was released."""
+        self._outcome[0] = "read"
+        return self._region
 
     def reject(self, reason: str) -> None:
         """Release a payload that is not what was committed; the producer's receipt says so."""
@@ -166,6 +174,7 @@ class Delivery:
 
     def release(self) -> None:
         """Drop the region; the lease ends when the last view made from it is freed, too."""
+        self._outcome[0] = "read"
         self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
 
     def release_unread(self) -> None:
@@ -175,19 +184,36 @@ class Delivery:
         self.release()
 
     def _drop_region(self, error: KVLinkError) -> None:
-        self.region = None
+        self._region = None
         if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
             self.progress.fail(error)
+
+
+def _release_last(release: Callable[[Outcome, str], None], outcome: list[Outcome]) -> None:
+    release(outcome[0], "")
 
 
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
 
-    `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
+    It owns the request, and the lease of the offer, until `settle`. If it is dropped before, as by
+    an exception of a signal handler, its finalizer cancels the request or releases the payload
+    unread, by `drop`, which takes no lock. So the table does not keep it.
+
+    `ready`, of a connector that brings the bytes here first, ends when they are here. `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
     payload was when it was last heard of, is for errors.
     """
 
-    def __init__(self, get_id: int, key: str, streamed: bool = False):
+    def __init__(
+        self,
+        get_id: int,
+        key: str,
+        streamed: bool,
+        ready: Future[None] | None,
+        drop: Callable[[GetState], None],
+    ):
+        self.offer: Offer | None = None
+        self.ready = ready
         self.get_id, self.key, self.streamed = get_id, key, streamed
         self.inbound: object = None
         self.phase = "never announced by the producer"
@@ -195,6 +221,23 @@ class GetState:
         self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
         self.future.set_running_or_notify_cancel()  # only the table ends it
+        self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
+
+    def settle(self) -> None:
+        """Give up the ownership: the get was cancelled, has failed, or its lease has an owner."""
+        self._drop = None
+
+    def fail(self, error: KVLinkError) -> None:
+        """End the get with an error instead of an offer."""
+        self.settle()
+        self.future.set_exception(error)
+        if self.ready is not None:
+            self.ready.set_exception(error)
+
+    def __del__(self) -> None:
+        drop = getattr(self, "_drop", None)
+        if drop is not None:
+            drop(self)
 
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
@@ -210,15 +253,15 @@ class GetState:
 class GetTable:
     """The gets of one connection; thread-safe.
 
-    `send` takes a message for the producer and must not block; `post` takes one from a finalizer
-    and must not even take a lock.
+    `send` takes a message for the producer and must not block; `post` takes a Cancel or Release
+    from a finalizer and must not even take a lock.
     """
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: dict[int, GetState] = {}
+        self._waiting: weakref.WeakValueDictionary[int, GetState] = weakref.WeakValueDictionary()
         self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
@@ -229,7 +272,14 @@ class GetTable:
         """The number of gets that have no answer yet."""
         return len(self._waiting)
 
-    def request(self, key: str, *, streamed: bool = False, early: bool = False) -> GetState:
+    def request(
+        self,
+        key: str,
+        *,
+        streamed: bool = False,
+        early: bool = False,
+        ready: Future[None] | None = None,
+    ) -> GetState:
         """Request a payload; raises PeerLostError if the connection has ended.
 
         `early`: its bytes may be sent while it is being written, although it is taken whole.
@@ -238,7 +288,8 @@ class GetTable:
             if self._error is not None:
                 raise type(self._error)(str(self._error))
             self._last_id += 1
-            get_state = self._waiting[self._last_id] = GetState(self._last_id, key, streamed)
+            get_state = GetState(self._last_id, key, streamed, ready, self._on_dropped)
+            self._waiting[self._last_id] = get_state
         self._send(Get(get_state.get_id, key, streamed or early))
         return get_state
 
@@ -250,6 +301,7 @@ class GetTable:
             if self._waiting.pop(get_state.get_id, None) is None:
                 return False
         self._send(Cancel(get_state.get_id))
+        get_state.settle()
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
@@ -264,9 +316,14 @@ class GetTable:
                 return get_state.future.result()
             raise get_state.timeout_error() from None
         except BaseException:
-            if not self.cancel(get_state) and get_state.future.exception() is None:
-                self.release(get_state.get_id, get_state.future.result().epoch, "unread")
+            self.drop(get_state)
             raise
+
+    def drop(self, get_state: GetState) -> None:
+        """Cancel a get, or release its offer unread."""
+        if not self.cancel(get_state) and get_state.future.exception() is None:
+            self.release(get_state.get_id, get_state.future.result().epoch, "unread")
+            get_state.settle()
 
     def find(self, get_id: int) -> GetState | None:
         """Return a get that has no answer yet."""
@@ -300,11 +357,12 @@ class GetTable:
                 if message.draft:
                     get_state.progress = Progress()
                     self._streams[message.get_id] = get_state.key, get_state.progress
+                get_state.offer = message
                 get_state.future.set_result(message)
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
-                get_state.future.set_exception(get_error(get_state.key, message))
+                get_state.fail(get_error(get_state.key, message))
             elif (stream := self._streams.pop(message.get_id, None)) is not None:
                 key, progress = stream
                 progress.fail(get_error(key, message))
@@ -325,9 +383,9 @@ class GetTable:
         with self._lock:
             waiting = [get_state for get_state in self._waiting.values() if get_state.key == key]
             for get_state in waiting:
-                del self._waiting[get_state.get_id]
+                self._waiting.pop(get_state.get_id, None)
         for get_state in waiting:
-            get_state.future.set_exception(error)
+            get_state.fail(error)
         self._fail_streams(error, key)
 
     def close(self, error: KVLinkError) -> list[GetState]:
@@ -335,9 +393,10 @@ class GetTable:
         with self._lock:
             if self._error is None:
                 self._error = error
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
         for get_state in waiting:
-            get_state.future.set_exception(type(error)(f"{error}; {get_state.key!r} was awaited"))
+            get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
         return waiting
 
@@ -347,6 +406,15 @@ class GetTable:
             if stream is not None and key in (None, stream[0]):
                 self._streams.pop(get_id, None)
                 stream[1].fail(error)
+
+    def _on_dropped(self, get_state: GetState) -> None:
+        """For finalizers: takes no lock."""
+        if os.getpid() != self._pid:
+            return
+        if get_state.offer is None:
+            self._post(Cancel(get_state.get_id))
+        else:
+            self.release(get_state.get_id, get_state.offer.epoch, "unread")
 
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:

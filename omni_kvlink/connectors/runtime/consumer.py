@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -126,16 +127,18 @@ class MappedGet(SessionGet):
             if fault_points.enabled:
                 fault_points.point("get.mapped")
         except BaseException as error:
-            release("rejected", shorten(repr(error)))
-            raise
+            if isinstance(error, Exception):
+                release("rejected", shorten(repr(error)))
+                get_state.settle()
+            raise  # an interrupt: the get's finalizer releases it unread
         progress = get_state.progress
-        return Delivery(get_state.key, region, release, draft=header, progress=progress)
+        delivery = Delivery(get_state.key, region, release, draft=header, progress=progress)
+        get_state.settle()
+        return delivery
 
     def cancel(self) -> None:
         """Withdraw the request, or release the offer unread."""
-        get_state, get_table = self._get_state, self.session.get_table
-        if not get_table.cancel(get_state) and get_state.future.exception() is None:
-            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
+        self.session.get_table.drop(self._get_state)
 
 
 class SessionConsumer(Consumer):
@@ -144,7 +147,8 @@ class SessionConsumer(Consumer):
     def __init__(self, url: str):
         super().__init__(url)
         self._url = url
-        self._opening = threading.Lock()
+        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._opening = threading.RLock()
         self._session: Session | None = None
         self._sessions = 0
 
@@ -185,9 +189,11 @@ class SessionConsumer(Consumer):
         """Return whether the producer of a get can be reached again, and reconnect."""
         assert isinstance(pending, SessionGet)
         old, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
-        if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
+        if self._closed or limit <= 0:
             return False
         try:
+            if not self._opening.acquire(timeout=limit):
+                return False
             if self._session is old and old.is_closed:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
@@ -196,7 +202,7 @@ class SessionConsumer(Consumer):
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:
-            self._opening.release()
+            self._end_opening()
 
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides."""
@@ -244,9 +250,9 @@ class SessionConsumer(Consumer):
         if session is not None and not session.is_closed:
             return session
         deadline = time.monotonic() + timeout
-        if not self._opening.acquire(timeout=max(0.0, timeout)):
-            raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
         try:
+            if not self._opening.acquire(timeout=max(0.0, timeout)):
+                raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
             self._check_open()
             if self._session is None or self._session.is_closed:
                 self._session = self._open(deadline - time.monotonic())
@@ -255,6 +261,10 @@ class SessionConsumer(Consumer):
         except TimeoutError as error:
             raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
         finally:
+            self._end_opening()
+
+    def _end_opening(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired
             self._opening.release()
 
 

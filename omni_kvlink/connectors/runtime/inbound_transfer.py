@@ -49,8 +49,8 @@ class InboundTransfer:
         self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if self.streamed else None
-        self.ready: Future[None] = Future()
-        self.ready.set_running_or_notify_cancel()
+        assert get_state.ready is not None
+        self.ready = get_state.ready
         self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
         self._inline_bytes = inline_bytes
         self._block: Block | None = None
