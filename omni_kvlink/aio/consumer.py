@@ -9,10 +9,9 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.aio.end import AsyncLinkEnd
+from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import (
-    MAX_TIMEOUT,
     GetAttempts,
     KVConsumer,
     Payload,
@@ -22,6 +21,7 @@ from omni_kvlink.link import (
     Verify,
     begin_get,
     can_retry,
+    check_timeout,
     check_verify,
     open_delivery,
     open_stream,
@@ -56,7 +56,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         return AsyncReceivedStream(stream)
 
     async def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
-        attempts = GetAttempts(min(timeout, MAX_TIMEOUT))
+        attempts = GetAttempts(check_timeout(timeout))
         while True:
             request = _AsyncGet(self.link, request_id, attempts.seconds_left(), streamed=streamed)
             pending = await self._answered(request)
@@ -64,27 +64,17 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
                 return pending.wait(timeout=0.0)  # answered or out of time: does not block
             except PeerLostError:
                 retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
-                if not attempts.may_retry() or not await asyncio.to_thread(retry):
+                if not attempts.may_retry() or not await run_in_thread(retry):
                     raise
 
     async def _answered(self, request: _AsyncGet) -> PendingGet:
         """The pending get, once its answer is there or the time is over.
 
-        `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs the thread.
+        `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs a thread.
         """
         try:
-            begun = asyncio.get_running_loop().run_in_executor(None, request)
-            try:
-                await asyncio.wait([begun], timeout=request.timeout)
-            finally:
-                begun.cancel()
-            if begun.cancelled():
-                raise TransferTimeout(
-                    f"{self.link.url}: no connection after {request.timeout:g} s",
-                    waited=request.timeout,
-                    phase="connecting",
-                )
-            answer = asyncio.wrap_future(begun.result().future)
+            pending = await self._begun(request)
+            answer = asyncio.wrap_future(pending.future)
             try:
                 await asyncio.wait([answer], timeout=request.seconds_left())
             finally:
@@ -94,6 +84,24 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             request.cancel()
             raise
         return request.take()
+
+    async def _begun(self, request: _AsyncGet) -> PendingGet:
+        """The pending get; in a thread, if the link has to reconnect first."""
+        if self.link.is_connected:
+            with contextlib.suppress(PeerLostError):  # the connection ends at this moment
+                return request(timeout=0.0)
+        begun = asyncio.ensure_future(run_in_thread(request))
+        try:
+            await asyncio.wait([begun], timeout=request.timeout)
+        finally:
+            begun.cancel()
+        if not begun.done():
+            raise TransferTimeout(
+                f"{self.link.url}: no connection after {request.timeout:g} s",
+                waited=request.timeout,
+                phase="connecting",
+            )
+        return begun.result()
 
 
 class AsyncReceivedStream:
@@ -143,10 +151,10 @@ class AsyncReceivedStream:
 
     async def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
         """Uses `asyncio.wait`, because `wait_for` may swallow a cancellation."""
-        seconds = self.stream.timeout if timeout is None else timeout
+        seconds = self.stream.timeout if timeout is None else check_timeout(timeout)
         answer = asyncio.wrap_future(future)
         try:
-            await asyncio.wait([answer], timeout=max(0.0, seconds))
+            await asyncio.wait([answer], timeout=seconds)
         finally:
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # retrieved here, raised by `check`
@@ -155,7 +163,7 @@ class AsyncReceivedStream:
 
 
 class _AsyncGet:
-    """Runs `begin_get` in a thread; after `cancel`, a get that was begun is cancelled."""
+    """Runs `begin_get`, in any thread; after `cancel`, a get that was begun is cancelled."""
 
     def __init__(self, consumer: KVConsumer, request_id: str, timeout: float, *, streamed: bool):
         self._begin = partial(begin_get, consumer, request_id, streamed=streamed)
@@ -164,8 +172,8 @@ class _AsyncGet:
         self._cancelled = False
         self._pending: deque[PendingGet] = deque()
 
-    def __call__(self) -> PendingGet:
-        pending = self._begin(timeout=self.seconds_left())
+    def __call__(self, timeout: float | None = None) -> PendingGet:
+        pending = self._begin(timeout=self.seconds_left() if timeout is None else timeout)
         self._pending.append(pending)
         if self._cancelled:
             self.cancel()
@@ -193,7 +201,7 @@ class _Verification:
 
     async def run(self) -> None:
         try:
-            await asyncio.to_thread(self)
+            await run_in_thread(self)
         except asyncio.CancelledError:
             self._cancelled = True
             if self._ended or not self._began:

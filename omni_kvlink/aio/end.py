@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from functools import wraps
+import contextvars
+import threading
+from concurrent.futures import Future
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from omni_kvlink.link import KVConsumer, KVProducer
@@ -18,6 +21,28 @@ T = TypeVar("T")
 Link = TypeVar("Link", bound=KVProducer | KVConsumer)
 
 
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Await a call that blocks, in a thread of its own.
+
+    Not in the event loop's pool: calls that wait there would keep its few threads from others, and
+    hold up the end of the process. If the task is cancelled, the call goes on.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    run = partial(contextvars.copy_context().run, _complete, future, call)
+    threading.Thread(target=run, name="kvlink-aio", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, call  # the error's traceback has this frame
+
+
 def in_thread(
     attribute: str, method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
@@ -26,7 +51,7 @@ def in_thread(
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         below: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
-        return await asyncio.to_thread(below, *args, **kwargs)
+        return await run_in_thread(partial(below, *args, **kwargs))
 
     return call
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.aio.consumer import AsyncKVConsumer
+from omni_kvlink.aio.end import run_in_thread
 from omni_kvlink.aio.producer import AsyncKVProducer
 from omni_kvlink.link import KVLink, LinkOptions
 
@@ -28,18 +29,16 @@ class AsyncKVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         **options: Unpack[LinkOptions],
     ) -> AsyncKVProducer:
         """Open the producer's end; see `KVLink.serve`."""
-        link = await asyncio.to_thread(KVLink.serve, url, copier=copier, digests=digests, **options)
-        return AsyncKVProducer(link)
+        serve = partial(KVLink.serve, url, copier=copier, digests=digests, **options)
+        return AsyncKVProducer(await run_in_thread(serve))
 
     @staticmethod
     async def connect(
         url: str, *, timeout: float, copier: str | Copier = "auto", **options: Unpack[LinkOptions]
     ) -> AsyncKVConsumer:
         """Open a consumer's end, in a thread that waits for the producer; see `KVLink.connect`."""
-        link = await asyncio.to_thread(
-            KVLink.connect, url, timeout=timeout, copier=copier, **options
-        )
-        return AsyncKVConsumer(link)
+        connect = partial(KVLink.connect, url, timeout=timeout, copier=copier, **options)
+        return AsyncKVConsumer(await run_in_thread(connect))
 
 
 AsyncKVLink.register(AsyncKVProducer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.aio.end import AsyncLinkEnd, in_thread
-from omni_kvlink.link import KVProducer, PutStream
+from omni_kvlink.aio.end import AsyncLinkEnd, in_thread, run_in_thread
+from omni_kvlink.link import KVProducer, PutStream, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +37,21 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
         return AsyncPutStream(begin)
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
-        """`Receipt.wait` in a thread."""
-        await asyncio.to_thread(receipt.wait, timeout=timeout)
+        """`Receipt.wait`; holds no thread."""
+        limit, loop = check_timeout(timeout), asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                loop.call_soon_threadsafe(ended.cancel)
+
+        receipt.add_done_callback(wake)
+        try:
+            await asyncio.wait([ended], timeout=limit)
+        finally:
+            receipt.remove_done_callback(wake)
+            ended.cancel()
+        receipt.check(waited=timeout)
 
     def fail(self, request_id: str, reason: str) -> None:
         """`KVProducer.fail`; does not block."""
@@ -60,10 +74,10 @@ class AsyncPutStream:
 
     async def commit(self) -> Receipt:
         """`PutStream.commit` in a thread; the end of the block calls it."""
-        return await asyncio.shield(asyncio.to_thread(self.out.commit))
+        return await asyncio.shield(run_in_thread(self.out.commit))
 
     async def __aenter__(self) -> AsyncPutStream:
-        beginning = asyncio.ensure_future(asyncio.to_thread(self._begin))
+        beginning = asyncio.ensure_future(run_in_thread(self._begin))
         try:
             self.out = await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -74,7 +88,7 @@ class AsyncPutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: object
     ) -> None:
-        await asyncio.shield(asyncio.to_thread(self.out.__exit__, kind, error, tb))
+        await asyncio.shield(run_in_thread(partial(self.out.__exit__, kind, error, tb)))
 
 
 def _fail(beginning: asyncio.Task[PutStream]) -> None:

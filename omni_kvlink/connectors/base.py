@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
@@ -88,6 +89,14 @@ class Connector(ABC):
     def close(self) -> None:
         """Refuse new calls, wake waiting ones, free what can be freed; idempotent."""
 
+    def close_deferred(self) -> None:
+        """Begin to close, and return before that is done; takes no lock: for finalizers.
+
+        The cyclic collector runs a finalizer in any thread, whatever that thread has locked. A
+        connector without a thread of its own that could close it closes at once.
+        """
+        self.close()
+
     def _begin_close(self) -> bool:
         """Refuse new calls; return whether `close` has more to do: once, and in no forked child."""
         is_first = not self._closed and os.getpid() == self._pid
@@ -95,11 +104,7 @@ class Connector(ABC):
         return is_first
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"link {self._label} belongs to process {self._pid}; "
-                "after fork the child must open its own"
-            )
+        check_process(self._pid, f"link {self._label}")
 
     def _check_open(self) -> None:
         self._check_process()
@@ -224,6 +229,11 @@ class PendingGet(ABC):
 
 class Consumer(Connector):
     """The end of a link that receives payloads."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `begin_get` returns at once; False if it may have to reconnect first."""
+        return False
 
     @abstractmethod
     def begin_get(

@@ -54,6 +54,7 @@ class InprocSession(MappedSession, PeerHandle):
     def __init__(self, url: str, listener: InprocListener):
         super().__init__(listener)
         self._url, self._producer = url, listener.producer
+        self._loop = self._producer.loop
         self.incarnation = self._producer.incarnation
         self.get_table = GetTable(self.send, self.send)
         listener.sessions.add(self)
@@ -69,7 +70,7 @@ class InprocSession(MappedSession, PeerHandle):
 
     def send(self, message: Message) -> None:
         """Handle a message in the loop of the producer; callable from finalizers."""
-        self._producer.loop.call(partial(self._producer.handle, self, message))
+        self._loop.call(partial(self._producer.handle, self, message))
 
     def end(self, error: KVLinkError) -> None:
         """Fail the gets: one of the sides closed the link."""
@@ -79,7 +80,7 @@ class InprocSession(MappedSession, PeerHandle):
     def close(self) -> None:
         """Fail the gets; leases stay until their views are freed."""
         self.end(closed_here(self._url))
-        self._producer.loop.call(self._detach)
+        self._loop.call(self._detach)
 
     def _detach(self) -> None:
         self.listener.sessions.discard(self)

@@ -1,5 +1,8 @@
 """Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
+from omni_kvlink.connectors.protocol.call_checks import MAX_TIMEOUT as MAX_TIMEOUT
+from omni_kvlink.connectors.protocol.call_checks import check_process as check_process
+from omni_kvlink.connectors.protocol.call_checks import check_timeout as check_timeout
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.consumer import GetAttempts as GetAttempts
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer
@@ -12,7 +15,6 @@ from omni_kvlink.link.consumer import can_retry as can_retry
 from omni_kvlink.link.consumer import check_verify as check_verify
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream
-from omni_kvlink.link.end import MAX_TIMEOUT as MAX_TIMEOUT
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -10,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
+from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.errors import (
     ClosedError,
@@ -21,7 +21,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.manifest import Manifest
@@ -69,7 +69,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        limit = min(timeout, MAX_TIMEOUT)
+        limit = check_timeout(timeout)
         delivery = self._receive(request_id, limit, streamed=False, verify=verify)
         return Received(delivery, self._copier, started=started, verify=verify)
 
@@ -81,14 +81,18 @@ class KVConsumer(LinkEnd):
         for the announcement, and again for each layer. Errors are those of `get`. Bytes are checked
         as `get` does with `verify="auto"`, before their layer is there.
         """
-        started, timeout = time.perf_counter(), min(timeout, MAX_TIMEOUT)
+        started, timeout = time.perf_counter(), check_timeout(timeout)
         delivery = self._receive(request_id, timeout, streamed=True, verify="auto")
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the producer is there, so that a request need not reconnect; never blocks."""
+        return self._end.is_connected
+
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         self._end.abort(check_request_id(request_id), reason)
 
     def _receive(
@@ -114,8 +118,8 @@ class GetAttempts:
         self._retries = 0
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline; negative after it."""
-        return self.deadline - time.monotonic()
+        """Seconds until the deadline; 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def may_retry(self) -> bool:
         """Count a broken connection; whether another request is allowed."""
@@ -137,9 +141,8 @@ def begin_get(
     that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
     PeerLostError if the producer is gone and did not come back in time.
     """
-    if consumer._closed:
-        raise consumer._closed_error()
-    key, limit = check_request_id(request_id), min(timeout, MAX_TIMEOUT)
+    consumer._check_open()
+    key, limit = check_request_id(request_id), check_timeout(timeout)
     check = verify != "off"
     return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)
 
@@ -149,7 +152,9 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
 
     It can if only the connection broke: the same run of the producer answers within `timeout` s.
     """
-    return not consumer._closed and consumer._end.can_retry(pending, timeout=timeout)
+    limit = check_timeout(timeout)
+    consumer._check_process()
+    return not consumer._closed and consumer._end.can_retry(pending, timeout=limit)
 
 
 def open_delivery(
@@ -193,8 +198,11 @@ class Received:
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
-        except BaseException as error:  # released without a reason, it would count as read
+        except Exception as error:  # released without a reason, it would count as read
             delivery.reject(str(error) or repr(error), at_once=True)
+            raise
+        except BaseException:  # an interrupt: another get can have it
+            delivery.release_unread()
             raise
 
     def verify(self) -> None:
@@ -298,12 +306,15 @@ class ReceivedStream:
 
     def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
         self.delivery, self.ledger = delivery, Ledger()
-        self._copier, self.timeout = copier, timeout
+        self._copier, self.timeout = copier, check_timeout(timeout)
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             self.manifest = _manifest_of(delivery, region_of(delivery))
-        except BaseException as error:
+        except Exception as error:
             delivery.reject(str(error) or repr(error), at_once=True)
+            raise
+        except BaseException:  # an interrupt: another get can have it
+            delivery.release_unread()
             raise
         self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
         self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
@@ -379,11 +390,13 @@ class ReceivedStream:
 
     def when(self, key: LayerKey) -> Future[None]:
         """A future that ends with the layer, or with the error."""
+        self.delivery.check_process()
         progress = self.delivery.progress
         return _done() if progress is None else progress.when(self._layers[key])
 
     def whole(self) -> Future[None]:
         """A future that ends with the commit, or with the error."""
+        self.delivery.check_process()
         progress = self.delivery.progress
         return _done() if progress is None else progress.whole
 
@@ -425,10 +438,10 @@ class ReceivedStream:
         return type(error)(text)
 
     def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
         started = time.perf_counter()
         try:
-            future.exception(min(max(0.0, seconds), threading.TIMEOUT_MAX))
+            future.exception(seconds)
         except FutureTimeout:
             pass  # `check` raises
         finally:
@@ -477,7 +490,8 @@ def _scatter(
 
 
 def region_of(delivery: Delivery) -> Region:
-    """The payload's memory; ClosedError if it was released, and in a forked child."""
+    """The payload's memory; ClosedError if it was released, or belongs to a parent process."""
+    delivery.check_process()
     if delivery.region is None:
         raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
     if delivery.region.is_lost:

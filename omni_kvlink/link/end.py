@@ -8,6 +8,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import Connector
     from omni_kvlink.copier import Copier
-
-MAX_TIMEOUT = 1e9
-"""Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 
 _open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
 
@@ -29,11 +27,12 @@ class LinkEnd:
         self.url = url
         self._end = end
         self._copier = copier
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         _open_ends.add(self)
 
     def stats(self) -> dict[str, Any]:
         """Return state and counters of this end, as JSON values."""
+        self._check_process()
         return {"url": self.url, **self._end.health()}
 
     def close(self) -> None:
@@ -52,7 +51,8 @@ class LinkEnd:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._is_owned_here():
-            self.close()
+            self._closed = True
+            self._end.close_deferred()
             warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -60,10 +60,19 @@ class LinkEnd:
 
     def _is_owned_here(self) -> bool:
         """Whether this process opened the link, rather than its parent before a fork."""
-        return os.getpid() == getattr(self._end, "_pid", os.getpid())
+        return os.getpid() == self._pid
 
-    def _closed_error(self) -> ClosedError:
-        return ClosedError(f"link {self.url} is closed")
+    def _check_process(self) -> None:
+        check_process(self._pid, f"link {self.url}")
+
+    def _check_open(self) -> None:
+        """Raise ClosedError if the link is closed, or a parent's; takes no lock.
+
+        Every call begins with it: in a forked child, any lock may be held for ever.
+        """
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"link {self.url} is closed")
 
 
 @atexit.register

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link.consumer import KVConsumer
-from omni_kvlink.link.end import MAX_TIMEOUT
 from omni_kvlink.link.producer import KVProducer
 
 if TYPE_CHECKING:
@@ -92,16 +92,20 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
 
         `url` is the producer's; `copier` and `options` are as for `serve`.
 
+        When the main thread has ended, what waits here in other threads raises ClosedError, so that
+        the process can end.
+
         Raises:
             TransferTimeout: no producer within `timeout` seconds.
             UnavailableError: the connector or the copier cannot run here.
             VersionError: the producer speaks another major version.
             ConnectorError: the producer refused this process.
-            ValueError: the URL, an option or the copier's name is not valid.
+            ValueError: the URL, an option, the timeout or the copier's name is not valid.
         """
+        limit = check_timeout(timeout)
         scheme, address, parsed = _parse(url, dict(options))
         found = named_copier(copier)
-        end = backend(scheme).connect(address, parsed, min(timeout, MAX_TIMEOUT))
+        end = backend(scheme).connect(address, parsed, limit)
         return KVConsumer(url, end, found)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from omni_kvlink.connectors.base import Producer
+from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, GatherHandle
 from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
-from omni_kvlink.link.end import MAX_TIMEOUT, LinkEnd
+from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.schema import check_request_id
@@ -83,7 +86,7 @@ class KVProducer(LinkEnd):
             TransferTimeout: with `direct=True`, not every reader received it; none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
         """
-        ledger = self._ledger(digests)
+        ledger, limit = self._ledger(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
         with ledger.phase("plan"):
             plan, views = self._plan(data, ledger), data.tensors()
@@ -94,11 +97,11 @@ class KVProducer(LinkEnd):
             if background or is_allocated:
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
             operation = DirectPutOperation(self._end, plan, self._copier, ledger, readers, ttl)
-            return operation.run_direct(views, timeout=min(timeout, MAX_TIMEOUT))
+            return operation.run_direct(views, timeout=limit)
         put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
         announced = put.has_waiting_reader
         draft = plan.header_nbytes if announced else 0
-        lease, allocation = self._reserve(plan, timeout, ledger, draft=draft)
+        lease, allocation = self._reserve(plan, limit, ledger, draft=draft)
         if allocation is not None:
             allocation.data.close()
         if background:
@@ -117,10 +120,10 @@ class KVProducer(LinkEnd):
             CapacityError: not enough memory within the timeout.
             SchemaError: the plan is not valid.
         """
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
+        limit = check_timeout(timeout)
         capacity = plan.plan(digests=True).as_capacity()
-        key, limit = capacity.request_id, min(timeout, MAX_TIMEOUT)
+        key = capacity.request_id
         lease = self._end.reserve(key, capacity.nbytes, timeout=limit, draft=capacity.header_nbytes)
         try:
             return Allocation(capacity, lease, self._end.lend(lease), self._allocations)
@@ -148,27 +151,25 @@ class KVProducer(LinkEnd):
             CapacityError: not enough memory within the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
         """
-        ledger = self._ledger(None)
+        ledger, limit = self._ledger(None), check_timeout(timeout)
         _check_delivery(readers, ttl)
         if isinstance(plan, Manifest) and plan.request_id in self._allocations:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
         with ledger.phase("plan"):
             layout = plan if isinstance(plan, Manifest) else self._plan(plan, ledger)
         ledger.digests = "crc32c" if layout.has_digests else "off"
-        lease, allocation = self._reserve(layout, timeout, ledger, draft=layout.header_nbytes)
+        lease, allocation = self._reserve(layout, limit, ledger, draft=layout.header_nbytes)
         put = PutOperation(self._end, layout, self._copier, ledger, readers, ttl)
         return PutStream(put, lease, None if allocation is None else allocation.data)
 
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         self._end.fail(check_request_id(request_id), reason)
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """Abort a transfer: free its memory, and make every `get` of it raise TransferFailed."""
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         self._end.fail(check_request_id(request_id), reason, aborted=True)
 
     def close(self) -> None:
@@ -177,8 +178,7 @@ class KVProducer(LinkEnd):
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def _ledger(self, digests: bool | None) -> Ledger:
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         with_digests = self._digests if digests is None else digests
         algorithm = "crc32c" if with_digests else "off"
         copier = self._copier
@@ -197,8 +197,8 @@ class KVProducer(LinkEnd):
         with ledger.phase("reserve"):
             allocation = self._allocations.get(plan.request_id)
             if allocation is None:
-                key, limit = plan.request_id, min(timeout, MAX_TIMEOUT)
-                return self._end.reserve(key, plan.nbytes, timeout=limit, draft=draft), None
+                key = plan.request_id
+                return self._end.reserve(key, plan.nbytes, timeout=timeout, draft=draft), None
             lease = allocation.take()
             lease.shrink(plan.nbytes)
             return lease, allocation
@@ -449,8 +449,15 @@ class GatherQueue:
         for future in pending:
             future.result()
 
+    def call_when_drained(self, function: Callable[[], None]) -> None:
+        """Call this once no copy writes to the payload any more, in any thread; for finalizers."""
+        if self._pending:  # one thread does them in order
+            self._pending[-1].add_done_callback(lambda _: function())
+        else:
+            function()
+
     def drain(self) -> None:
-        """Wait until no copy writes to the payload any more; ignore errors. For finalizers, too."""
+        """Wait until no copy writes to the payload any more; ignore errors."""
         wait(self._pending)  # raises nothing: the stream's end has an error of its own
         self._pending = []
 
@@ -478,6 +485,7 @@ class PutStream:
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         digests = self._digests  # the queue must not keep the stream, whose finalizer fails it
 
@@ -510,6 +518,7 @@ class PutStream:
         SchemaError if it is not what the plan says, or was written before; nothing was sent then.
         TransferFailed if a reader ended or aborted the transfer.
         """
+        self._check_process()
         with self._lock:
             lease, layer_key = self._open_lease(), self._find(branch, layer)
             tensors, started = self._missing[layer_key], time.perf_counter()
@@ -534,6 +543,7 @@ class PutStream:
 
         SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
         """
+        self._check_process()
         with self._lock:
             if self.receipt is not None:
                 return self.receipt
@@ -555,6 +565,7 @@ class PutStream:
 
     def fail(self, reason: str) -> None:
         """Fail the transfer: its readers raise TransferFailed with this reason."""
+        self._check_process()
         with self._lock:  # no layer is being written, so none lands in another payload's memory
             lease = self._lease
             if lease is not None:
@@ -569,17 +580,21 @@ class PutStream:
     ) -> None:
         if error is None:
             self.commit()
-        else:
+        elif os.getpid() == self._pid:  # in a forked child, the block ends with its own error
             where = f"{self._first_missing()} was not written" if self._missing else "at its end"
             self.fail(f"{where}: {error!r}")
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is not None:
-            self._queue.drain()  # else a late copy would land in another payload
-            self._put.producer.abort(lease, "its producer never committed it", deferred=True)
+        if lease is not None and os.getpid() == self._pid:
+            reason = "its producer never committed it"
+            abort = partial(self._put.producer.abort, lease, reason, deferred=True)
+            self._queue.call_when_drained(abort)  # a late copy must not land in another payload
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
+
+    def _check_process(self) -> None:
+        check_process(self._pid, f"stream {self.manifest.request_id!r}")
 
     def _close(self) -> None:
         self._queue.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -10,7 +11,13 @@ from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.errors import KVLinkError, PeerLostError, SchemaError, TransferTimeout
+from omni_kvlink.errors import (
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.link import (
     MAX_TIMEOUT,
     KVConsumer,
@@ -18,6 +25,7 @@ from omni_kvlink.link import (
     Received,
     Verify,
     begin_get,
+    check_timeout,
     check_verify,
     open_delivery,
 )
@@ -46,7 +54,7 @@ class _PendingAnswer(NamedTuple):
     def receive(self, deadline: float, verify: Verify) -> Received:
         """Wait for the answer."""
         started = time.perf_counter()
-        delivery = self.get.wait(timeout=deadline - time.monotonic())
+        delivery = self.get.wait(timeout=_seconds_left(deadline))
         return open_delivery(self.store.link, delivery, started=started, verify=verify)
 
 
@@ -57,7 +65,8 @@ class _RemoteStore:
         self.link = link
         self._retry_at = 0.0
         self._questions, self._model = questions, model
-        self._lock = threading.Lock()
+        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._sending = threading.RLock()
         self._session = -1
         self._inbox = ""
         self._last_question: Receipt | None = None
@@ -66,27 +75,45 @@ class _RemoteStore:
         """Send a question to the producer; PeerLostError if it is gone."""
         if time.monotonic() < self._retry_at:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
-        timeout = min(RECONNECT_TIMEOUT, deadline - time.monotonic())
+        timeout = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
         get = begin_get(self.link, question.answer, timeout=timeout)
         try:
-            with self._lock:
-                self._read_hello(deadline)
-                if self._last_question is not None:  # one at a time: they share the inbox's key
-                    self._last_question.wait(timeout=deadline - time.monotonic())
-                payload = messages.message_payload(self._inbox, question, prompt)
-                self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT)
+            self._put_question(question, prompt, deadline)
         except BaseException:
             get.cancel()
             raise
         self._retry_at = 0.0
         return _PendingAnswer(self, get)
 
+    def _put_question(self, question: messages.Question, prompt: bytes, deadline: float) -> None:
+        """Put a question once the producer has read the last one: they share the inbox's key."""
+        started = time.monotonic()
+        try:
+            if not self._sending.acquire(timeout=_seconds_left(deadline)):
+                waited = time.monotonic() - started
+                raise TransferTimeout(
+                    f"{self.link.url} has not read the question of another thread: no answer "
+                    f"after {waited:.3f} s",
+                    waited=waited,
+                    phase="requested",
+                )
+            self._read_hello(deadline)
+            if self._last_question is not None:
+                with contextlib.suppress(TransferFailed):  # that is its own select's error
+                    self._last_question.wait(timeout=_seconds_left(deadline))
+            payload = messages.message_payload(self._inbox, question, prompt)
+            left = _seconds_left(deadline)
+            self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT, timeout=left)
+        finally:
+            with contextlib.suppress(RuntimeError):  # it was not acquired
+                self._sending.release()
+
     def _read_hello(self, deadline: float) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""
         session = self.link.stats()["sessions"]
         if session == self._session:
             return
-        with self.link.get(messages.HELLO, timeout=deadline - time.monotonic()) as data:
+        with self.link.get(messages.HELLO, timeout=_seconds_left(deadline)) as data:
             hello = messages.read_message(data, messages.LookupHello)
         if hello.model != self._model:
             raise SchemaError(
@@ -147,7 +174,8 @@ class LookupConsumer:
             PeerLostError: every producer is gone.
             SchemaError: a producer is of another model.
         """
-        prompt, deadline = encode(tokens, roi), time.monotonic() + min(timeout, MAX_TIMEOUT)
+        deadline = time.monotonic() + check_timeout(timeout)
+        prompt = encode(tokens, roi)
         stores = list(self._stores)
         if not stores:
             raise SchemaError("no producer to ask: add(link)")
@@ -234,14 +262,18 @@ class LookupConsumer:
             raise error
 
 
+def _seconds_left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
 def _question(deadline: float, *, wait: bool, probe: bool = False) -> messages.Question:
-    left = max(0.0, deadline - time.monotonic())
+    left = _seconds_left(deadline)
     return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe)
 
 
 def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: float) -> set[Future[Any]]:
     """Wait for the next answers; TransferTimeout if there are none by the deadline."""
-    left = max(0.0, deadline - time.monotonic())
+    left = _seconds_left(deadline)
     done, _ = wait_for(pending, timeout=left, return_when=FIRST_COMPLETED)
     if not done:
         silent = ", ".join(answer.store.link.url for answer in pending.values())

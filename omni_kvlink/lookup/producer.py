@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import uuid
-import warnings
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ from omni_kvlink.errors import (
     PeerLostError,
     SchemaError,
 )
-from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer
+from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer, check_process
 from omni_kvlink.lookup import messages
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 UNLIMITED_READERS = 2**31 - 1
 """Readers of the hello, which stays for as long as the link."""
+
+RETRY_INTERVAL = 0.5
+"""Seconds until a consumer is listened to again, of whom a question failed."""
 
 TTL = 5.0
 """Seconds that an answer is kept: its consumer waits for it already, or has given the call up."""
@@ -67,7 +70,8 @@ class LookupProducer:
         self._queue: SimpleQueue[_OpenQuestion | None] = SimpleQueue()
         self._waiting: list[_OpenQuestion] = []
         self._consumers: list[KVConsumer] = []
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
+        self._is_closing = threading.Event()
         self.answered, self.nbytes, self.ignored = 0, 0, 0
         self._recheck = partial(self._queue.put, _RECHECK)
         hello = messages.LookupHello(self._inbox, model)
@@ -81,6 +85,7 @@ class LookupProducer:
 
     def listen(self, consumer: KVConsumer) -> None:
         """Answer the questions that come by this link, which a consumer serves."""
+        check_process(self._pid, "this LookupProducer")
         if self._closed:
             raise ClosedError("this LookupProducer is closed")
         self._consumers.append(consumer)
@@ -89,14 +94,16 @@ class LookupProducer:
 
     def stats(self) -> dict[str, int]:
         """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
+        check_process(self._pid, "this LookupProducer")
         own = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
         return {**self._store.stats(), **own}
 
     def close(self) -> None:
         """Close all links; a consumer that waits for an answer raises PeerLostError."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child has none of its threads
             return
         self._closed = True
+        self._is_closing.set()
         self._store.unwatch(self._recheck)
         for consumer in self._consumers:
             consumer.close()
@@ -126,13 +133,11 @@ class LookupProducer:
                 continue  # the next `get` waits until it is back
             except SchemaError:
                 self.ignored += 1
-            except KVLinkError as error:  # a retry would end alike at once
-                warnings.warn(
-                    f"questions by {consumer.url} are not answered any more: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return
+            except KVLinkError:
+                # A question that failed is remembered until the next one is put: until then,
+                # each `get` would end alike at once.
+                self.ignored += 1
+                self._is_closing.wait(RETRY_INTERVAL)
 
     def _answer_all(self) -> None:
         while (request := self._queue.get()) is not None:

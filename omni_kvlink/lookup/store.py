@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
 from omni_kvlink.payload.paged import PagedTensor
@@ -124,11 +125,11 @@ class PrefixStore:
         decode before prefill. Tokens and roi are as for `insert`. TransferFailed if `fail` was
         called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
+        deadline = time.monotonic() + check_timeout(timeout)
         key = encode(tokens, roi)
-        deadline = time.monotonic() + timeout
         with self._changed:
             while wait and not self.covers(key):
-                if not self._changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
+                if not self._changed.wait(deadline - time.monotonic()):
                     raise TransferTimeout(
                         f"K and V of these {count(key)} tokens were not inserted within "
                         f"{timeout:g} s; {self._index.longest(key)[0]} of them are here",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from aio_fixtures import Test, waiting
+from aio_fixtures import THREE, Test, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 
@@ -164,17 +166,80 @@ def test_deadlines_while_the_producer_is_gone(run: Callable[[Test], None]) -> No
         await producer.close()
         while consumer.stats()["connected"]:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        free = threading.Event()
-        occupied = asyncio.ensure_future(asyncio.to_thread(free.wait, 60))
-        gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(20)]
-        for found in await asyncio.gather(*gets, return_exceptions=True):
-            assert isinstance(found, (PeerLostError, TransferTimeout)), found
-        assert not occupied.done()
-        free.set()
-        await occupied
+        with occupied_pool():
+            gets = [consumer.get(f"k{n}", timeout=0.4) for n in range(20)]
+            for found in await asyncio.gather(*gets, return_exceptions=True):
+                assert isinstance(found, (PeerLostError, TransferTimeout)), found
 
     run(test)
+
+
+def test_every_call_while_the_pool_is_occupied(run: Callable[[Test], None]) -> None:
+    """No call needs a thread of the event loop's pool, which other code may fill."""
+
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
+        data = THREE.make()
+        with occupied_pool():
+            waits = [
+                producer.wait(await producer.put(Recipe(f"k{n}").make()), timeout=60)
+                for n in range(20)
+            ]
+            waiting_receipts = [asyncio.ensure_future(wait) for wait in waits]
+            threads = threading.active_count()
+            await asyncio.sleep(0)
+            assert threading.active_count() <= threads  # a receipt that waits holds none
+            for n in range(20):
+                (await consumer.get(f"k{n}", timeout=60, verify="full")).release()
+            await asyncio.gather(*waiting_receipts)
+            (await producer.allocate(data)).release()
+            async with producer.stream_put(data) as out:
+                getting = asyncio.ensure_future(consumer.stream_get("s", timeout=60))
+                for layer in range(3):
+                    await out.write_layer(
+                        layer, *(part[layer] for part in data.layer_blocks.values())
+                    )
+            with await getting as stream:
+                assert len([layer async for layer in stream]) == 3
+            other = await AsyncKVLink.serve(f"inproc://{id(run)}")
+            async with other, await AsyncKVLink.connect(other.link.url, timeout=60):
+                pass
+            await consumer.close()
+
+    run(test)
+
+
+def test_a_receipt_tells_event_loops(run: Callable[[Test], None]) -> None:
+    async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
+        receipt = await producer.put(Recipe("k").make())
+        with pytest.raises(TransferTimeout, match=r"still committed after 0\.01 s: 1 readers"):
+            await producer.wait(receipt, timeout=0.01)
+        assert not receipt._transfer.done_callbacks  # a wait that ended leaves nothing
+        ended = [asyncio.ensure_future(producer.wait(receipt, timeout=60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        ended[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ended[0]
+        (await consumer.get("k", timeout=60)).release()
+        await ended[1]
+        await producer.wait(receipt, timeout=60)  # it has ended: at once
+        failed = await producer.put(Recipe("f").make())
+        producer.fail("f", "out of luck")
+        with pytest.raises(TransferFailed, match="out of luck"):
+            await producer.wait(failed, timeout=60)
+
+    run(test)
+
+
+@contextlib.contextmanager
+def occupied_pool() -> Iterator[None]:
+    """Fill the event loop's pool with a call that lasts as long as the block."""
+    free, pool = threading.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    pool.submit(free.wait)
+    try:
+        yield
+    finally:
+        free.set()
 
 
 def test_many_readers_of_one_key(run: Callable[[Test], None]) -> None:

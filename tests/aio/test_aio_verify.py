@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,12 +11,14 @@ import pytest
 from aio_fixtures import THREE, BlockingCopier, Test, entered, freed
 
 from omni_kvlink import IntegrityError, TransferFailed
+from omni_kvlink.aio import consumer as aio_consumer
 from omni_kvlink.aio.consumer import _Verification
+from omni_kvlink.aio.end import run_in_thread
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 
@@ -73,15 +74,20 @@ def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
     run(test)
 
 
-def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None:
-    """All threads are busy: the payload goes back at once, and is not hashed afterwards."""
+def test_cancelled_before_the_hashing_began(
+    run: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The payload goes back at once, and is not hashed when its thread runs at last."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
         receipt = await producer.put(THREE.make())
         received = await consumer.get("s", timeout=60)
         busy = threading.Event()
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait, 10))
+
+        def late(call: Callable[[], object]) -> Awaitable[object]:
+            return run_in_thread(lambda: (busy.wait(60), call()))
+
+        monkeypatch.setattr(aio_consumer, "run_in_thread", late)
         verifying = asyncio.ensure_future(_Verification(received).run())
         for _ in range(3):
             await asyncio.sleep(0)
@@ -91,7 +97,6 @@ def test_cancelled_before_the_hashing_began(run: Callable[[Test], None]) -> None
         while producer.stats()["transfers"]["redelivered"] != 1:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.002)
         busy.set()
-        assert await blocked
         (await consumer.get("s", timeout=60)).release()
         await producer.wait(receipt, timeout=60)
         assert "verify" not in received.ledger.seconds

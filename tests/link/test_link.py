@@ -30,7 +30,7 @@ from omni_kvlink import (
 from omni_kvlink.link import consumer as link_consumer
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.rig import expect
+from omni_kvlink.testing.rig import expect, until
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
@@ -68,6 +68,7 @@ def test_forgotten_link_is_loud_and_closed(sockets: str) -> None:
     link = KVLink.serve("shm://forgotten", directory=sockets)
     with pytest.warns(ResourceWarning, match="shm://forgotten was not closed"):
         del link
+    until(lambda: not os.listdir(sockets), "its loop has closed it")
     KVLink.serve("shm://forgotten", directory=sockets).close()
 
 
@@ -89,6 +90,54 @@ def test_a_process_that_forgets_its_links_ends(url: str, sockets: str) -> None:
     command = [sys.executable, "-c", FORGOTTEN, url.format(sockets)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+WAITING = """
+import asyncio, sys, threading, time
+from omni_kvlink import ClosedError, KVLink, TransferTimeout
+from omni_kvlink.aio import AsyncKVConsumer
+url, mode = sys.argv[1:]
+producer = KVLink.serve(url)
+consumer = KVLink.connect(producer.url, timeout=60)
+if mode == "lost":
+    producer.close()
+    while consumer.is_connected:
+        time.sleep(0.01)
+
+async def aget():
+    await AsyncKVConsumer(consumer).get("k", timeout=3600)
+
+def wait():
+    began.set()
+    try:
+        if mode == "connect":
+            KVLink.connect("inproc://nobody" if "inproc" in url else absent, timeout=3600)
+        elif mode == "aio":
+            asyncio.run(aget())
+        else:
+            consumer.get("k", timeout=3600)
+    except ClosedError:
+        print("closed", flush=True)
+
+absent = url.replace("0", "9").replace("/w", "/absent")
+began = threading.Event()
+threading.Thread(target=wait).start()
+began.wait()
+if mode in ("get", "aio"):
+    while not producer.stats()["transfers"]["waiting"]:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("mode", ["get", "aio", "connect", "lost"])
+@pytest.mark.parametrize(
+    "url", ["inproc://w", "shm://w?directory={}", "zmq+ipc://{}/w", "auto://w?directory={}"]
+)
+def test_a_process_ends_although_a_thread_waits(url: str, mode: str, sockets: str) -> None:
+    """Once the main thread has ended, what its other threads wait for raises ClosedError."""
+    command = [sys.executable, "-c", WAITING, url.format(sockets), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
 def test_ledger_counts_one_copy(ends: tuple[KVProducer, KVConsumer]) -> None:

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from killed_producer import TOKENS
 from prompts import ROW, assert_right, insert
 
 from omni_kvlink import (
+    CapacityError,
     ClosedError,
     KVConsumer,
     KVLink,
     KVProducer,
     PeerLostError,
     SchemaError,
+    TensorTransferData,
     TransferFailed,
     TransferTimeout,
     UnavailableError,
@@ -276,6 +279,68 @@ def test_what_is_no_question_is_ignored(shm: LookupStages) -> None:
     with lookup.select(TOKENS, timeout=60) as match:
         assert_right(match, TOKENS)
     assert shm.producers[0].stats()["ignored"] == 1
+
+
+def test_a_producer_listens_on_after_a_failed_question(shm: LookupStages) -> None:
+    """The reason of the failure is remembered for minutes, and a `get` raises it at once."""
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS)
+    lookup._link.fail(shm.producers[0]._inbox, "no question")
+    until(lambda: shm.producers[0].stats()["ignored"] > 0, "its listener saw the failure")
+    with lookup.select(TOKENS, timeout=60) as match:
+        assert_right(match, TOKENS)
+    with lookup.select(TOKENS, timeout=60) as match:
+        assert_right(match, TOKENS)
+
+
+def test_a_question_that_failed_fails_no_other(shm: LookupStages) -> None:
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS)
+    lookup.select(TOKENS, timeout=60).release()
+    store = lookup._stores[0]
+    store._last_question = lookup._link.put(message_payload("other", LookupHello("x", "y")))
+    lookup._link.fail("other", "rejected")
+    with lookup.select(TOKENS, timeout=60) as match:
+        assert_right(match, TOKENS)
+
+
+def test_each_select_has_its_own_deadline(shm: LookupStages) -> None:
+    """While another thread waits until the producer has read its question."""
+    link, questions = shm.serve(), shm.serve()
+    with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
+        link.put(message_payload(HELLO, LookupHello("x", "m")), readers=3)  # nobody listens
+
+        def select() -> None:
+            with pytest.raises(ClosedError):
+                lookup.select(TOKENS, timeout=3600)
+
+        threads = [threading.Thread(target=select) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        sending = lookup._stores[0]._sending
+
+        def is_sending() -> bool:
+            is_free = sending.acquire(blocking=False)
+            if is_free:
+                sending.release()
+            return not is_free and lookup._stores[0]._last_question is not None
+
+        until(is_sending, "one waits until the question of the other was read")
+        with pytest.raises(TransferTimeout, match="question of another thread"):
+            lookup.select(TOKENS, timeout=0.1)
+        questions.close()
+        lookup.close()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_question_waits_for_memory_as_long_as_its_select(shm: LookupStages) -> None:
+    lookup = shm.start()
+    memory = TensorTransferData("m", {"m": torch.empty(8_300_000, dtype=torch.uint8)})
+    allocation = lookup._link.allocate(memory)
+    with pytest.raises(CapacityError, match=r"after 0\.\d+ s"):
+        lookup.select(range(60000), timeout=0.5)
+    allocation.release()
 
 
 def test_what_is_no_greeting_is_refused(shm: LookupStages) -> None:

@@ -279,6 +279,7 @@ class WaitingGet:
             self._finish("failed")
             return
         offer = self._get_state.future.result()
+        self._get_state.settle()
         self._connection.holds += 1
         self._clock.record(self._reader.name, "has", self._get_state.key, offer)
         progress = self._get_state.progress

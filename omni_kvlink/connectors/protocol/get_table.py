@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.messages import (
     MAX_TEXT,
     Cancel,
@@ -151,14 +153,19 @@ class Delivery:
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
+        self._pid = os.getpid()
         # Replaced in place: the finalizer must not keep this object.
         self._outcome: list[tuple[Outcome, str]] = [("unread", "")]
         self._finalizer = weakref.finalize(region.span, _report, release, self._outcome)
         self._finalizer.atexit = False  # at exit the end of the connection releases it
 
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
+        check_process(self._pid, f"payload {self.key!r}")
+
     @property
     def region(self) -> Region | None:
-        """The payload's bytes; None once it was released."""
+        """The payload's bytes, which count as read from now on; None once it was released."""
         if self._region is not None and self._outcome[0][0] == "unread":
             self._outcome[0] = "read", ""
         return self._region
@@ -188,7 +195,7 @@ class Delivery:
 
     def _drop_region(self, error: KVLinkError) -> None:
         self._region = None
-        if self.progress is not None:
+        if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
             self.progress.fail(error)
 
 
@@ -201,11 +208,26 @@ def _report(
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
 
-    `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
-    payload was when it was last heard of, is for errors.
+    It owns the request, and the lease of the offer, until `settle`. If it is dropped before, as by
+    an exception of a signal handler, its finalizer cancels the request or releases the payload
+    unread, by `drop`, which takes no lock. So the table does not keep it.
+
+    `ready`, of a connector that brings the bytes here first, ends when they are here; `inbound` is
+    its transfer. `phase`, how far the payload was when it was last heard of, is for errors.
     """
 
-    def __init__(self, get_id: int, key: str, streamed: bool = False, verify: bool = True):
+    def __init__(
+        self,
+        get_id: int,
+        key: str,
+        ready: Future[None] | None,
+        drop: Callable[[GetState], None],
+        *,
+        streamed: bool,
+        verify: bool,
+    ):
+        self.offer: Offer | None = None
+        self.ready = ready
         self.get_id, self.key, self.streamed, self.verify = get_id, key, streamed, verify
         self.inbound: object = None
         self.phase = "never announced by the producer"
@@ -213,6 +235,23 @@ class GetState:
         self.progress: Progress | None = None
         self.future: Future[Offer] = Future()
         self.future.set_running_or_notify_cancel()  # only the table ends it
+        self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
+
+    def settle(self) -> None:
+        """Give up the ownership: the get was cancelled, has failed, or its lease has an owner."""
+        self._drop = None
+
+    def fail(self, error: KVLinkError) -> None:
+        """End the get with an error instead of an offer."""
+        self.settle()
+        self.future.set_exception(error)
+        if self.ready is not None:
+            self.ready.set_exception(error)
+
+    def __del__(self) -> None:
+        drop = getattr(self, "_drop", None)
+        if drop is not None:
+            drop(self)
 
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
@@ -228,14 +267,15 @@ class GetState:
 class GetTable:
     """The gets of one connection; thread-safe.
 
-    `send` takes a message for the producer and must not block; `post` takes one from a finalizer
-    and must not even take a lock.
+    `send` takes a message for the producer and must not block; `post` takes a Cancel or Release
+    from a finalizer and must not even take a lock.
     """
 
     def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
         self._send, self._post = send, post
+        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: dict[int, GetState] = {}
+        self._waiting: weakref.WeakValueDictionary[int, GetState] = weakref.WeakValueDictionary()
         self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
@@ -247,7 +287,13 @@ class GetTable:
         return len(self._waiting)
 
     def request(
-        self, key: str, *, streamed: bool = False, early: bool = False, verify: bool = True
+        self,
+        key: str,
+        *,
+        streamed: bool = False,
+        early: bool = False,
+        verify: bool = True,
+        ready: Future[None] | None = None,
     ) -> GetState:
         """Request a payload; raises PeerLostError if the connection has ended.
 
@@ -258,23 +304,29 @@ class GetTable:
             if self._error is not None:
                 raise type(self._error)(str(self._error))
             self._last_id += 1
-            get_state = GetState(self._last_id, key, streamed, verify)
+            get_state = GetState(
+                self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
+            )
             self._waiting[self._last_id] = get_state
         self._send(Get(get_state.get_id, key, streamed or early))
         return get_state
 
     def cancel(self, get_state: GetState) -> bool:
         """Cancel a get; False if its answer came first, so that the caller must take that."""
+        if os.getpid() != self._pid:
+            return True  # it is its parent's
         with self._lock:
             if self._waiting.pop(get_state.get_id, None) is None:
                 return False
         self._send(Cancel(get_state.get_id))
+        get_state.settle()
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
         """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
+        check_process(self._pid, f"the get of {get_state.key!r}")
         try:
-            return get_state.future.result(max(0.0, timeout))
+            return get_state.future.result(check_timeout(timeout))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
@@ -282,9 +334,14 @@ class GetTable:
                 return get_state.future.result()
             raise get_state.timeout_error() from None
         except BaseException:
-            if not self.cancel(get_state) and get_state.future.exception() is None:
-                self.release(get_state.get_id, get_state.future.result().epoch, "unread")
+            self.drop(get_state)
             raise
+
+    def drop(self, get_state: GetState) -> None:
+        """Cancel a get, or release its offer unread."""
+        if not self.cancel(get_state) and get_state.future.exception() is None:
+            self.release(get_state.get_id, get_state.future.result().epoch, "unread")
+            get_state.settle()
 
     def find(self, get_id: int) -> GetState | None:
         """Return a get that has no answer yet."""
@@ -318,11 +375,12 @@ class GetTable:
                 if message.draft:
                     get_state.progress = Progress()
                     self._streams[message.get_id] = get_state.key, get_state.progress
+                get_state.offer = message
                 get_state.future.set_result(message)
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
-                get_state.future.set_exception(get_error(get_state.key, message))
+                get_state.fail(get_error(get_state.key, message))
             elif (stream := self._streams.pop(message.get_id, None)) is not None:
                 key, progress = stream
                 progress.fail(get_error(key, message))
@@ -343,9 +401,9 @@ class GetTable:
         with self._lock:
             waiting = [get_state for get_state in self._waiting.values() if get_state.key == key]
             for get_state in waiting:
-                del self._waiting[get_state.get_id]
+                self._waiting.pop(get_state.get_id, None)
         for get_state in waiting:
-            get_state.future.set_exception(error)
+            get_state.fail(error)
         self._fail_streams(error, key)
 
     def close(self, error: KVLinkError) -> list[GetState]:
@@ -353,9 +411,10 @@ class GetTable:
         with self._lock:
             if self._error is None:
                 self._error = error
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
         for get_state in waiting:
-            get_state.future.set_exception(type(error)(f"{error}; {get_state.key!r} was awaited"))
+            get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
         return waiting
 
@@ -365,6 +424,15 @@ class GetTable:
             if stream is not None and key in (None, stream[0]):
                 self._streams.pop(get_id, None)
                 stream[1].fail(error)
+
+    def _on_dropped(self, get_state: GetState) -> None:
+        """For finalizers: takes no lock."""
+        if os.getpid() != self._pid:
+            return
+        if get_state.offer is None:
+            self._post(Cancel(get_state.get_id))
+        else:
+            self.release(get_state.get_id, get_state.offer.epoch, "unread")
 
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:

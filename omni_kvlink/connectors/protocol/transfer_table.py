@@ -15,13 +15,16 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 from __future__ import annotations
 
 import enum
+import heapq
+import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
@@ -42,6 +45,9 @@ MAX_TOMBSTONES = 4096
 TOMBSTONE_SECONDS = 300.0
 MAX_WAITING = 1 << 16
 """Keys that may be waited for, and gets that may wait for one key."""
+
+MAX_EXPIRED = 64
+"""Transfers that one `TransferTable.tick` expires at most."""
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -89,6 +95,7 @@ class Transfer:
     # Announced so far: the number of the first tensor, and the tensors' digests.
     layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
     expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
+    is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
     unclaimed: int = 0  # readers that were declared and have no lease
     is_committed: bool = False  # whether the payload is complete
     leases: set[Claim] = field(default_factory=set)
@@ -96,6 +103,7 @@ class Transfer:
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
     done: threading.Event = field(default_factory=threading.Event)  # set in a final state
+    done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     # Of a direct transfer: set when `is_sent` may have become true.
     all_sent: threading.Event = field(default_factory=threading.Event)
@@ -110,7 +118,7 @@ class Transfer:
 
     def wait_sent(self, deadline: float) -> None:
         """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
-        left = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        left = max(0.0, deadline - time.monotonic())
         if not self.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
             raise TransferTimeout(
@@ -119,6 +127,22 @@ class Transfer:
                 key=self.key,
                 phase=phase,
             )
+
+    def finish(self, state: TransferState, reason: str) -> None:
+        """Reach a final state, and wake what waits for it."""
+        self.state, self.reason = state, reason
+        self.done.set()
+        self.all_sent.set()
+        self.call_back()
+
+    def call_back(self) -> None:
+        """Make each call of `done_callbacks` once; any thread."""
+        while True:
+            try:
+                callback = self.done_callbacks.popleft()
+            except IndexError:
+                return
+            callback()
 
     @property
     def is_offerable(self) -> bool:
@@ -172,7 +196,7 @@ class Receipt:
     """
 
     def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer = transfer
+        self._transfer, self._pid = transfer, os.getpid()
         self.ledger = ledger
 
     @property
@@ -197,13 +221,20 @@ class Receipt:
             TransferFailed: it failed, was aborted or rejected, or expired.
             TransferTimeout: it was not released within `timeout` seconds.
         """
+        limit = check_timeout(timeout)
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._transfer.done.wait(limit)
+        self.check(waited=timeout)
+
+    def check(self, *, waited: float) -> None:
+        """Raise the error of `wait`, if it is not released after `waited` seconds; never blocks."""
         transfer = self._transfer
-        if not transfer.done.wait(min(timeout, threading.TIMEOUT_MAX)):
+        if not transfer.done.is_set():
             raise TransferTimeout(
-                f"payload {self.key!r} is still {self.state} after {timeout:g} s: "
+                f"payload {self.key!r} is still {self.state} after {waited:g} s: "
                 f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
                 key=self.key,
-                waited=timeout,
+                waited=waited,
                 phase=self.state,
             )
         if transfer.state is not TransferState.RELEASED:
@@ -212,6 +243,21 @@ class Receipt:
                 key=self.key,
                 reason=transfer.reason,
             )
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call this once when `done` is true, at once or later; for event loops.
+
+        It runs in any thread, and the link may be locked: it must not block, raise or call back.
+        """
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._transfer.done_callbacks.append(callback)
+        if self.done:
+            self._transfer.call_back()
+
+    def remove_done_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `add_done_callback`, unless the call was made."""
+        with suppress(ValueError):
+            self._transfer.done_callbacks.remove(callback)
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r}: {self.state}>"
@@ -230,6 +276,7 @@ class TransferTable:
         self._epoch, self._now = 0, 0.0
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
+        self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
         self._pinned: set[Transfer] = set()
         self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
@@ -272,8 +319,7 @@ class TransferTable:
             return
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-            transfer.state, transfer.reason = TransferState.FAILED, "it was given up unwritten"
-            transfer.done.set()
+            transfer.finish(TransferState.FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
     def begin_stream(
@@ -319,6 +365,7 @@ class TransferTable:
         if transfer.direct is not None:
             transfer.direct.release_tensors()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
+        self._schedule(transfer)
         self.counters["committed"] += 1
         for peer, get_id in transfer.leases:
             self._send(peer, Committed(get_id))
@@ -352,15 +399,26 @@ class TransferTable:
         self._waiting.clear()
 
     def tick(self, now: float) -> float:
-        """Expire transfers and tombstones that are due; return when to call next."""
-        for transfer in list(self._live.values()):
-            if transfer.expires <= now and transfer.is_offerable:
+        """Expire transfers and tombstones that are due; return when to call next.
+
+        At most `MAX_EXPIRED` transfers a call: `now` is returned if more may be due, so that other
+        threads get the owner's lock in between.
+        """
+        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
+            self._tombstones.popitem(last=False)
+        for _ in range(MAX_EXPIRED):
+            if not self._expiring:
+                return float("inf")
+            expires, _, transfer = self._expiring[0]
+            if transfer.is_offerable and expires > now:
+                return expires
+            heapq.heappop(self._expiring)
+            transfer.is_scheduled = False
+            if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
                 self._end(transfer, TransferState.EXPIRED, reason, "expired")
                 self._add_tombstone(transfer.key, reason, "expired", now)
-        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
-            self._tombstones.popitem(last=False)
-        return min((t.expires for t in self._live.values() if t.is_offerable), default=float("inf"))
+        return now
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits for `key` that takes it while it is being written."""
@@ -465,6 +523,17 @@ class TransferTable:
 
     # Inside
 
+    def _schedule(self, transfer: Transfer) -> None:
+        """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""
+        if transfer.is_scheduled:
+            return
+        if len(self._expiring) > 2 * len(self._live) + MAX_EXPIRED:
+            # Most have ended long before their time; they must not be kept until then.
+            self._expiring = [one for one in self._expiring if not one[2].state.is_final]
+            heapq.heapify(self._expiring)
+        transfer.is_scheduled = True
+        heapq.heappush(self._expiring, (transfer.expires, transfer.epoch, transfer))
+
     def _check_writing(self, transfer: Transfer) -> None:
         if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):
             raise TransferFailed(
@@ -513,6 +582,8 @@ class TransferTable:
         if redeliver:
             transfer.unclaimed += 1
             self.counters["redelivered"] += 1
+            if transfer.is_committed:
+                self._schedule(transfer)
         is_idle = transfer.state is TransferState.LEASED and not transfer.leases
         if is_idle and transfer.unclaimed:
             transfer.state = TransferState.COMMITTED
@@ -534,14 +605,12 @@ class TransferTable:
         if transfer.state is TransferState.STREAMING:
             for peer, get_id in transfer.leases:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
-        transfer.state, transfer.reason = state, reason
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
         self.counters[state.value] += 1
         if transfer.direct is not None:
             transfer.direct.release_tensors()
-        transfer.done.set()
-        transfer.all_sent.set()
+        transfer.finish(state, reason)
         self._free_if_unused(transfer)
 
     def _free_if_unused(self, transfer: Transfer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.payload.manifest import MAX_HEADER
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.region import Region
 
 _RECONNECT_SECONDS = 0.5
@@ -49,6 +52,8 @@ class Session(ABC):
     get_table: GetTable
     incarnation: str
     is_closed = False
+    _loop: EventLoop
+    """The loop in which `close` may be called."""
 
     @abstractmethod
     def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
@@ -67,6 +72,10 @@ class Session(ABC):
 
         If it disconnected earlier, the producer would reuse memory that a reader still looks at.
         """
+
+    def close_deferred(self) -> None:
+        """Close in the loop's thread; takes no lock."""
+        self._loop.call(self.close)
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail every get of this key that waits here."""
@@ -121,16 +130,18 @@ class MappedGet(SessionGet):
             if fault_points.enabled:
                 fault_points.point("get.mapped")
         except BaseException as error:
-            release("rejected", shorten(repr(error)))
-            raise
+            if isinstance(error, Exception):
+                release("rejected", shorten(repr(error)))
+                get_state.settle()
+            raise  # an interrupt: the get's finalizer releases it unread
         progress = get_state.progress
-        return Delivery(get_state.key, region, release, draft=header, progress=progress)
+        delivery = Delivery(get_state.key, region, release, draft=header, progress=progress)
+        get_state.settle()
+        return delivery
 
     def cancel(self) -> None:
         """Withdraw the request, or release the offer unread."""
-        get_state, get_table = self._get_state, self.session.get_table
-        if not get_table.cancel(get_state) and get_state.future.exception() is None:
-            get_table.release(get_state.get_id, get_state.future.result().epoch, "unread")
+        self.session.get_table.drop(self._get_state)
 
 
 class SessionConsumer(Consumer):
@@ -139,7 +150,8 @@ class SessionConsumer(Consumer):
     def __init__(self, url: str):
         super().__init__(url)
         self._url = url
-        self._opening = threading.Lock()
+        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._opening = threading.RLock()
         self._session: Session | None = None
         self._sessions = 0
 
@@ -156,13 +168,21 @@ class SessionConsumer(Consumer):
 
     def connect(self, timeout: float) -> Consumer:
         """Open the first session and return this consumer; close it if that fails."""
+        _open_consumers.add(self)
         try:
+            if _has_ended.is_set():
+                raise ClosedError(f"link {self._url} was opened after the main thread had ended")
             self._session = self._open(timeout)
         except BaseException:
             self.close()
             raise
         self._sessions = 1
         return self
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session that has not ended."""
+        return self._session is not None and not self._session.is_closed
 
     def begin_get(
         self, key: str, *, timeout: float, streamed: bool = False, verify: bool = True
@@ -174,9 +194,11 @@ class SessionConsumer(Consumer):
         """Return whether the producer of a get can be reached again, and reconnect."""
         assert isinstance(pending, SessionGet)
         old, limit = pending.session, min(timeout, _RECONNECT_SECONDS)
-        if self._closed or limit <= 0 or not self._opening.acquire(timeout=limit):
+        if self._closed or limit <= 0:
             return False
         try:
+            if not self._opening.acquire(timeout=limit):
+                return False
             if self._session is old and old.is_closed:
                 self._session = self._open(limit, no_wait=True)
                 self._sessions += 1
@@ -185,7 +207,7 @@ class SessionConsumer(Consumer):
         except (KVLinkError, OSError):
             return False  # the caller raises the error that ended the first session
         finally:
-            self._opening.release()
+            self._end_opening()
 
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides."""
@@ -204,7 +226,7 @@ class SessionConsumer(Consumer):
             "role": "consumer",
             "url": self._url,
             "closed": self._closed,
-            "connected": session is not None and not session.is_closed,
+            "connected": self.is_connected,
             "sessions": self._sessions,
             "waiting": session.get_table.waiting if session else 0,
         }
@@ -213,10 +235,17 @@ class SessionConsumer(Consumer):
         """Close the session; waiting calls raise ClosedError."""
         if not self._begin_close():
             return
+        _open_consumers.discard(self)
         self._interrupt()
         with self._opening:
             if self._session is not None:
                 self._session.close()
+
+    def close_deferred(self) -> None:
+        """Close the session in its loop; no call waits that would have to be interrupted."""
+        self._closed = True
+        if self._session is not None:
+            self._session.close_deferred()
 
     def _live_session(self, timeout: float) -> Session:
         """Return the session, a new one if the last has ended."""
@@ -226,9 +255,9 @@ class SessionConsumer(Consumer):
         if session is not None and not session.is_closed:
             return session
         deadline = time.monotonic() + timeout
-        if not self._opening.acquire(timeout=max(0.0, timeout)):
-            raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
         try:
+            if not self._opening.acquire(timeout=max(0.0, timeout)):
+                raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
             self._check_open()
             if self._session is None or self._session.is_closed:
                 self._session = self._open(deadline - time.monotonic())
@@ -237,7 +266,31 @@ class SessionConsumer(Consumer):
         except TimeoutError as error:
             raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
         finally:
+            self._end_opening()
+
+    def _end_opening(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired
             self._opening.release()
+
+
+_open_consumers: weakref.WeakSet[SessionConsumer] = weakref.WeakSet()
+_has_ended = threading.Event()  # the main thread
+
+
+def _close_all() -> None:
+    """Close the consumers when the main thread has ended.
+
+    Python then joins the other threads: a `get` in one of them would hold up the end of the
+    process until its deadline. Producers stay open, so that threads can see their payloads
+    delivered; functions of `atexit` run too late for this.
+    """
+    _has_ended.set()
+    for consumer in list(_open_consumers):
+        consumer.close()
+
+
+if hasattr(threading, "_register_atexit"):  # private, as in `concurrent.futures.thread`
+    threading._register_atexit(_close_all)
 
 
 def check_hello(url: str, message: Message) -> Hello:

@@ -111,7 +111,9 @@ class EventLoop:
         self._running = False
 
     def _wake_up(self) -> None:
-        if os.getpid() == self._pid:  # a forked child shares the descriptor, not the thread
+        # A forked child shares the descriptor, not the thread; -1 after `__del__`, in which a
+        # reference cycle may have been finalized first.
+        if os.getpid() == self._pid and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
     def _on_wake(self, events: int) -> None:
@@ -137,7 +139,8 @@ class EventLoop:
 
     def __del__(self) -> None:
         # Not in `close`: a late finalizer may still write to it, and its number must not be reused.
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)

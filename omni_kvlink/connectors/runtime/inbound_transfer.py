@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
@@ -59,8 +58,8 @@ class InboundTransfer:
         self.verify, self._counters = get_state.verify, counters
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if self.streamed else None
-        self.ready: Future[None] = Future()
-        self.ready.set_running_or_notify_cancel()
+        assert get_state.ready is not None
+        self.ready = get_state.ready
         self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
         self._inline_bytes = inline_bytes
         self._block: Block | None = None

@@ -217,6 +217,7 @@ class PooledProducer(Producer):
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
+        self._check_open()
         with self.lock:
             return self.transfers.has_waiting_reader(key)
 
@@ -244,6 +245,7 @@ class PooledProducer(Producer):
 
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory; it stays until the last view is freed."""
+        self._check_open()
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
         with self.lock:
@@ -351,6 +353,10 @@ class PooledProducer(Producer):
             threading.Thread(target=self.loop.close, name="kvlink-close", daemon=True).start()
         else:
             self.loop.close()
+
+    def close_deferred(self) -> None:
+        """Close in the loop's thread."""
+        self.loop.call(self.close)
 
     # Inside
 

@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -52,12 +53,12 @@ class RemoteGet(SessionGet):
 
     def __init__(self, session: RemoteSession, get_state: GetState):
         self.session, self._get_table, self._get_state = session, session.get_table, get_state
-        self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # only the session completes it
-        get_state.future.add_done_callback(self._on_offer)
+        assert get_state.ready is not None
+        self.future = get_state.ready
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
+        timeout = check_timeout(timeout)
         deadline = time.monotonic() + timeout
         self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
@@ -68,14 +69,18 @@ class RemoteGet(SessionGet):
                 raise
             self._get_state.phase = inbound.phase
             if inbound.cancel():
+                self._get_state.settle()
                 raise self._get_state.timeout_error() from None
             inbound.ready.result()
         except KVLinkError:
+            self._get_state.settle()
             raise
         except BaseException:
             self.cancel()
             raise
-        return inbound.deliver()
+        delivery = inbound.deliver()
+        self._get_state.settle()
+        return delivery
 
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
@@ -85,24 +90,12 @@ class RemoteGet(SessionGet):
         inbound = self._inbound
         if not inbound.cancel() and inbound.ready.exception() is None:
             inbound.release_unread()
+        get_state.settle()
 
     @property
     def _inbound(self) -> InboundTransfer:
         assert isinstance(self._get_state.inbound, InboundTransfer)
         return self._get_state.inbound
-
-    def _on_offer(self, offered: Future[Offer]) -> None:
-        if offered.exception() is None:
-            self._inbound.ready.add_done_callback(self._on_ready)
-        else:
-            self._on_ready(offered)
-
-    def _on_ready(self, ended: Future[Any]) -> None:
-        error = ended.exception()
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
 
 
 class RemoteSession(Session):
@@ -146,7 +139,11 @@ class RemoteSession(Session):
 
     def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
         """Ask for a payload; see `Session`."""
-        get_state = self.get_table.request(key, streamed=streamed, early=True, verify=verify)
+        ready: Future[None] = Future()
+        ready.set_running_or_notify_cancel()  # only the session completes it
+        get_state = self.get_table.request(
+            key, streamed=streamed, early=True, verify=verify, ready=ready
+        )
         return RemoteGet(self, get_state)
 
     def send(self, message: Message) -> None:
@@ -268,7 +265,8 @@ class RemoteSession(Session):
 
     def _post_release(self, message: Message) -> None:
         """For finalizers: takes no lock."""
-        self._loop.call(partial(self._on_release, message))
+        handle = self._on_release if isinstance(message, Release) else self.send
+        self._loop.call(partial(handle, message))
 
     def _on_release(self, message: Message) -> None:
         """Notify the producer, then free the memory: a closed link ends with its last block."""
@@ -328,10 +326,14 @@ class RemoteConsumer(SessionConsumer):
             return
         # Called twice through the loop, to run after the releases that closing the session caused.
         self._loop.call(partial(self._loop.call, self._close_in_loop))
-        if not self._loop.is_own_thread:  # else the link is garbage-collected in the loop's thread
+        if not self._loop.is_own_thread:  # else `close_deferred` was called
             self._may_return.wait()
             if self._is_shut_down:
                 self._loop.close()
+
+    def close_deferred(self) -> None:
+        """Close in the loop's thread."""
+        self._loop.call(self.close)
 
     def _close_in_loop(self) -> None:
         self._closing = True

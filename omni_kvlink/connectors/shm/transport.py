@@ -27,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
     Refused,
+    Release,
     Retire,
     common_version,
     decode,
@@ -391,7 +392,7 @@ class ShmSession(MappedSession):
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas: dict[int, Mapping] = {}
         self._closing = False
-        self._leases = 0  # offers not yet released; used in the loop's thread only
+        self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
         self._close_done = threading.Event()
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
         try:
@@ -453,7 +454,7 @@ class ShmSession(MappedSession):
                 return check_hello(self._url, message)
 
     def _post(self, message: Message) -> None:
-        """Send a Release from a finalizer: no lock, no socket."""
+        """Send a Release or Cancel from a finalizer: no lock, no socket."""
         self._loop.call(partial(self._release, message))
 
     # In the loop's thread
@@ -465,7 +466,8 @@ class ShmSession(MappedSession):
 
     def _release(self, message: Message) -> None:
         self._channel.send(message)
-        self._leases -= 1
+        if isinstance(message, Release):
+            self._leases.discard(message.get_id)
         if self._closing and not self._leases:
             self._close(closed_here(self._url))
 
@@ -504,7 +506,8 @@ class ShmSession(MappedSession):
         if isinstance(message, Retire):
             self._arenas.pop(message.arena, None)
         else:
-            self._leases += isinstance(message, Offer)
+            if isinstance(message, Offer):
+                self._leases.add(message.get_id)
             self.get_table.on_message(message)
 
     def _map(self, message: Memory, fd: int) -> None:

@@ -44,7 +44,7 @@ class Peers:
             if self._closed:
                 raise ClosedError("the connector was shut down")
             if url not in self._links:
-                left = timeout - (time.monotonic() - started)
+                left = max(0.0, timeout - (time.monotonic() - started))
                 self._links[url] = KVLink.connect(url, timeout=left, **self._options)
             return self._links[url]
         finally:

@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import pytest
-from transfer_table_fixtures import HERE, Bench, offer
+from transfer_table_fixtures import HERE, Bench, offer, state_of
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol import transfer_table as module
 from omni_kvlink.connectors.protocol.messages import Failed, Status
-from omni_kvlink.connectors.protocol.transfer_table import TOMBSTONE_SECONDS
+from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED, TOMBSTONE_SECONDS
 
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_many_expire_in_steps(bench: Bench) -> None:
+    """A producer's other threads get its lock in between."""
+    transfers = [bench.put(f"k{n}", expires=10.0) for n in range(3 * MAX_EXPIRED + 1)]
+    bench.put("later", expires=20.0)
+    for step in range(1, 4):
+        assert bench.transfers.tick(10.0) == 10.0
+        assert len(bench.freed) == step * MAX_EXPIRED
+    assert bench.transfers.tick(10.0) == 20.0
+    assert bench.freed == transfers
+
+
+def test_what_ended_before_its_time_is_not_kept_until_then(bench: Bench) -> None:
+    bench.put("first", expires=5.0)
+    for number in range(1000):
+        transfer = bench.put("k", expires=1e9)
+        bench.request("a", number, "k")
+        bench.release("a", number, transfer)
+    assert len(bench.transfers._expiring) < 2 * MAX_EXPIRED
+    assert bench.transfers.tick(1.0) == 5.0
+
+
+def test_a_lease_that_ends_unread_after_the_time_expires(bench: Bench) -> None:
+    transfer = bench.put("k", expires=10.0)
+    bench.request("a", 1, "k")
+    assert bench.transfers.tick(10.0) == float("inf")
+    for number in (1, 2):  # again and again, it is scheduled once
+        bench.release("a", number, transfer, "unread")
+        bench.request("a", number + 1, "k")
+    bench.release("a", 3, transfer, "unread", now=11.0)
+    assert len(bench.transfers._expiring) == 1
+    bench.transfers.tick(11.0)
+    assert state_of(transfer) == "expired"
 
 
 def test_expiry(bench: Bench) -> None:

@@ -1,0 +1,145 @@
+"""A `get` that a signal handler's exception ends, at any line, leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import linecache
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import omni_kvlink
+from omni_kvlink import KVLink, Receipt, Received
+from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import until, until_freed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from omni_kvlink import KVConsumer, KVProducer
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+_ROOT = Path(omni_kvlink.__file__).parent
+TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"))
+URLS = {"inproc": "inproc://interrupt", "shm": "shm://interrupt", "zmq": "zmq+ipc://{root}/i"}
+DATA = Recipe("k", layers=2).make()
+WRAPPERS = ("with ", "finally:", "def ", "@")
+"""Beginnings of lines that are traced, too, where Python itself looks for no signal: it enters and
+leaves blocks there."""
+
+
+@pytest.fixture(params=URLS)
+def pair(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
+    options: dict[str, Any] = {"directory": sockets, "quota": 4 << 20}
+    with (
+        KVLink.serve(URLS[request.param].format(root=sockets), **options) as producer,
+        KVLink.connect(producer.url, timeout=60, **options) as consumer,
+    ):
+        yield producer, consumer
+
+
+def is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether Python would ignore an exception, as it does in every finalizer."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_release_last"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def put_once_awaited(
+    producer: KVProducer, receipts: list[Receipt], ended: threading.Event
+) -> None:
+    """Put when the get waits, or has ended."""
+    stats = producer.stats
+    until(lambda: ended.is_set() or stats()["transfers"]["waiting"] > 0, "the get waits")
+    receipts.append(producer.put(DATA))
+
+
+def is_committed(receipt: Receipt) -> bool:
+    return receipt.state == "committed"
+
+
+def interrupted(number: int, call: Callable[[], Received], found: list[Received]) -> bool:
+    """Raise KeyboardInterrupt at the n-th line of the package that a call runs; False if fewer."""
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        path = frame.f_code.co_filename
+        if not path.startswith(TRACED) or is_in_finalizer(frame):
+            return None
+        line = linecache.getline(path, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(WRAPPERS) and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found.append(call())
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["put before", "put while it waits"])
+def test_a_get_interrupted_at_each_line(
+    pair: tuple[KVProducer, KVConsumer], is_waiting: bool
+) -> None:
+    producer, consumer = pair
+    gc.disable()  # what is left to the cyclic collector is left behind, on servers
+    try:
+        for number in itertools.count():
+            found, receipts, ended = list[Received](), list[Receipt](), threading.Event()
+            put = partial(put_once_awaited, producer, receipts, ended)
+            thread = threading.Thread(target=put)
+            if is_waiting:
+                thread.start()
+            else:
+                receipts.append(producer.put(DATA))
+            get = partial(consumer.get, "k", timeout=60)
+            was_interrupted = interrupted(number, get, found)
+            ended.set()
+            if is_waiting:
+                thread.join()
+            if found:
+                found.pop().release_unread()
+            until(partial(is_committed, receipts[0]), "it can be read")
+            until(lambda: not producer.stats()["transfers"]["waiting"], "no get waits")
+            with consumer.get("k", timeout=60) as data:
+                assert fingerprint(data) == fingerprint(DATA)
+            del data
+            receipts[0].wait(timeout=60)
+            until_freed(producer)
+            if not was_interrupted:
+                break
+        assert number > 30
+    finally:
+        gc.enable()
+
+
+def test_a_pending_get_that_is_dropped_is_cancelled(pair: tuple[KVProducer, KVConsumer]) -> None:
+    producer, consumer = pair
+    pending = begin_get(consumer, "k", timeout=60)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "it waits")
+    del pending
+    until(lambda: producer.stats()["transfers"]["waiting"] == 0, "it was cancelled")
+    pending = begin_get(consumer, "k", timeout=60)
+    receipt = producer.put(DATA)
+    pending.future.result(60)
+    del pending
+    until(lambda: receipt.state == "committed", "it can be read by another")
+    delivery = begin_get(consumer, "k", timeout=60).wait(timeout=60)
+    del delivery
+    until(lambda: receipt.state == "committed", "nobody looked at it")
+    consumer.get("k", timeout=60).release()
+    receipt.wait(timeout=60)
