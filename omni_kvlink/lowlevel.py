@@ -13,7 +13,8 @@ the producer.
 | `begin_get`, `can_retry`, `open_delivery`, `open_stream` | gets that hold no thread |
 | `PendingGet`, `Delivery` | what they return |
 | `Options`, `backend`, `check_verify` | validate a configuration before a link is opened |
-| `check_private`, `locked`, `watching`, `default_directory` | directories of this user |
+| `check_private`, `default_directory` | directories of this user |
+| `LockFile`, `WakeupFifo`, `wake`, `wait_readable` | who serves at a path, and who waits for it |
 | `Copier`, `GatherHandle`, `TorchCopier` | base classes of a copier of one's own |
 | `ArenaPool`, `Block`, `Mapping`, `Region`, `is_sealed`, `byte_tensor` | shared memory |
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
@@ -23,10 +24,12 @@ from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
 from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
+from omni_kvlink.connectors.runtime.lock_file import LockFile as LockFile
 from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
-from omni_kvlink.connectors.runtime.user_dirs import locked as locked
+from omni_kvlink.connectors.runtime.wakeup import WakeupFifo as WakeupFifo
+from omni_kvlink.connectors.runtime.wakeup import wait_readable as wait_readable
+from omni_kvlink.connectors.runtime.wakeup import wake as wake
 from omni_kvlink.connectors.shm.rendezvous import default_directory as default_directory
-from omni_kvlink.connectors.shm.rendezvous import watching as watching
 from omni_kvlink.copier import Copier as Copier
 from omni_kvlink.copier import GatherHandle as GatherHandle
 from omni_kvlink.copier import TorchCopier as TorchCopier

@@ -42,13 +42,13 @@ def start(leaves_nothing: None) -> Iterator[Start]:
 
 @pytest.fixture
 def socket_dir() -> Iterator[str]:
-    """A socket directory in which a killed producer may leave its socket, and nothing else."""
+    """A socket directory in which a killed producer may leave its socket and lock file only."""
     directory = tempfile.mkdtemp(prefix="kvl-")
     before = shm_files()
     yield directory
     left = os.listdir(directory)
     shutil.rmtree(directory)
-    assert all(name.endswith(".sock") for name in left), left
+    assert all(name.endswith((".sock", ".sock.lock")) for name in left), left
     until(lambda: not left_over(before), "no file of this process in /dev/shm is left", 60)
 
 

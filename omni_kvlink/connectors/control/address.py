@@ -11,7 +11,8 @@ from typing import Any
 
 import zmq
 
-from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
+from omni_kvlink.connectors.runtime.lock_file import LockFile
+from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive
 from omni_kvlink.errors import BusyError, ConnectorError
 
 
@@ -82,18 +83,18 @@ class ControlAddress:
         A socket file that another producer has bound meanwhile is left in place.
         """
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(FileNotFoundError):  # the directory was removed
+            # The directory was removed, or another producer is about to serve the path.
+            with contextlib.suppress(ConnectorError, BusyError):
                 stack.enter_context(self._locked(make=False))
             context.term()
             if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.address)
 
-    def _locked(self, *, make: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Lock the directory of a path: ZMQ would silently replace another process's socket."""
+    def _locked(self, *, make: bool = True) -> contextlib.AbstractContextManager[object]:
+        """Lock the path: ZMQ would silently replace another process's socket."""
         if self.protocol != "ipc":
             return contextlib.nullcontext()
-        directory = os.path.dirname(self.address)
         if make:
-            check_private(directory, forbidden=0o077)
-        return locked(directory)
+            check_private(os.path.dirname(self.address), forbidden=0o077)
+        return LockFile(self.address)

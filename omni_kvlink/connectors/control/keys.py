@@ -71,9 +71,24 @@ def read_public(path: str) -> bytes:
 
 
 def read_all(directory: str) -> set[bytes]:
-    """Read the keys, 32 bytes each, of all `.public` files in a directory."""
+    """Read the keys, 32 bytes each, of all `.public` files in a directory that hold one."""
+    return set(_read_files(directory)[0])
+
+
+def files_without_key(directory: str) -> list[str]:
+    """Return an error's text for each `.public` file in a directory that `read_all` skips."""
+    return _read_files(directory)[1]
+
+
+def _read_files(directory: str) -> tuple[list[bytes], list[str]]:
     try:
         paths = [path for path in Path(directory).iterdir() if path.suffix == PUBLIC]
     except OSError as error:
         raise ConnectorError(f"peers={directory}: {error.strerror}") from None
-    return {zmq.utils.z85.decode(read_public(str(path))) for path in paths}
+    keys, problems = list[bytes](), list[str]()
+    for path in paths:
+        try:
+            keys.append(zmq.utils.z85.decode(read_public(str(path))))
+        except ConnectorError as error:  # noqa: PERF203 (one file must not hide the others)
+            problems.append(str(error))
+    return keys, problems

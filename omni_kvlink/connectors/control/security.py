@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from omni_kvlink.connectors.control.keys import read_all, read_public, read_secret
+from omni_kvlink.connectors.control.keys import (
+    files_without_key,
+    read_all,
+    read_public,
+    read_secret,
+)
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
@@ -48,7 +53,9 @@ def check_access(address: ControlAddress, options: Options) -> None:
 def secure_server(socket: zmq.Socket[bytes], options: Options) -> None:
     """Make a producer's socket encrypt and authenticate, if the options name keys."""
     if options.keys:
-        read_all(options.peers)
+        for problem in files_without_key(options.peers):
+            text = f"{problem}; the other keys of peers={options.peers} are used"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, read_secret(options.keys))
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)

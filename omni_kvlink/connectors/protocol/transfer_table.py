@@ -99,7 +99,7 @@ class Transfer:
     unclaimed: int = 0  # readers that were declared and have no lease
     is_committed: bool = False  # whether the payload is complete
     leases: set[Claim] = field(default_factory=set)
-    pins: set[Peer] = field(default_factory=set)  # disconnected, but may still read the memory
+    pins: set[Claim] = field(default_factory=set)  # of disconnected peers that may still read it
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
     done: threading.Event = field(default_factory=threading.Event)  # set in a final state
@@ -277,7 +277,7 @@ class TransferTable:
         self._live: dict[str, Transfer] = {}
         self._leased: dict[int, Transfer] = {}
         self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
-        self._pinned: set[Transfer] = set()
+        self._pinned: dict[int, Transfer] = {}
         self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
@@ -476,10 +476,17 @@ class TransferTable:
     def on_release(
         self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
     ) -> None:
-        """A consumer ends its lease; a stale message (earlier epoch, repeated) changes nothing."""
+        """A consumer ends its lease; a stale message (earlier epoch, repeated) changes nothing.
+
+        One that was disconnected meanwhile reads the memory no more.
+        """
         transfer = self._leased.get(epoch)
         if transfer is None or (peer, get_id) not in transfer.leases:
-            self.counters["stale"] += 1
+            pinned = self._pinned.get(epoch)
+            if pinned is not None and (peer, get_id) in pinned.pins:
+                self._unpin(pinned, {(peer, get_id)})
+            else:
+                self.counters["stale"] += 1
             return
         if outcome == "rejected" and not transfer.state.is_final:
             self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
@@ -501,25 +508,22 @@ class TransferTable:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
 
         The payloads can be delivered again and end as they would; only their memory is not reused
-        until `on_peer_lost`. Returns whether there is such memory.
+        until the peer's `on_release`, or `on_peer_lost`. Returns whether there is such memory.
         """
         self.cancel_gets(peer)
         for transfer, claim in self._leases_of(peer):
-            transfer.pins.add(peer)
-            self._pinned.add(transfer)
+            transfer.pins.add(claim)
+            self._pinned[transfer.epoch] = transfer
             self._end_lease(transfer, claim, redeliver=True)
-        return any(peer in transfer.pins for transfer in self._pinned)
+        return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""
         self.cancel_gets(peer)
         for transfer, claim in self._leases_of(peer):
             self._end_lease(transfer, claim, redeliver=True)
-        for transfer in [transfer for transfer in self._pinned if peer in transfer.pins]:
-            transfer.pins.discard(peer)
-            if not transfer.pins:
-                self._pinned.discard(transfer)
-            self._free_if_unused(transfer)
+        for transfer in list(self._pinned.values()):
+            self._unpin(transfer, {pin for pin in transfer.pins if pin[0] == peer})
 
     # Inside
 
@@ -533,6 +537,13 @@ class TransferTable:
             heapq.heapify(self._expiring)
         transfer.is_scheduled = True
         heapq.heappush(self._expiring, (transfer.expires, transfer.epoch, transfer))
+
+    def _unpin(self, transfer: Transfer, claims: set[Claim]) -> None:
+        transfer.pins -= claims
+        if not transfer.pins:
+            self._pinned.pop(transfer.epoch, None)
+        if claims:
+            self._free_if_unused(transfer)
 
     def _check_writing(self, transfer: Transfer) -> None:
         if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):

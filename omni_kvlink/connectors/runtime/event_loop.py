@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import selectors
 import threading
@@ -161,8 +162,13 @@ atexit.register(_drain_all)
 
 
 def readable_pidfd(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
+    """Return a descriptor that becomes readable when the process ends; -1 if there is none.
+
+    Raises OSError if this process can open no more descriptors.
+    """
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
+            raise
         return -1

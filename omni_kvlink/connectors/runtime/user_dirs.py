@@ -1,46 +1,37 @@
-"""Directories that belong to this user alone, locks on them, and the Unix sockets in them."""
+"""Directories that belong to this user alone, and the Unix sockets in them."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import ConnectorError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:
     """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
 
     Raises:
-        ConnectorError: it belongs to another user, or is open to others.
+        ConnectorError: it belongs to another user, is open to others, or cannot be created.
     """
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    found = os.lstat(directory)
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or found.st_mode & forbidden:
-        verb = "enter" if forbidden & 0o055 else "write to"
-        raise ConnectorError(
-            f"{directory} must be a directory of uid {os.geteuid()} that nobody else can {verb}; "
-            f"it is of uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
-        )
-
-
-@contextlib.contextmanager
-def locked(directory: str) -> Iterator[None]:
-    """Exclude other processes that lock the directory; blocks. Not to be held across a fork."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    cure = "give directory=, or set XDG_RUNTIME_DIR to a directory of this user"
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        found = os.lstat(directory)
+    except OSError as error:
+        raise ConnectorError(f"{directory} cannot be used: {error.strerror}; {cure}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConnectorError(
+            f"{directory} must be a directory of uid {os.geteuid()}, it is of uid {found.st_uid}, "
+            f"mode {stat.filemode(found.st_mode)}: {cure}, the same on both sides"
+        )
+    if found.st_mode & forbidden:
+        verb, mode = ("enter", "700") if forbidden & 0o055 else ("write to", "go-w")
+        raise ConnectorError(
+            f"{directory} must be a directory that nobody else can {verb}; its mode is "
+            f"{stat.S_IMODE(found.st_mode):o}: chmod {mode} it, or give another one"
+        )
 
 
 def is_alive(path: str, kind: socket.SocketKind) -> bool:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import select
 import socket
 import struct
 import time
 import weakref
-from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive, locked
+from omni_kvlink.connectors.runtime.lock_file import LockFile
+from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive
+from omni_kvlink.connectors.runtime.wakeup import WakeupFifo, wait_readable, wake
 from omni_kvlink.errors import BusyError, ClosedError, ConnectorError, TransferTimeout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
-_IN_MOVED_TO = 0x80  # linux/inotify.h
+_MAX_SEND_TIMEOUT = 86_400.0
 _inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -43,70 +39,72 @@ def socket_path(name: str, directory: str = "") -> str:
     return path
 
 
-def listen(path: str) -> socket.socket:
-    """Return a listening socket that appears under `path` atomically, replacing a dead one.
+class NamedListener:
+    """A listening socket, `sock`, that appears under `path` atomically, replacing a dead one.
 
-    Raises BusyError if a live producer listens there.
+    Only this user can connect, whatever the umask. Raises BusyError if a live producer listens
+    there.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    draft = f"{path}.{os.getpid()}"
-    try:
-        with locked(os.path.dirname(path)):
-            if is_alive(path, socket.SOCK_SEQPACKET):
+
+    def __init__(self, path: str):
+        self._path = path
+        self._file: os.stat_result | None = None
+        self._lock = LockFile(path)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        draft = f"{path}.{os.getpid()}"
+        try:
+            if is_alive(path, socket.SOCK_SEQPACKET):  # its lock file was removed
                 raise BusyError(
                     f"{path}: another producer serves this name; close it, or serve another name"
                 )
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft)
-            listener.bind(draft)
-            listener.listen(_BACKLOG)
-            os.rename(draft, path)  # waiting consumers see one event, when the socket listens
-    except BaseException:
-        listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)
-        raise
-    listener.setblocking(False)
-    close_in_child(listener)
-    return listener
+            os.fchmod(self.sock.fileno(), 0o600)  # the file gets this mode
+            self.sock.bind(draft)
+            self.sock.listen(_BACKLOG)
+            self._file = os.lstat(draft)
+            os.rename(draft, path)
+            wake(path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+            self.close()
+            raise
+        self.sock.setblocking(False)
+        close_in_child(self.sock)
 
-
-def unlink(path: str, listener: socket.socket) -> None:
-    """Close a listening socket and remove its file, unless another producer listens there now."""
-    listener.close()
-    # The directory may have been removed already.
-    with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(path)):
-        if not is_alive(path, socket.SOCK_SEQPACKET):
-            os.unlink(path)
+    def close(self) -> None:
+        """Close the socket and remove its file, unless that is another's; needs no descriptor."""
+        self.sock.close()
+        with contextlib.suppress(OSError):  # the file or its directory was removed
+            if self._file is not None and os.path.samestat(self._file, os.lstat(self._path)):
+                os.unlink(self._path)
+        self._lock.close()
 
 
 def dial(path: str, timeout: float, cancelled: int) -> socket.socket:
-    """Connect as soon as a producer listens at `path`; woken by inotify, never polling.
+    """Connect as soon as a producer listens at `path`, which wakes this call; never polls.
 
     Raises TransferTimeout after `timeout` seconds, and ClosedError when the descriptor `cancelled`
     becomes readable: the link was closed.
     """
     deadline = time.monotonic() + timeout
-    found = _try_dial(path, max(timeout, 0.001))
+    found = _try_dial(path, timeout)
     if found is not None:
-        return found  # nothing to watch for
-    with watching(os.path.dirname(path)) as events:
-        while True:
-            left = deadline - time.monotonic()
-            found = _try_dial(path, max(left, 0.001))
+        return found  # nothing to wait for
+    with WakeupFifo(path) as fifo:
+        while (left := deadline - time.monotonic()) > 0:
+            changed = fifo.arm()
+            found = _try_dial(path, left)
             if found is not None:
                 return found
-            ready = select.select([events, cancelled], [], [], max(0.0, left))[0]
-            if cancelled in ready:
+            if cancelled in wait_readable(deadline - time.monotonic(), changed, cancelled):
                 raise ClosedError(f"the link was closed while it waited for {path}")
-            if left <= 0 or not ready:
-                raise TransferTimeout(
-                    f"nobody serves {path} after {timeout:g} s; "
-                    "start the producer, or give a longer timeout",
-                    waited=timeout,
-                    phase="connecting",
-                )
-            os.read(events, 65536)
+    raise TransferTimeout(
+        f"nobody serves {path} after {timeout:g} s; start the producer, or give a longer timeout",
+        waited=timeout,
+        phase="connecting",
+    )
 
 
 def peer_identity(sock: socket.socket) -> tuple[int, int]:
@@ -125,35 +123,22 @@ def default_directory() -> str:
 
 
 def _try_dial(path: str, timeout: float) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # The kernel's own timeout, for a producer too busy to accept: Python's does not apply here.
-    limit = struct.pack("ll", *divmod(int(timeout * 1e6) + 1, 1_000_000))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    """Connect to a producer that listens; wait `timeout` seconds if it is too busy to accept."""
+    # The kernel's own timeout: Python's does not apply here.
+    seconds = min(max(timeout, 0.001), _MAX_SEND_TIMEOUT)
+    limit = struct.pack("ll", *divmod(int(seconds * 1e6) + 1, 1_000_000))
+    sock = None
     try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-        sock.close()
-        return None
     except OSError as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BlockingIOError)):
+            return None
         raise ConnectorError(f"{path}: {error.strerror}") from error
     return sock
-
-
-@contextlib.contextmanager
-def watching(directory: str) -> Iterator[int]:
-    """Give an inotify descriptor, readable when a file was renamed into the directory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-    if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO) < 0:
-        problem = os.strerror(ctypes.get_errno())
-        if fd >= 0:
-            os.close(fd)
-        raise ConnectorError(f"cannot watch {directory} for the producer: {problem}")
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def close_in_child(sock: socket.socket) -> None:

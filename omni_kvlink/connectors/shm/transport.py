@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from omni_kvlink.connectors.runtime.consumer import (
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
+from omni_kvlink.connectors.runtime.wakeup import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.errors import (
     ConnectorError,
@@ -57,8 +59,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MAX_PEERS = 1024
+MAX_GREETING = 128
+"""Connections that may be without a Hello; one more disconnects the oldest."""
 MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
+_ACCEPT_PAUSE = 1.0
+"""Seconds without accepting, after it failed for want of a descriptor and none was closed here."""
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
@@ -74,7 +80,7 @@ class ShmChannel:
         self._sock: socket.socket | None = sock
         self._backlogged = backlogged
         self._lock = threading.Lock()
-        self._backlog: deque[tuple[bytes, int]] = deque()
+        self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
         rendezvous.close_in_child(sock)
 
     def fileno(self) -> int:
@@ -82,12 +88,21 @@ class ShmChannel:
         return -1 if self._sock is None else self._sock.fileno()
 
     @property
+    def is_hung_up(self) -> bool:
+        """Whether the peer has closed its end; one that has only finished still receives."""
+        if self._sock is None:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, 0)
+        return bool(poll.poll(0))
+
+    @property
     def is_backlog_full(self) -> bool:
         """Whether the peer has not read for so long that it should be disconnected."""
         return len(self._backlog) > MAX_BACKLOG
 
-    def send(self, message: Message, fd: int = -1) -> None:
-        """Send now, or queue in order; the caller keeps `fd`, which is passed with the message.
+    def send(self, message: Message, memory: Mapping | None = None) -> None:
+        """Send now, or queue in order; the descriptor of `memory` is passed with the message.
 
         The end of the connection is reported by `receive`.
         """
@@ -95,22 +110,27 @@ class ShmChannel:
         with self._lock:
             if self._sock is None:
                 return
-            if not self._backlog and self._put(data, fd):
+            if not self._backlog and self._put(data, memory):
                 return
-            self._backlog.append((data, os.dup(fd) if fd >= 0 else -1))
+            self._backlog.append((data, memory))
         self._backlogged()
 
     def flush(self) -> bool:
         """Send queued messages as far as the socket takes them; return whether none is left."""
         with self._lock:
             while self._backlog:
-                data, fd = self._backlog[0]
-                if not self._put(data, fd):
+                if not self._put(*self._backlog[0]):
                     return False
                 self._backlog.popleft()
-                if fd >= 0:
-                    os.close(fd)
             return True
+
+    def finish(self) -> None:
+        """Send nothing more, also not what is queued; the peer's messages are still received."""
+        with self._lock:
+            self._backlog.clear()
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_WR)
 
     def receive(self) -> Iterator[tuple[Message, int]]:
         """Yield every message that has arrived, with its descriptor (the caller's) or -1.
@@ -137,7 +157,10 @@ class ShmChannel:
                 if not data:
                     raise ConnectionError("the connection was closed")
                 if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
-                    raise WireError("a message is too long, or carries too many descriptors")
+                    raise WireError(
+                        "a message is too long, or carries too many descriptors, or more than "
+                        "this process may open (ulimit -n)"
+                    )
                 message = decode(data)
             except BaseException:
                 for fd in fds:
@@ -149,9 +172,6 @@ class ShmChannel:
         """End the connection, also for copies of the socket that a forked child may hold."""
         with self._lock:
             sock, self._sock = self._sock, None
-            for _, fd in self._backlog:
-                if fd >= 0:
-                    os.close(fd)
             self._backlog.clear()
             self._backlogged = lambda: None  # breaks the cycle with the owner
         if sock is not None:
@@ -159,9 +179,11 @@ class ShmChannel:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def _put(self, data: bytes, fd: int) -> bool:
-        assert self._sock is not None
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+    def _put(self, data: bytes, memory: Mapping | None) -> bool:
+        if self._sock is None:
+            return True
+        fds = [] if memory is None else [memory.fd]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -183,19 +205,22 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 class ShmPeerConnection(PeerHandle):
-    """A connected consumer."""
+    """A connected consumer. `pidfd` is readable when its process ends; -1 if there is none."""
 
-    def __init__(self, listener: ShmListener, channel: ShmChannel, pid: int, refusal: str):
+    def __init__(self, listener: ShmListener, channel: ShmChannel, pidfd: int, refusal: str):
         super().__init__(listener)
-        self.channel = channel
+        self.channel, self.pidfd = channel, pidfd
         self.refusal = refusal  # why it will be refused; "" if it may stay
-        self.pidfd = readable_pidfd(pid)  # readable when its process ends; -1 if there is none
         self.arenas: set[int] = set()  # whose descriptors it was passed
         self.hello: Hello | None = None  # its first message, once the handshake is complete
 
 
 class ShmListener(Listener):
-    """The producer's side; passes memory files, which have no names and so are never left over."""
+    """The producer's side; passes memory files, which have no names and so are never left over.
+
+    A peer that is disconnected while it may still read leased memory is `_detached`: until it has
+    released everything, or its process ends.
+    """
 
     transports = ("shm",)
 
@@ -203,13 +228,22 @@ class ShmListener(Listener):
         self._producer, self._loop = producer, producer.loop
         self._path = rendezvous.socket_path(name, directory)
         self._peers: set[ShmPeerConnection] = set()
+        self._greeting: dict[ShmPeerConnection, None] = {}  # those without a Hello, oldest first
         self._detached: set[ShmPeerConnection] = set()
         self._refused: Counter[str] = Counter()
-        self._socket = rendezvous.listen(self._path)
+        self._accept_again = float("inf")  # when a pause ends (`time.monotonic`)
+        self._listener = rendezvous.NamedListener(self._path)
 
     def open(self) -> None:
         """Accept connections from now on."""
-        self._loop.watch(self._socket, READ, self._accept)
+        self._loop.watch(self._listener.sock, READ, self._accept)
+
+    def tick(self, now: float) -> float:
+        """Accept again when a pause has ended."""
+        if self._accept_again <= now:
+            self._accept_again = float("inf")
+            self.open()
+        return self._accept_again
 
     def health(self) -> dict[str, Any]:
         """Return the path of the socket, connected readers, and refusals by reason."""
@@ -221,7 +255,7 @@ class ShmListener(Listener):
             arena = message.location.arena
             mapping = self._producer.pool.mapping(arena)
             peer.arenas.add(arena)
-            peer.channel.send(Memory(arena, mapping.nbytes), mapping.fd)
+            peer.channel.send(Memory(arena, mapping.nbytes), mapping)
         peer.channel.send(message)
 
     def retire_arena(self, arena: int) -> None:
@@ -235,8 +269,9 @@ class ShmListener(Listener):
             self._disconnect(peer)
         for peer in list(self._detached):
             self._reap(peer)
-        self._loop.unwatch(self._socket)
-        rendezvous.unlink(self._path, self._socket)
+        self._accept_again = float("inf")
+        self._loop.unwatch(self._listener.sock)
+        self._listener.close()
 
     # In the loop's thread
 
@@ -247,38 +282,56 @@ class ShmListener(Listener):
                 peer.channel.send(Retire(arena))
 
     def _accept(self, events: int) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError:
-                # Out of descriptors: the connection stays in the kernel's backlog.
-                self._refused["accept failed"] += 1
-                return
+        """Accept one connection: without a descriptor, a try when there is none fails, too."""
+        try:
+            sock, _ = self._listener.sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:
+            self._pause()  # the connection stays in the kernel's queue
+            return
+        try:
             self._add_peer(sock)
+        except OSError:
+            sock.close()  # it will try again
+            self._pause()
+
+    def _pause(self) -> None:
+        """Accept nothing for a while: there is no free descriptor, and trying again would spin."""
+        self._refused["accept failed"] += 1
+        self._loop.unwatch(self._listener.sock)
+        self._accept_again = time.monotonic() + _ACCEPT_PAUSE
 
     def _add_peer(self, sock: socket.socket) -> None:
+        """Add a connection; OSError if there is no descriptor for its process."""
         pid, uid = rendezvous.peer_identity(sock)
-        refusal = ""
         if uid != os.geteuid():
-            refusal = f"uid {uid} may not read from uid {os.geteuid()}"
-        elif len(self._peers) >= MAX_PEERS:
-            refusal = f"{MAX_PEERS} readers are connected already"
+            self._refused["other user"] += 1
+            channel = ShmChannel(sock, lambda: None)
+            channel.send(Refused(f"uid {uid} may not read from uid {os.geteuid()}", PROTOCOL))
+            channel.close()
+            return
+        pidfd = readable_pidfd(pid)
+        is_full = len(self._peers) >= MAX_PEERS
+        refusal = f"{MAX_PEERS} readers are connected already" if is_full else ""
         channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush, peer)))
-        peer = ShmPeerConnection(self, channel, pid, refusal)
+        peer = ShmPeerConnection(self, channel, pidfd, refusal)
         self._peers.add(peer)
+        self._greeting[peer] = None
         self._loop.watch(peer.channel, READ, partial(self._on_events, peer))
         if peer.pidfd >= 0:
             self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit(peer))
+        if len(self._greeting) > MAX_GREETING:
+            self._refused["no hello"] += 1
+            self._disconnect(next(iter(self._greeting)))
 
     def _flush(self, peer: ShmPeerConnection) -> None:
-        """Send queued messages when the socket has space; disconnect a peer that never reads."""
+        """Send queued messages when the socket has space; a peer that never reads is detached."""
         if peer not in self._peers:
             return
         if peer.channel.is_backlog_full:
             self._refused["too slow"] += 1
-            self._disconnect(peer)
+            self._finish(peer)
             return
         events = READ if peer.channel.flush() else READ | WRITE
         self._loop.watch(peer.channel, events, partial(self._on_events, peer))
@@ -293,7 +346,10 @@ class ShmListener(Listener):
                 if fd >= 0:
                     os.close(fd)
                     raise WireError("a reader passes no descriptors")
-                self._on_message(peer, message)
+                if peer in self._peers:
+                    self._on_message(peer, message)
+                elif isinstance(message, Release):
+                    self._producer.handle(peer, message)
         except ConnectionError:
             self._disconnect(peer)
         except WireError:
@@ -312,35 +368,52 @@ class ShmListener(Listener):
             raise ConnectionError("refused")
         else:
             peer.hello = message
+            self._greeting.pop(peer, None)
             peer.channel.send(self._producer.hello)
 
     def _on_exit(self, peer: ShmPeerConnection) -> None:
         """The peer's process ended. A child of it may hold the socket open: read what it sent."""
         if peer in self._peers:
             self._on_events(peer, READ)
-            self._disconnect(peer)
+        self._disconnect(peer)
         self._reap(peer)
+
+    def _finish(self, peer: ShmPeerConnection) -> None:
+        """Send a peer nothing more. It learns that, and sends a Release of all that it holds."""
+        if self._detach(peer):
+            peer.channel.finish()
+            self._loop.watch(peer.channel, READ, partial(self._on_events, peer))
+        else:
+            self._disconnect(peer)
 
     def _disconnect(self, peer: ShmPeerConnection) -> None:
         """Close a connection; until its process ends, the peer may still read what it mapped."""
-        if peer not in self._peers:
-            return
-        self._peers.discard(peer)
+        may_read = self._detach(peer)
         self._loop.unwatch(peer.channel)
         peer.channel.close()
-        self._detached.add(peer)
-        may_read = self._producer.on_disconnect(peer)
         if not may_read or peer.pidfd < 0:
             self._reap(peer)
+
+    def _detach(self, peer: ShmPeerConnection) -> bool:
+        """Lease a peer nothing more; return whether it may still read what it was leased."""
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self._greeting.pop(peer, None)
+            self._detached.add(peer)
+        return self._producer.on_disconnect(peer)
 
     def _reap(self, peer: ShmPeerConnection) -> None:
         """A disconnected peer can read no more: the memory of its leases may be reused."""
         if peer in self._detached:
             self._detached.discard(peer)
+            self._loop.unwatch(peer.channel)
+            peer.channel.close()
             if peer.pidfd >= 0:
                 self._loop.unwatch(peer.pidfd)
                 os.close(peer.pidfd)
             self._producer.on_peer_lost(peer)
+            if self._accept_again < float("inf"):
+                self._accept_again = 0.0  # descriptors were closed
 
 
 class ShmConsumer(SessionConsumer):
@@ -378,10 +451,13 @@ class ShmSession(MappedSession):
     The constructor blocks until the handshake is complete, until `deadline` (`time.monotonic`) at
     most, or until the descriptor `cancelled` becomes readable: the link was closed.
 
+    When the session is closed (`is_closed`) while its payloads are in use, the connection stays
+    until the last is released: the producer reuses their memory then, and not before.
+
     Raises:
         TransferTimeout: the producer did not answer in time.
         ConnectionError: it went away during the handshake.
-        ConnectorError: it is another user's, or refused this process.
+        ConnectorError: it is another user's, or refused this process; or there is no descriptor.
     """
 
     def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
@@ -391,24 +467,31 @@ class ShmSession(MappedSession):
             sock.close()
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas: dict[int, Mapping] = {}
-        self._closing = False
         self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
+        self._reads = READ  # 0 when nothing more is to be received
+        self._has_ended = False
         self._close_done = threading.Event()
+        self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
         try:
             self.incarnation = self._greet(deadline, cancelled).incarnation
-        except BaseException:
+            self._pidfd = readable_pidfd(pid)
+            self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
+        except BaseException as error:
             self._channel.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            if isinstance(error, OSError) and not isinstance(error, (ConnectionError, KVLinkError)):
+                raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
             raise
-        self._pidfd = readable_pidfd(pid)
-        self.get_table = GetTable(self._channel.send, self._post)
-        self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
+        post = partial(_post, self._loop, weakref.WeakMethod(self._release))
+        self.get_table = GetTable(self._channel.send, post)
         self._loop.call(self._watch)
 
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer, if it lies within an arena that was passed."""
         mapping = self._arenas.get(location.arena)
-        if mapping is None and self.is_closed:
+        if mapping is None and self._has_ended:
             raise PeerLostError(f"{self._url}: the producer is gone; its payload came too late")
         if mapping is None:
             raise WireError(
@@ -429,11 +512,11 @@ class ShmSession(MappedSession):
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
         if self._loop.is_own_thread:  # the link was garbage-collected in this very thread
-            self._begin_close()
+            self._close_here()
             return
-        self._loop.call(self._begin_close)
+        self._loop.call(self._close_here)
         self._close_done.wait()
-        if self.is_closed:
+        if self._has_ended:
             self._loop.close()
 
     def _greet(self, deadline: float, cancelled: int) -> Hello:
@@ -441,7 +524,7 @@ class ShmSession(MappedSession):
         self._channel.send(own_hello())
         while True:
             left = deadline - time.monotonic()
-            ready = select.select([self._channel.fileno(), cancelled], [], [], max(0.0, left))[0]
+            ready = wait_readable(left, self._channel.fileno(), cancelled)
             if cancelled in ready:
                 raise closed_here(self._url)
             if left <= 0 or not ready:
@@ -452,10 +535,6 @@ class ShmSession(MappedSession):
                 if fd >= 0:
                     os.close(fd)
                 return check_hello(self._url, message)
-
-    def _post(self, message: Message) -> None:
-        """Send a Release or Cancel from a finalizer: no lock, no socket."""
-        self._loop.call(partial(self._release, message))
 
     # In the loop's thread
 
@@ -468,32 +547,38 @@ class ShmSession(MappedSession):
         self._channel.send(message)
         if isinstance(message, Release):
             self._leases.discard(message.get_id)
-        if self._closing and not self._leases:
-            self._close(closed_here(self._url))
+        self._flush()
 
-    def _begin_close(self) -> None:
-        """Cancel the gets; disconnect now, or when the last lease was released."""
-        self._closing = True
-        for get_state in self.get_table.close(closed_here(self._url)):
-            self._channel.send(Cancel(get_state.get_id))
-        if not self._leases:
-            self._close(closed_here(self._url))
+    def _close_here(self) -> None:
+        self._close(closed_here(self._url))
         self._close_done.set()
 
     def _flush(self) -> None:
-        if not self.is_closed:
-            events = READ if self._channel.flush() else READ | WRITE
+        """Send what the socket takes; disconnect a closed session that has released everything."""
+        if self._has_ended:
+            return
+        is_sent = self._channel.flush()
+        if is_sent and self.is_closed and not self._leases:
+            self._end()
+        elif events := self._reads | (0 if is_sent else WRITE):
             self._loop.watch(self._channel, events, self._on_events)
+        else:
+            self._loop.unwatch(self._channel)
 
     def _on_events(self, events: int) -> None:
         if events & WRITE:
             self._flush()
+        if not self._reads or self._has_ended:
+            return
         try:
             for message, fd in self._channel.receive():
                 self._on_message(message, fd)
         except ConnectionError:
+            self._reads = 0
             self._close(PeerLostError(f"{self._url}: the producer is gone"))
         except KVLinkError as error:
+            if self.is_closed:
+                self._reads = 0
             self._close(error)
 
     def _on_message(self, message: Message, fd: int) -> None:
@@ -524,11 +609,26 @@ class ShmSession(MappedSession):
     def _on_exit(self, events: int) -> None:
         self._on_events(READ)
         self._close(PeerLostError(f"{self._url}: the producer's process ended"))
+        self._end()
 
     def _close(self, error: KVLinkError) -> None:
-        if self.is_closed:
+        """Fail the gets; disconnect now, or when the last lease was released."""
+        if not self.is_closed:
+            self.is_closed = True
+            # Its traceback would keep this session alive, and with it a descriptor.
+            error.__traceback__ = error.__context__ = None
+            for get_state in self.get_table.close(error):
+                self._channel.send(Cancel(get_state.get_id))
+        if self._channel.is_hung_up:
+            self._end()  # nobody is there to release anything to
+        else:
+            self._flush()
+
+    def _end(self) -> None:
+        """Disconnect, and end the loop."""
+        if self._has_ended:
             return
-        self.is_closed = True
+        self._has_ended = True
         self._channel.flush()
         self._loop.unwatch(self._channel)
         if self._pidfd >= 0:
@@ -536,9 +636,23 @@ class ShmSession(MappedSession):
             os.close(self._pidfd)
         self._channel.close()
         self._arenas.clear()
-        self.get_table.close(error)
         self._close_done.set()
         self._loop.close()
 
     def _crashed(self, error: BaseException) -> None:
         self._close(PeerLostError(f"{self._url}: the reading thread broke down: {error!r}"))
+        self._end()
+
+
+def _post(loop: EventLoop, release: weakref.WeakMethod[Any], message: Message) -> None:
+    """Have a session send a Release; for finalizers: it takes no lock, and no socket.
+
+    After its end a session is kept by no view that is still in use.
+    """
+    loop.call(partial(_call, release, message))
+
+
+def _call(release: weakref.WeakMethod[Any], message: Message) -> None:
+    method = release()
+    if method is not None:
+        method(message)

@@ -6,13 +6,19 @@ import contextlib
 import fcntl
 import os
 import re
-import select
 import time
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
-from omni_kvlink.lowlevel import check_private, default_directory, locked, watching
+from omni_kvlink.lowlevel import (
+    LockFile,
+    WakeupFifo,
+    check_private,
+    default_directory,
+    wait_readable,
+    wake,
+)
 
 if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
@@ -82,20 +88,22 @@ class Announcement:
     """
 
     def __init__(self, path: str, url: str):
-        directory = os.path.dirname(path)
-        check_private(directory)
+        check_private(os.path.dirname(path))
         draft = f"{path}.{os.getpid()}"
-        self._path = path
-        self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._path, self._fd = path, -1
         try:
+            self._lock = LockFile(path)
+        except BusyError:
+            text = f"{path}: another sender has this name; set a different `name`"
+            raise BusyError(text) from None
+        try:
+            self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.write(self._fd, url.encode())
-            with locked(directory):
-                if announced(path):
-                    raise BusyError(f"{path}: another sender has this name; set a different `name`")
-                os.rename(draft, path)
+            os.rename(draft, path)
+            wake(path)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft)
             raise
@@ -104,14 +112,12 @@ class Announcement:
     def close(self) -> None:
         """Remove the file unless another sender has replaced it; a second call does nothing."""
         fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            with contextlib.suppress(FileNotFoundError), locked(os.path.dirname(self._path)):
+        if fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(self._path), os.fstat(fd)):
                     os.unlink(self._path)
-        finally:
             os.close(fd)
+        self._lock.close()
 
     def close_in_child(self) -> None:
         """Close the descriptor in a forked child; the file belongs to the parent."""
@@ -135,23 +141,22 @@ def announced(path: str) -> str:
 
 
 def find(path: str, *, timeout: float) -> str:
-    """Block until a URL is announced in a file; inotify wakes the call.
+    """Block until a URL is announced in a file; its sender wakes the call.
 
     Raises:
         TransferTimeout: no sender announced one within `timeout` seconds.
     """
-    directory = os.path.dirname(path)
-    check_private(directory)
+    check_private(os.path.dirname(path))
     deadline = time.monotonic() + timeout
-    with watching(directory) as events:
+    with WakeupFifo(path) as fifo:
         while True:
+            changed = fifo.arm()
             if url := announced(path):
                 return url
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([events], [], [], left)[0]:
+            if left <= 0 or not wait_readable(left, changed):
                 text = f"no sender announced {path} within {timeout:g} s"
                 raise TransferTimeout(text, waited=timeout, phase="connecting")
-            os.read(events, 65536)
 
 
 def _close_in_child() -> None:

@@ -53,6 +53,26 @@ def test_right_keys(producer: KVProducer, key_files: KeyFiles) -> None:
     assert producer.stats()["refused"] == {}
 
 
+@pytest.mark.parametrize("content", [b"", b"no key", b"~" * 40, b"\xff" * 40, None])
+def test_a_file_without_a_key_locks_nobody_out(
+    key_files: KeyFiles, sockets: str, content: bytes | None
+) -> None:
+    """The producer names it; who has a key is admitted."""
+    bad = key_files.allowed / "bad.public"
+    if content is None:
+        bad.mkdir()
+    else:
+        bad.write_bytes(content)
+    url = f"zmq+ipc://{sockets}/s"
+    with pytest.warns(RuntimeWarning, match=r"bad\.public.*the other keys of peers="):
+        producer = KVLink.serve(url, **key_files.producer_options)
+    with producer, KVLink.connect(url, timeout=60, **key_files.consumer_options()) as reader:
+        producer.put(Recipe("k").make())
+        with reader.get("k", timeout=60) as data:
+            assert fingerprint(data) == fingerprint(Recipe("k").make())
+        assert producer.stats()["refused"] == {}
+
+
 def test_a_key_that_is_allowed_later(producer: KVProducer, key_files: KeyFiles) -> None:
     how = key_files.consumer_options("unknown")
     with pytest.raises(ConnectorError, match="peers= directory"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transfer_table_fixtures import HERE, Bench, offer
 
-from omni_kvlink.connectors.protocol.messages import Status
+from omni_kvlink.connectors.protocol.messages import Outcome, Status
 
 
 @pytest.fixture
@@ -169,10 +169,32 @@ def test_memory_of_a_disconnected_reader_is_not_reused(bench: Bench, end: str) -
     assert transfer.state.value == end
     assert transfer.done.is_set()
     assert bench.freed == []
-    bench.release("a", 1, transfer)  # too late to count
+    bench.release("b", 1, transfer)  # another reader's: it says nothing
+    bench.release("a", 2, transfer)
     assert bench.freed == []
     bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
+    bench.transfers.on_peer_lost("a")
+    assert bench.freed == [transfer]
+
+
+@pytest.mark.parametrize("outcome", ["read", "rejected"])
+def test_release_of_a_disconnected_reader(bench: Bench, outcome: Outcome) -> None:
+    """It frees the memory as its exit does, and changes nothing else, and counts once."""
+    transfer = bench.put("k", readers=2)
+    bench.request("a", 1, "k")
+    bench.request("a", 2, "k")
+    assert bench.transfers.on_disconnect("a")
+    bench.transfers.fail("k", "no", "failed", 1.0)
+    bench.release("a", 1, transfer, outcome)
+    assert bench.freed == []
+    assert bench.transfers.on_disconnect("a")
+    bench.release("a", 2, transfer, outcome)
+    assert bench.freed == [transfer]
+    assert not bench.transfers.on_disconnect("a")
+    bench.release("a", 2, transfer, outcome)
+    assert bench.transfers.stats()["stale"] == 1
+    assert (transfer.state.value, transfer.reason) == ("failed", "no")
     bench.transfers.on_peer_lost("a")
     assert bench.freed == [transfer]
 

@@ -15,7 +15,7 @@ from unauthorized import Raw
 
 from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
 from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
-from omni_kvlink.connectors.shm.rendezvous import listen, unlink
+from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.rig import expect
 
@@ -34,14 +34,14 @@ class Hostile:
     """A producer that completes the handshake and then answers the first get with `answer`."""
 
     def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
-        self._listener = listen(path)
-        self._listener.settimeout(60)
-        self._path, self._answer = path, answer
+        self._listener = NamedListener(path)
+        self._listener.sock.settimeout(60)
+        self._answer = answer
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        sock, _ = self._listener.accept()
+        sock, _ = self._listener.sock.accept()
         with sock:
             peer = Raw(sock)
             peer.receive()
@@ -57,12 +57,13 @@ class Hostile:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
-        unlink(self._path, self._listener)
+        self._listener.close()
 
 
 def arena(nbytes: int, *, sealed: bool = True, head: bytes = b"") -> int:
     fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, nbytes)
+    if nbytes:
+        os.posix_fallocate(fd, 0, nbytes)
     os.pwrite(fd, head, 0)
     if sealed:
         seal(fd)
@@ -123,11 +124,11 @@ def test_hostile_producer(sockets: str, path: str, what: str) -> None:
 
 
 def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None:
-    listener = listen(path)
-    listener.settimeout(60)
+    listener = NamedListener(path)
+    listener.sock.settimeout(60)
 
     def answer() -> None:
-        sock, _ = listener.accept()
+        sock, _ = listener.sock.accept()
         with sock:
             Raw(sock).receive()
             Raw(sock).send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
@@ -138,4 +139,4 @@ def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None
     with pytest.raises(VersionError, match=r"7 to 9.*1 to 1"):
         KVLink.connect("shm://name", timeout=60, directory=sockets)
     thread.join()
-    unlink(path, listener)
+    listener.close()

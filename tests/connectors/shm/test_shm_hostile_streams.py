@@ -59,7 +59,7 @@ class Answer:
 
     def __call__(self, peer: Raw, get: Get) -> None:
         fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, self._arena)
+        os.posix_fallocate(fd, 0, self._arena)
         epoch, written = self._epochs
         os.pwrite(fd, struct.pack("<8sQQQ", b"kvlslot1", written, PLAN.nbytes, 0), 0)
         os.pwrite(fd, self._header, 256 + PLAN.nbytes)

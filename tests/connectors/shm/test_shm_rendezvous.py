@@ -12,7 +12,7 @@ import pytest
 
 from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink, KVProducer
 from omni_kvlink.connectors.shm import rendezvous
-from omni_kvlink.connectors.shm.rendezvous import listen, socket_path, unlink
+from omni_kvlink.connectors.shm.rendezvous import NamedListener, socket_path
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until
 
@@ -80,7 +80,7 @@ def test_name_with_a_full_backlog_is_alive(path: str) -> None:
                 waiting[-1].setblocking(False)
                 waiting[-1].connect(path)
         with pytest.raises(BusyError):
-            listen(path)
+            NamedListener(path)
         for sock in waiting:
             sock.close()
     os.unlink(path)
@@ -101,12 +101,13 @@ def test_stale_socket_is_replaced(sockets: str, path: str) -> None:
 
 
 def test_late_unlink_keeps_the_socket_of_a_successor(path: str) -> None:
-    first = listen(path)
+    first = NamedListener(path)
     os.unlink(path)
-    second = listen(path)
-    unlink(path, first)
+    os.unlink(f"{path}.lock")
+    second = NamedListener(path)
+    first.close()
     assert os.path.exists(path)
-    unlink(path, second)
+    second.close()
     assert not os.path.exists(path)
 
 
@@ -143,8 +144,8 @@ def test_close_wakes_a_reconnection(sockets: str) -> None:
 @pytest.mark.parametrize("timeout", [0.001, 0.9999999, 59.99999999, 60.0])
 def test_every_timeout_of_a_connection_is_one_of_the_kernels(path: str, timeout: float) -> None:
     """A number of microseconds that is rounded up to a second is EDOM."""
-    listener = listen(path)
+    listener = NamedListener(path)
     sock = rendezvous._try_dial(path, timeout)
     assert sock is not None
     sock.close()
-    unlink(path, listener)
+    listener.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
+import stat
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import pytest
-from unauthorized import dialled, greeted
+from unauthorized import NOBODY, as_nobody, dialled, greeted
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.messages import (
@@ -23,6 +25,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
+from omni_kvlink.connectors.shm import transport
 from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from omni_kvlink import KVProducer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -131,27 +133,96 @@ def test_other_version_is_refused_by_the_producer(producer: KVProducer, path: st
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
-def test_other_user_is_refused(producer: KVProducer, sockets: str, path: str) -> None:
-    """Also where file permissions allow the connection."""
+@pytest.mark.parametrize("hello", [True, False])
+def test_other_user_is_refused(producer: KVProducer, sockets: str, path: str, hello: bool) -> None:
+    """Also where file permissions allow the connection; nobody waits for what it sends."""
     os.chmod(sockets, 0o711)
     os.chmod(path, 0o777)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            with dialled(path) as peer:
-                peer.send(own_hello())
+
+    def connect() -> bool:
+        with dialled(path) as peer:
+            if hello:
+                with contextlib.suppress(BrokenPipeError):
+                    peer.send(own_hello())
+            try:
                 refused, fds = peer.receive()
-                reason = getattr(refused, "reason", "")
-                code = 0 if f"uid {NOBODY} may not read" in reason and not fds else 2
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    until(lambda: producer.stats()["refused"] == {"refused": 1}, "it was counted")
-    until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+            except ConnectionResetError:  # its Hello was not read; what was sent to it comes next
+                refused, fds = peer.receive()
+            reason = getattr(refused, "reason", "")
+            return f"uid {NOBODY} may not read" in reason and not fds and peer.is_dropped()
+
+    with as_nobody(connect) as is_refused:
+        assert is_refused()
+    until(lambda: producer.stats()["refused"] == {"other user": 1}, "it was counted")
+    assert producer.stats()["readers"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
+def test_other_user_cannot_connect_whatever_the_umask(sockets: str, path: str) -> None:
+    os.chmod(sockets, 0o755)
+    mask = os.umask(0)
+    try:
+        producer = KVLink.serve("shm://name", directory=sockets)
+    finally:
+        os.umask(mask)
+
+    def connect() -> bool:
+        with pytest.raises(PermissionError), dialled(path):
+            pass
+        return True
+
+    with producer, as_nobody(connect) as is_refused:
+        assert is_refused()
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert producer.stats()["refused"] == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
+def test_other_user_cannot_lock(sockets: str) -> None:
+    """It locks all that it can open: no producer waits for it, or is refused."""
+    os.chmod(sockets, 0o755)
+
+    def lock() -> bool:
+        held = [os.open(sockets, os.O_RDONLY)]
+        for name in os.listdir(sockets):
+            with contextlib.suppress(PermissionError):
+                held.append(os.open(f"{sockets}/{name}", os.O_RDONLY | os.O_NONBLOCK))
+        for fd in held:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return len(held) == 1
+
+    with KVLink.serve("shm://first", directory=sockets) as first, as_nobody(lock) as is_locked:
+        assert is_locked()
+        with KVLink.serve("shm://second", directory=sockets):
+            first.close()
+            assert not os.path.exists(f"{sockets}/first.sock")
+
+
+def test_silent_connections_are_bounded(
+    producer: KVProducer, sockets: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest without a Hello makes room; readers are not affected."""
+    monkeypatch.setattr(transport, "MAX_GREETING", 3)
+    with (
+        greeted(path) as reader,
+        dialled(path) as oldest,
+        dialled(path) as next_one,
+        dialled(path),
+        dialled(path),
+    ):
+        assert oldest.is_dropped()
+        assert producer.stats()["refused"] == {"no hello": 1}
+        next_one.send(own_hello())
+        next_one.receive()
+        with dialled(path):
+            until(lambda: producer.stats()["readers"] == 5, "one more is no more than allowed")
+        producer.put(Recipe("k").make())
+        reader.send(Get(1, "k"))
+        memory, (fd,) = reader.receive()
+        os.close(fd)
+        assert isinstance(memory, Memory)
+        assert producer.stats()["refused"] == {"no hello": 1}
 
 
 # A reader can read the producer's memory, and nothing else

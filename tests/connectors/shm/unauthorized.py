@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import socket
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+NOBODY = 65534
 
 
 class Raw:
@@ -51,3 +54,33 @@ def greeted(path: str) -> Iterator[Raw]:
         peer.send(own_hello())
         peer.receive()
         yield peer
+
+
+@contextlib.contextmanager
+def as_nobody(act: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Have a child process of another user call `act`, and stay until the block ends.
+
+    Yields a function that returns its result: False if it raised.
+    """
+    reading, writing = os.pipe()
+    stay, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        is_done = False
+        try:
+            os.close(end)
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            is_done = act()
+            os.write(writing, b"1" if is_done else b"0")
+            os.read(stay, 1)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.close(stay)
+    try:
+        yield lambda: os.read(reading, 1) == b"1"
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(reading)
