@@ -24,8 +24,8 @@ from omni_kvlink.connectors.base import PendingGet as PendingGet
 from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
+from omni_kvlink.connectors.runtime.user_dirs import default_directory as default_directory
 from omni_kvlink.connectors.runtime.user_dirs import locked as locked
-from omni_kvlink.connectors.shm.rendezvous import default_directory as default_directory
 from omni_kvlink.connectors.shm.rendezvous import watching as watching
 from omni_kvlink.copier import Copier as Copier
 from omni_kvlink.copier import GatherHandle as GatherHandle

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
-from zmq_fixtures import free_port
+from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, TransferTimeout
 from omni_kvlink.connectors import ucx
@@ -192,6 +192,7 @@ def test_closed_while_it_chooses() -> None:
     """The control connection is closed as well: ending ZMQ's context waits for every socket."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as producer:
         address = f"127.0.0.1:{free_port()}"
+        secure_as_user(producer, server=True)
         producer.bind(f"tcp://{address}")
         reader = AutoConsumer("nobody", Options(tcp=address))
         ended: Future[None] = Future()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
+from contextlib import nullcontext
 from socket import SOCK_STREAM
 from typing import Any
 
@@ -59,8 +60,14 @@ class ControlAddress:
         """Whether the host is an IPv6 address in brackets."""
         return self.protocol == "tcp" and self.address.startswith("[")
 
+    def check_directory(self) -> None:
+        """Create the directory of a path, or raise ConnectorError if others can enter it."""
+        if self.protocol == "ipc":
+            check_private(os.path.dirname(self.address), forbidden=0o077)
+
     def bind(self, socket: zmq.Socket[bytes]) -> str:
         """Bind a socket; return the bound address, with the port that the system chose for 0."""
+        self.check_directory()
         with self._locked():
             if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
@@ -83,17 +90,12 @@ class ControlAddress:
         """
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(FileNotFoundError):  # the directory was removed
-                stack.enter_context(self._locked(make=False))
+                stack.enter_context(self._locked())
             context.term()
             if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.address)
 
-    def _locked(self, *, make: bool = True) -> contextlib.AbstractContextManager[None]:
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
         """Lock the directory of a path: ZMQ would silently replace another process's socket."""
-        if self.protocol != "ipc":
-            return contextlib.nullcontext()
-        directory = os.path.dirname(self.address)
-        if make:
-            check_private(directory, forbidden=0o077)
-        return locked(directory)
+        return locked(os.path.dirname(self.address)) if self.protocol == "ipc" else nullcontext()

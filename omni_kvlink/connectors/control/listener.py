@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, MonitoredSocket
-from omni_kvlink.connectors.control.security import ZapAuth, check_access, secure_server
+from omni_kvlink.connectors.control.security import ZapAuth, find_credentials
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.protocol.transfer_table import Transfer
     from omni_kvlink.connectors.runtime.producer import PooledProducer
     from omni_kvlink.memory.region import Region
@@ -144,7 +145,7 @@ class ControlListener(Listener):
     ):
         self.address, self.options, self.producer = address, options, producer
         self.loop = producer.loop
-        check_access(address, options)
+        credentials = find_credentials(address, options)
         self._peers: dict[bytes, PeerConnection] = {}
         self._by_descriptor: dict[int, PeerConnection | None] = {}
         self._disconnected: list[PeerConnection] = []
@@ -152,12 +153,11 @@ class ControlListener(Listener):
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
         self._refused: Counter[str] = Counter()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._zap_auth: ZapAuth | None = None
         self._senders: list[RangeSender] = []
         try:
             for opener in senders:
                 self._senders.append(opener(self))
-            self._bind()
+            self._bind(credentials)
         except BaseException:
             for sender in self._senders:
                 sender.close()
@@ -165,10 +165,9 @@ class ControlListener(Listener):
             raise
         self.transports = tuple(sender.transport for sender in self._senders)
 
-    def _bind(self) -> None:
-        if self.options.keys:
-            on_refused = partial(self._count, "key")
-            self._zap_auth = ZapAuth(self._context, self.options.peers, self.loop, on_refused)
+    def _bind(self, credentials: Credentials | None) -> None:
+        on_refused = partial(self._count, "key")
+        self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
         callbacks = self._on_frames, self._on_event, self._on_idle
         self._socket = MonitoredSocket(
             self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
@@ -176,7 +175,7 @@ class ControlListener(Listener):
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
-        secure_server(socket, self.options)
+        self._zap_auth.protect(socket)
         self.bound_url = self.address.address, self.address.bind(socket)
         self.lock = self._socket.lock
 
@@ -186,8 +185,7 @@ class ControlListener(Listener):
 
     def open(self) -> None:
         """Start accepting peers; in the producer's loop."""
-        if self._zap_auth is not None:
-            self._zap_auth.watch()
+        self._zap_auth.watch()
         self._socket.watch()
 
     def health(self) -> dict[str, Any]:
@@ -446,8 +444,7 @@ class ControlListener(Listener):
         for peer in filter(None, self._by_descriptor.values()):
             self._socket.close_duplicate(peer.duplicate)
         self._socket.close()
-        if self._zap_auth is not None:
-            self._zap_auth.close()
+        self._zap_auth.close()
         for peer in self._peers.values():
             peer.pending.clear()
         self._peers.clear()

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def default_directory() -> str:
+    """Return this user's directory of sockets and keys; the caller creates and checks it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "kvlink")
+    return f"/tmp/kvlink-{os.geteuid()}"
+
+
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:
     """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
 
