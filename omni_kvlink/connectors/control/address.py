@@ -25,6 +25,11 @@ class ControlAddress:
     scheme: str = ""  # of the link's URL; empty for `zmq+tcp` and `zmq+ipc`
 
     def __post_init__(self) -> None:
+        try:
+            self.address.encode()
+        except UnicodeEncodeError:
+            scheme = self.url.partition(":")[0]
+            raise ValueError(f"{scheme}://{self.address!r}: ZMQ takes only UTF-8") from None
         if self.protocol == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
                 raise ValueError(

@@ -146,11 +146,10 @@ class ZapAuth:
                 request = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            is_allowed = self._is_allowed(request)
-            if not is_allowed:
+            status = self._status(request)
+            if status != b"200":
                 self._on_refused()
-            verdict = (b"200", b"OK") if is_allowed else (b"400", b"not on the list")
-            self._socket.send_multipart([*request[:2], *verdict, b"", b""], zmq.DONTWAIT)
+            self._socket.send_multipart([*request[:2], status, b"", b"", b""], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket; in the loop's thread."""
@@ -158,15 +157,18 @@ class ZapAuth:
             self._loop.unwatch(self._socket.FD)
             self._socket.close(0)
 
-    def _is_allowed(self, request: list[bytes]) -> bool:
-        """A request is version, id, domain, address, identity, mechanism, and the client's key."""
+    def _status(self, request: list[bytes]) -> bytes:
+        """Return ZAP's answer: 200 to admit, 400 to refuse, 300 to have the client try again.
+
+        A request is version, id, domain, address, identity, mechanism, and the client's key.
+        """
         if len(request) < 6 or request[2] != _DOMAIN:
-            return False
+            return b"400"
         if self._credentials is None:
-            return request[5] == b"NULL"
+            return b"200" if request[5] == b"NULL" else b"400"
         if len(request) != 7 or request[5] != b"CURVE":
-            return False
+            return b"400"
         try:
-            return request[6] in self._credentials.admitted()
-        except ConnectorError:
-            return False
+            return b"200" if request[6] in self._credentials.admitted() else b"400"
+        except ConnectorError:  # the keys cannot be read now, say for want of a descriptor
+            return b"300"
