@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, MonitoredSocket
-from omni_kvlink.connectors.control.security import ZapAuth, find_credentials
+from omni_kvlink.connectors.control.security import (
+    ZapAuth,
+    find_credentials,
+    random_routing_ids,
+)
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -183,9 +187,10 @@ class ControlListener(Listener):
         on_refused = partial(self._count, "key")
         self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
         callbacks = self._on_frames, self._on_event, self._on_idle
-        self._socket = MonitoredSocket(
-            self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
-        )
+        with random_routing_ids():
+            self._socket = MonitoredSocket(
+                self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
+            )
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))

@@ -39,9 +39,7 @@ BROKEN = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_A
 """Monitor events which say that a handshake failed."""
 _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
 _UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_EVENTS = (
-    _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
-)
+_EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,14 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
 _DOMAIN = b"kvlink"
+_RANDOM_NBYTES = 256
+_random_state = ctypes.create_string_buffer(_RANDOM_NBYTES)  # C may use it for ever
 _ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context
 
 
@@ -105,6 +109,25 @@ def find_credentials(address: ControlAddress, options: Options) -> Credentials |
             "makes them), use 127.0.0.1, or pass insecure=True if the network is trusted"
         )
     return Credentials()
+
+
+@contextlib.contextmanager
+def random_routing_ids() -> Iterator[None]:
+    """Have a ROUTER that is made in this block number its peers from a random number on.
+
+    libzmq takes the first number from C's `rand`, which nobody seeds: it is the same in every
+    process. A peer that claims the number of a later one as its routing id ends the process, so it
+    must not be known. The sequence of `rand` goes on afterwards as if nothing had happened.
+    """
+    libc = ctypes.CDLL(None)
+    libc.initstate.restype = ctypes.c_void_p
+    libc.setstate.argtypes = [ctypes.c_void_p]
+    seed = int.from_bytes(os.urandom(4), "little")
+    former = libc.initstate(ctypes.c_uint(seed), _random_state, ctypes.c_size_t(_RANDOM_NBYTES))
+    try:
+        yield
+    finally:
+        libc.setstate(former)
 
 
 class ZapAuth:

@@ -1,4 +1,7 @@
-"""A producer whose process has no descriptor left: it serves its readers, and accepts again later."""
+"""A producer whose process has no descriptor left serves its readers, and accepts again later.
+
+Not over `zmq+ipc`: libzmq 4.3.5 ends a process that cannot accept a connection there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until, until_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from concurrent.futures import Future
 
     from fault_harness import Start
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 def descriptors_left(count: int) -> Iterator[list[int]]:
     """Limit this process to a few more descriptors than it has; give those that fill the gaps."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # else it would free some later
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     fillers = list[int]()
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, hard))
@@ -45,9 +49,9 @@ def descriptors_left(count: int) -> Iterator[list[int]]:
             os.close(filler)
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVProducer]:
-    with KVLink.serve(fresh_url(request.param, sockets), quota=8 << 20) as link:
+@pytest.fixture
+def producer(sockets: str) -> Iterator[KVProducer]:
+    with KVLink.serve(fresh_url("tcp", sockets), quota=8 << 20) as link:
         yield link
 
 
@@ -78,12 +82,11 @@ def until_refused(producer: KVProducer, connecting: Future[Any]) -> None:
 
 def test_no_descriptor_is_left(producer: KVProducer, start: Start) -> None:
     """Connections that wait are taken from the queue and ended, those that are there are served."""
-    reader = connect(producer, start, "first")
-    later = RemoteLink(start(), "later")
+    reader, later = connect(producer, start, "first"), connect(producer, start, "later")
+    later.call("close")
+    until(lambda: producer.stats()["readers"] == 1, "the later reader has left")
     with descriptors_left(0):
-        connecting = later.submit(
-            "connect", url=producer.url, timeout=PATIENCE, quota=8 << 20
-        )
+        connecting = later.submit("connect", url=producer.url, timeout=PATIENCE, quota=8 << 20)
         until_refused(producer, connecting)
         transfer(producer, reader, "meanwhile")
         assert producer.stats()["readers"] == 1
@@ -107,17 +110,16 @@ def test_another_thread_takes_the_descriptor_that_was_given_up(
     producer: KVProducer, start: Start
 ) -> None:
     """The descriptor of a peer's duplicate serves as well."""
-    reader = connect(producer, start, "first")
-    later = RemoteLink(start(), "later")
+    reader, later = connect(producer, start, "first"), connect(producer, start, "later")
+    later.call("close")
+    until(lambda: producer.stats()["readers"] == 1, "the later reader has left")
     end: Any = producer._end
     listener = end.listeners[0]
     with descriptors_left(0):
         os.close(listener._spare)
         listener._spare = -1
         taken = os.dup(0)
-        connecting = later.submit(
-            "connect", url=producer.url, timeout=PATIENCE, quota=8 << 20
-        )
+        connecting = later.submit("connect", url=producer.url, timeout=PATIENCE, quota=8 << 20)
         until_refused(producer, connecting)
         os.close(taken)
         connecting.result(PATIENCE)
@@ -125,13 +127,35 @@ def test_another_thread_takes_the_descriptor_that_was_given_up(
     transfer(producer, later, "later")
 
 
-def test_closing_without_a_descriptor(producer: KVProducer, start: Start) -> None:
-    """Readers are told, memory is freed, and the socket's file is removed."""
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_closing_without_a_descriptor(transport: str, sockets: str, start: Start) -> None:
+    """Readers are told, and the socket's file is removed."""
+    producer = KVLink.serve(fresh_url(transport, sockets), quota=8 << 20)
     reader = connect(producer, start, "r")
-    producer.put(Recipe("k").make())
     with descriptors_left(0):
         producer.close()
     assert reader.submit("get", key="k", timeout=0.0).exception(PATIENCE) is not None
+    assert os.listdir(sockets) == []
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_more_descriptors_than_select_takes(transport: str, sockets: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("this process may not have 2,000 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    fillers = [os.dup(0) for _ in range(1100)]
+    try:
+        with (
+            KVLink.serve(fresh_url(transport, sockets), quota=8 << 20) as producer,
+            KVLink.connect(producer.url, timeout=PATIENCE, quota=8 << 20) as reader,
+        ):
+            producer.put(Recipe("k").make())
+            reader.get("k", timeout=PATIENCE, verify="full").release()
+    finally:
+        for filler in fillers:
+            os.close(filler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
@@ -155,7 +179,7 @@ def test_dead_peers_leave_no_descriptor(transport: str, sockets: str, start: Sta
         gc.enable()
 
 
-def _reconnecting(url: str) -> Iterator[None]:
+def _reconnecting(url: str) -> Generator[None]:
     """Get a payload of each producer that comes, with one consumer."""
     with KVLink.connect(url, timeout=PATIENCE, quota=8 << 20) as reader:
         while True:

@@ -6,8 +6,8 @@ import gc
 import importlib.util
 import itertools
 import os
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 import threading
