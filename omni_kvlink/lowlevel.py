@@ -26,10 +26,10 @@ from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.lock_file import LockFile as LockFile
 from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
+from omni_kvlink.connectors.runtime.user_dirs import default_directory as default_directory
 from omni_kvlink.connectors.runtime.wakeup import WakeupFifo as WakeupFifo
 from omni_kvlink.connectors.runtime.wakeup import wait_readable as wait_readable
 from omni_kvlink.connectors.runtime.wakeup import wake as wake
-from omni_kvlink.connectors.shm.rendezvous import default_directory as default_directory
 from omni_kvlink.copier import Copier as Copier
 from omni_kvlink.copier import GatherHandle as GatherHandle
 from omni_kvlink.copier import TorchCopier as TorchCopier

@@ -206,6 +206,10 @@ def test_a_second_reader_over_zmq() -> None:
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.RCVTIMEO, 30_000)
+            secret = Path(os.environ["XDG_RUNTIME_DIR"], "kvlink", "user.secret").read_bytes()[:40]
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(secret))
             dealer.connect(producer.url.removeprefix("zmq+"))
 
             def request(*fields: object) -> None:

@@ -1,10 +1,16 @@
-"""Unused addresses for ZMQ links."""
+"""Unused addresses for ZMQ links, and the keys that sockets of their tests use."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
+from typing import TYPE_CHECKING
+
+from omni_kvlink.connectors.control.security import Credentials
+
+if TYPE_CHECKING:
+    import zmq
 
 _numbers = itertools.count()
 _ports = itertools.count(20_000 + os.getpid() * 997 % 12_000)
@@ -29,3 +35,9 @@ def fresh_url(transport: str, directory: str) -> str:
         scheme = "ucx" if transport == "ucx" else "zmq+tcp"
         return f"{scheme}://127.0.0.1:{free_port()}"
     return f"zmq+ipc://{directory}/{next(_numbers)}.sock"
+
+
+def secure_as_user(socket: zmq.Socket[bytes], *, server: bool = False) -> None:
+    """Give a bare socket the key of this user, which a link on loopback uses without `keys=`."""
+    credentials = Credentials()
+    (credentials.secure_server if server else credentials.secure_client)(socket)

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from zmq_fixtures import secure_as_user
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
 
@@ -31,11 +32,14 @@ class RawPeer:
 
 
 @contextlib.contextmanager
-def connected_peer(url: str, **options: Any) -> Iterator[RawPeer]:
+def connected_peer(url: str, *, insecure: bool = False, **options: Any) -> Iterator[RawPeer]:
+    """Give a peer with the key of this user; with `insecure` one without encryption."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         for name, value in options.items():
             socket.setsockopt(getattr(zmq, name), value)
+        if not insecure and url.startswith("zmq+tcp"):
+            secure_as_user(socket)
         socket.connect(url.removeprefix("zmq+"))
         yield RawPeer(socket)
 

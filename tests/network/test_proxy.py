@@ -40,7 +40,7 @@ class ProxyFixture:
     def __init__(
         self, scheme: str, producer_options: dict[str, Any], consumer_options: dict[str, Any]
     ):
-        self.is_encrypted = bool(producer_options)
+        self.is_encrypted = "keys" in producer_options
         self.mean = 500_000.0 if scheme == "zmq+tcp" else 1_000.0  # the rest goes by UCX
         port = free_port()
         how: dict[str, Any] = {"quota": 64 << 20}
@@ -86,7 +86,7 @@ def fixture(
     keys = (
         (key_files.producer_options, key_files.consumer_options())
         if how == "encrypted"
-        else ({}, {})
+        else ({"insecure": True}, {"insecure": True})
     )
     fixture = ProxyFixture(scheme, *keys)
     yield fixture

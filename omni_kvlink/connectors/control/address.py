@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
+from contextlib import nullcontext
 from socket import SOCK_STREAM
 from typing import Any
 
@@ -25,6 +26,11 @@ class ControlAddress:
     scheme: str = ""  # of the link's URL; empty for `zmq+tcp` and `zmq+ipc`
 
     def __post_init__(self) -> None:
+        try:
+            self.address.encode()
+        except UnicodeEncodeError:
+            scheme = self.url.partition(":")[0]
+            raise ValueError(f"{scheme}://{self.address!r}: ZMQ takes only UTF-8") from None
         if self.protocol == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
                 raise ValueError(
@@ -60,8 +66,14 @@ class ControlAddress:
         """Whether the host is an IPv6 address in brackets."""
         return self.protocol == "tcp" and self.address.startswith("[")
 
+    def check_directory(self) -> None:
+        """Create the directory of a path, or raise ConnectorError if others can enter it."""
+        if self.protocol == "ipc":
+            check_private(os.path.dirname(self.address), forbidden=0o077)
+
     def bind(self, socket: zmq.Socket[bytes]) -> str:
         """Bind a socket; return the bound address, with the port that the system chose for 0."""
+        self.check_directory()
         with self._locked():
             if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
@@ -80,21 +92,18 @@ class ControlAddress:
     def close(self, context: zmq.Context[Any]) -> None:
         """Terminate the context that bound the address, and remove its socket file.
 
-        A socket file that another producer has bound meanwhile is left in place.
+        A socket file that another producer has bound meanwhile is left in place. One that cannot be
+        removed, because no descriptor is left for the check, is replaced by the next producer.
         """
         with contextlib.ExitStack() as stack:
             # The directory was removed, or another producer is about to serve the path.
-            with contextlib.suppress(ConnectorError, BusyError):
-                stack.enter_context(self._locked(make=False))
+            with contextlib.suppress(OSError, ConnectorError, BusyError):
+                stack.enter_context(self._locked())
             context.term()
-            if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
-                with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
+                if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                     os.unlink(self.address)
 
-    def _locked(self, *, make: bool = True) -> contextlib.AbstractContextManager[object]:
+    def _locked(self) -> contextlib.AbstractContextManager[object]:
         """Lock the path: ZMQ would silently replace another process's socket."""
-        if self.protocol != "ipc":
-            return contextlib.nullcontext()
-        if make:
-            check_private(os.path.dirname(self.address), forbidden=0o077)
-        return LockFile(self.address)
+        return LockFile(self.address) if self.protocol == "ipc" else nullcontext()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
-from omni_kvlink.connectors.control.security import check_access, secure_client
+from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,
@@ -46,7 +46,8 @@ class ControlConsumer(RemoteConsumer):
             raise ValueError(
                 f"{address.url}: port 0 cannot be connected to; use the producer's url"
             )
-        check_access(address, options)
+        address.check_directory()
+        self._credentials = find_credentials(address, options)
         self._sessions_opened: list[ControlSession] = []
         self._context: zmq.Context[Any] = zmq.Context()
         try:
@@ -107,7 +108,7 @@ class ControlSession(RemoteSession):
         super().__init__(
             consumer._address.url, consumer._loop, consumer._receive_pool, consumer.counters
         )
-        self._address, self._options = consumer._address, consumer._options
+        self._address, self._credentials = consumer._address, consumer._credentials
         self._context = consumer._context
         self.ready: Future[None] = Future()  # completes with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
@@ -130,7 +131,9 @@ class ControlSession(RemoteSession):
         phase = "handshake" if self._was_connected else "connecting"
         reason = "nobody serves it; start the producer, or give a longer timeout"
         if self._handshake_error:
-            cure = "check keys= and peers= of both sides"
+            cure = "the producer may have keys, this side has none"
+            if self._credentials is not None:
+                cure = self._credentials.cure
             reason = f"handshakes fail ({self._handshake_error}): {cure}"
         elif self._was_connected:
             reason = "the producer does not answer"
@@ -148,7 +151,8 @@ class ControlSession(RemoteSession):
             self._socket = MonitoredSocket(
                 self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
             )
-            secure_client(self._socket.socket, self._options)
+            if self._credentials is not None:
+                self._credentials.secure_client(self._socket.socket)
             self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
             self._socket.socket.connect(self._address.zmq_endpoint)
             self._socket.watch()

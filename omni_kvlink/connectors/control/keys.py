@@ -5,6 +5,7 @@ What reads a key raises ConnectorError if there is no such file, or it holds no 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -13,10 +14,12 @@ from pathlib import Path
 import zmq
 import zmq.utils.z85
 
+from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory
 from omni_kvlink.errors import ConnectorError
 
 SECRET, PUBLIC = ".secret", ".public"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_USER_KEY = "user" + SECRET
 _KEY_CHARS = 40
 """Characters of a key: 32 bytes in Z85."""
 
@@ -42,6 +45,49 @@ def generate(directory: str, name: str) -> tuple[str, str]:
             file.write(key + b"\n")
         paths.append(path)
     return paths[0], paths[1]
+
+
+def user_key_path() -> str:
+    """Return the path of this user's own secret key."""
+    return os.path.join(default_directory(), _USER_KEY)
+
+
+def user_secret() -> bytes:
+    """Return this user's own secret key, as Z85 text; make it if there is none yet.
+
+    Processes that make it at the same time get the same key. Raises ConnectorError if its directory
+    is not private to this user.
+    """
+    path = user_key_path()
+    try:
+        check_private(os.path.dirname(path))
+        if not os.path.exists(path):
+            _make_user_secret(path)
+    except OSError as error:
+        raise ConnectorError(
+            f"{path}, the key of this user, cannot be made: {error.strerror}; set XDG_RUNTIME_DIR "
+            "to a directory of this user, or give keys= and peers="
+        ) from None
+    return read_secret(path)
+
+
+def _make_user_secret(path: str) -> None:
+    """Write a new key beside `path`, whole, then give it that name if no process has been faster.
+
+    The draft's name is random: another process's draft is never seen, and one that a killed process
+    left is never used.
+    """
+    draft = f"{path}.{os.urandom(8).hex()}"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(zmq.curve_keypair()[1] + b"\n")
+            file.flush()
+            os.fsync(fd)  # after a power failure the name must not belong to an empty file
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
 
 
 def read_secret(path: str) -> bytes:

@@ -2,92 +2,162 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import zmq
+import zmq.utils.z85
 
 from omni_kvlink.connectors.control.keys import (
     files_without_key,
     read_all,
     read_public,
     read_secret,
+    user_key_path,
+    user_secret,
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
 _DOMAIN = b"kvlink"
+_RANDOM_NBYTES = 256
+_random_state = ctypes.create_string_buffer(_RANDOM_NBYTES)  # C may use it for ever
 _ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context
 
 
-def check_access(address: ControlAddress, options: Options) -> None:
-    """Require keys for an address that other machines can reach, and both keys or none.
+class Credentials:
+    """The CURVE keys of one end of a control channel.
 
-    Raises ConnectorError, or with `insecure=True` warns (RuntimeWarning) of missing keys.
+    They are the files of `keys=` and `peers=`; without these, both ends of a loopback address use
+    the key pair of the user who runs them, so that other users of the machine are refused.
+    """
+
+    def __init__(self, keys: str = "", peers: str = ""):
+        self._keys, self._peers = keys, peers
+        self._own_public = b""
+
+    @property
+    def cure(self) -> str:
+        """What to check if the handshake with the other side fails."""
+        if self._keys:
+            return "check keys= and peers= of both sides"
+        return (
+            f"this side uses the key of uid {os.geteuid()} in {user_key_path()}; start both sides "
+            "as this user with the same XDG_RUNTIME_DIR, or give keys= and peers= to both, or "
+            "insecure=True to both"
+        )
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a producer's socket encrypt and authenticate."""
+        for problem in files_without_key(self._peers) if self._peers else ():
+            text = f"{problem}; the other keys of peers={self._peers} are used"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        secret = self._secret()
+        self._own_public = zmq.utils.z85.decode(zmq.curve_public(secret))
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a consumer's socket encrypt, and accept only the producer that `peers` names."""
+        secret = self._secret()
+        public = zmq.curve_public(secret)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, read_public(self._peers) if self._peers else public)
+
+    def admitted(self) -> set[bytes]:
+        """Return the public keys, 32 bytes each, of the consumers that may connect now."""
+        return read_all(self._peers) if self._peers else {self._own_public}
+
+    def _secret(self) -> bytes:
+        return read_secret(self._keys) if self._keys else user_secret()
+
+
+def find_credentials(address: ControlAddress, options: Options) -> Credentials | None:
+    """Return the keys that a link uses; None for a path, and for `insecure=True` without keys.
+
+    Raises ConnectorError if an address that other machines can reach has no keys, or one of two.
+    `insecure=True` without keys warns (RuntimeWarning).
     """
     if bool(options.keys) != bool(options.peers):
         raise ConnectorError(
             f"{address.url}: keys= (this side's secret key) and peers= (the public keys of the "
             "other side) go together"
         )
-    if address.is_local or options.keys:
-        return
-    if not options.insecure:
+    if options.keys:
+        return Credentials(options.keys, options.peers)
+    if address.protocol == "ipc":
+        return None
+    if options.insecure:
+        warnings.warn(
+            f"{address.url} is INSECURE: everybody who can reach it, other users of this machine "
+            "included, can read, forge and abort every payload, and end this process",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    if not address.is_local:
         raise ConnectorError(
             f"{address.url} is open to other machines: give keys= and peers= (`kvlink keygen` "
             "makes them), use 127.0.0.1, or pass insecure=True if the network is trusted"
         )
-    warnings.warn(
-        f"{address.url} is INSECURE: everybody who can reach it can read every payload",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    return Credentials()
 
 
-def secure_server(socket: zmq.Socket[bytes], options: Options) -> None:
-    """Make a producer's socket encrypt and authenticate, if the options name keys."""
-    if options.keys:
-        for problem in files_without_key(options.peers):
-            text = f"{problem}; the other keys of peers={options.peers} are used"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, read_secret(options.keys))
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+@contextlib.contextmanager
+def random_routing_ids() -> Iterator[None]:
+    """Have a ROUTER that is made in this block number its peers from a random number on.
 
-
-def secure_client(socket: zmq.Socket[bytes], options: Options) -> None:
-    """Make a consumer's socket encrypt, and accept only the producer whose key `peers` names."""
-    if options.keys:
-        secret = read_secret(options.keys)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
-        socket.setsockopt(zmq.CURVE_SERVERKEY, read_public(options.peers))
+    libzmq takes the first number from C's `rand`, which nobody seeds: it is the same in every
+    process. A peer that claims the number of a later one as its routing id ends the process, so it
+    must not be known. The sequence of `rand` goes on afterwards as if nothing had happened.
+    """
+    libc = ctypes.CDLL(None)
+    libc.initstate.restype = ctypes.c_void_p
+    libc.setstate.argtypes = [ctypes.c_void_p]
+    seed = int.from_bytes(os.urandom(4), "little")
+    former = libc.initstate(ctypes.c_uint(seed), _random_state, ctypes.c_size_t(_RANDOM_NBYTES))
+    try:
+        yield
+    finally:
+        libc.setstate(former)
 
 
 class ZapAuth:
     """Answers the authentication requests (ZAP) of all sockets of a context, in the event loop.
 
-    A client is admitted if its public key is in the directory when it connects: a key can be added
-    or removed without a restart. `on_refused` is called for each client that was not admitted.
+    With credentials, a client is admitted if its public key is among theirs when it connects: a key
+    can be added or removed without a restart. Without, every client is: libzmq still refuses those
+    that speak ZMTP 1 or 2, which it does not authenticate. `on_refused` is called for each client
+    that was not admitted.
     """
 
     def __init__(
         self,
         context: zmq.Context[Any],
-        directory: str,
+        credentials: Credentials | None,
         loop: EventLoop,
         on_refused: Callable[[], None],
     ):
-        self._directory, self._loop, self._on_refused = directory, loop, on_refused
+        self._credentials, self._loop, self._on_refused = credentials, loop, on_refused
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP)
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Have a producer's socket ask for every client; before it is bound."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        if self._credentials is not None:
+            self._credentials.secure_server(socket)
 
     def watch(self) -> None:
         """Start answering; in the loop's thread."""
@@ -101,11 +171,10 @@ class ZapAuth:
                 request = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            is_allowed = self._is_allowed(request)
-            if not is_allowed:
+            status = self._status(request)
+            if status != b"200":
                 self._on_refused()
-            verdict = (b"200", b"OK") if is_allowed else (b"400", b"not on the list")
-            self._socket.send_multipart([*request[:2], *verdict, b"", b""], zmq.DONTWAIT)
+            self._socket.send_multipart([*request[:2], status, b"", b"", b""], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket; in the loop's thread."""
@@ -113,11 +182,18 @@ class ZapAuth:
             self._loop.unwatch(self._socket.FD)
             self._socket.close(0)
 
-    def _is_allowed(self, request: list[bytes]) -> bool:
-        """A request is version, id, domain, address, identity, mechanism, and the client's key."""
-        if len(request) != 7 or (request[2], request[5]) != (_DOMAIN, b"CURVE"):
-            return False
+    def _status(self, request: list[bytes]) -> bytes:
+        """Return ZAP's answer: 200 to admit, 400 to refuse, 300 to have the client try again.
+
+        A request is version, id, domain, address, identity, mechanism, and the client's key.
+        """
+        if len(request) < 6 or request[2] != _DOMAIN:
+            return b"400"
+        if self._credentials is None:
+            return b"200" if request[5] == b"NULL" else b"400"
+        if len(request) != 7 or request[5] != b"CURVE":
+            return b"400"
         try:
-            return request[6] in read_all(self._directory)
-        except ConnectorError:
-            return False
+            return b"200" if request[6] in self._credentials.admitted() else b"400"
+        except ConnectorError:  # the keys cannot be read now, say for want of a descriptor
+            return b"300"

@@ -9,6 +9,14 @@ import stat
 from omni_kvlink.errors import ConnectorError
 
 
+def default_directory() -> str:
+    """Return this user's directory of sockets and keys; the caller creates and checks it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "kvlink")
+    return f"/tmp/kvlink-{os.geteuid()}"
+
+
 def check_private(directory: str, *, forbidden: int = 0o022) -> None:
     """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
 

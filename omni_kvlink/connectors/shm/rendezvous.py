@@ -11,7 +11,7 @@ import time
 import weakref
 
 from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive
+from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory, is_alive
 from omni_kvlink.connectors.runtime.wakeup import WakeupFifo, wait_readable, wake
 from omni_kvlink.errors import BusyError, ClosedError, ConnectorError, TransferTimeout
 
@@ -112,14 +112,6 @@ def peer_identity(sock: socket.socket) -> tuple[int, int]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
-
-
-def default_directory() -> str:
-    """Return this user's directory of sockets; the caller creates and checks it."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.path.isdir(runtime):
-        return os.path.join(runtime, "kvlink")
-    return f"/tmp/kvlink-{os.geteuid()}"
 
 
 def _try_dial(path: str, timeout: float) -> socket.socket | None:

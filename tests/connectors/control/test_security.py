@@ -87,7 +87,7 @@ def expect_handshake_error(url: str, options: dict[str, Any]) -> None:
     def connect(timeout: float) -> None:
         KVLink.connect(url, timeout=timeout, **options)
 
-    expect_reason(TransferTimeout, "check keys= and peers=", connect)
+    expect_reason(TransferTimeout, "keys= and peers=", connect)
 
 
 @pytest.mark.parametrize("how", ["no keys", "wrong producer"])
@@ -105,7 +105,7 @@ def test_handshakes_that_fail(producer: KVProducer, key_files: KeyFiles, how: st
 
 def test_a_producer_without_keys(key_files: KeyFiles, sockets: str) -> None:
     """A reader with keys does not connect in plain text."""
-    with KVLink.serve(fresh_url("tcp", sockets)) as producer:
+    with KVLink.serve(fresh_url("tcp", sockets), insecure=True) as producer:
         expect_handshake_error(producer.url, key_files.consumer_options())
 
 

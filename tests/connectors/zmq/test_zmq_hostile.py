@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
-from zmq_fixtures import free_port
+from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import (
     ConnectorError,
@@ -56,6 +56,7 @@ class HostileProducer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        secure_as_user(self._socket, server=True)
         self.url = f"zmq+tcp://127.0.0.1:{free_port()}"
         self._socket.bind(self.url.removeprefix("zmq+"))
         self._hello, self._peer = hello, b""
