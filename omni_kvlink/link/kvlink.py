@@ -32,6 +32,9 @@ class LinkOptions(TypedDict, total=False):
         peers: of an encrypted link, who the other side may be: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
         insecure: allow a link between machines without keys.
+        trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
+            every user of the machine, can write into this process's memory, read payloads, and end
+            the process.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
             loopback if empty; name them for a link to other machines.
@@ -45,6 +48,7 @@ class LinkOptions(TypedDict, total=False):
     keys: str
     peers: str
     insecure: bool
+    trusted_network: bool
     ucx_tls: str
     ucx_devices: str
     tcp: str
