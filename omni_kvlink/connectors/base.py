@@ -101,8 +101,8 @@ class Connector(ABC):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"link {self._label} belongs to process {self._pid}; "
-                "after fork the child must open its own"
+                f"link {self._label} belongs to process {self._pid}; after fork the child must "
+                "open its own, and for UCX be started by spawn instead"
             )
 
     def _check_open(self) -> None:
