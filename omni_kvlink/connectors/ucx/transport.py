@@ -95,8 +95,12 @@ class UcxTransport:
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
-        """Return an endpoint at once; an unreachable peer shows in the requests."""
-        worker, endpoint = unseal(address), UcxEndpoint()
+        """Return an endpoint at once; an unreachable peer shows in the requests.
+
+        Raises WireError if it is no address that this side can use; see `unseal`.
+        """
+        own = self.address if self.settings.transports == "tcp" else self.address[:9]
+        worker, endpoint = unseal(address, own), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
 
