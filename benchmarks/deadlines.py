@@ -42,7 +42,8 @@ def urls(directory: str) -> list[str]:
     """A URL of every connector; its sockets are in `directory`."""
     name = f"deadlines-{os.getpid()}"
     local = [f"shm://{name}?directory={directory}", f"inproc://{name}"]
-    return [*local, f"zmq+ipc://{directory}/control", "zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0"]
+    remote = ["zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0?trusted_network=1"]
+    return [*local, f"zmq+ipc://{directory}/control", *remote]
 
 
 def payload(key: str, nbytes: int) -> TensorTransferData:

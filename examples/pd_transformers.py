@@ -7,7 +7,7 @@ equal.
 
     python examples/pd_transformers.py                                  # one prompt, 32 tokens
     python examples/pd_transformers.py --connector zmq+tcp://127.0.0.1:0
-    python examples/pd_transformers.py --connector ucx://127.0.0.1:0
+    python examples/pd_transformers.py --connector 'ucx://127.0.0.1:0?trusted_network=1'
     python examples/pd_transformers.py --prompts 200 --producers 2 --consumers 2 --steps 8
 """
 
@@ -63,7 +63,8 @@ class Stage:
     """A stage's process, and the messages to and from it."""
 
     def __init__(self, args: argparse.Namespace, name: str):
-        url = args.connector if args.connector.endswith(":0") else f"{args.connector}-{name}"
+        is_tcp = args.connector.partition("?")[0].endswith(":0")
+        url = args.connector if is_tcp else f"{args.connector}-{name}"
         own = {"stage": name, "connector": url}
         options = {name: value for name, value in {**vars(args), **own}.items() if value}
         arguments = [

@@ -32,8 +32,10 @@ def free_port() -> int:
 def fresh_url(transport: str, directory: str) -> str:
     """Return the URL of a link over "tcp", "ipc" or "ucx"."""
     if transport != "ipc":
-        scheme = "ucx" if transport == "ucx" else "zmq+tcp"
-        return f"{scheme}://127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{free_port()}"
+        return (
+            f"ucx://{address}?trusted_network=1" if transport == "ucx" else f"zmq+tcp://{address}"
+        )
     return f"zmq+ipc://{directory}/{next(_numbers)}.sock"
 
 

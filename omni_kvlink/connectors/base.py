@@ -45,6 +45,9 @@ class Options:
             its readers' public keys, for a consumer the producer's public key file.
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
+        trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
+            every user of the machine, can write into this process's memory, read payloads, and end
+            the process.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Loopback
             alone if empty; required where the link goes to other machines.
@@ -58,6 +61,7 @@ class Options:
     keys: str = ""
     peers: str = ""
     insecure: bool = False
+    trusted_network: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""
     tcp: str = ""

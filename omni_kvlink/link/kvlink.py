@@ -34,6 +34,9 @@ class LinkOptions(TypedDict, total=False):
             its readers' public keys, for a consumer the producer's public key file.
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
+        trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
+            every user of the machine, can write into this process's memory, read payloads, and end
+            the process.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
             loopback if empty; name them for a link to other machines.
@@ -47,6 +50,7 @@ class LinkOptions(TypedDict, total=False):
     keys: str
     peers: str
     insecure: bool
+    trusted_network: bool
     ucx_tls: str
     ucx_devices: str
     tcp: str

@@ -26,7 +26,7 @@ from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, ending_checks
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
-from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import Rig, expect
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ TRANSPORTS = [
     pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no ucxx")),
     "zmq",
 ]
+TRUSTED = "&trusted_network=1"
 _numbers = itertools.count()
 
 
 def fresh_url() -> str:
-    return f"auto://auto-{os.getpid()}-{next(_numbers)}?tcp=127.0.0.1:{free_port()}"
+    return f"auto://auto-{os.getpid()}-{next(_numbers)}?tcp=127.0.0.1:{free_port()}{TRUSTED}"
 
 
 def elsewhere(transport: str, folder: Path) -> dict[str, str]:
@@ -198,7 +199,7 @@ def test_closed_while_it_chooses() -> None:
         address = f"127.0.0.1:{free_port()}"
         secure_as_user(producer, server=True)
         producer.bind(f"tcp://{address}")
-        reader = AutoConsumer("nobody", Options(tcp=address))
+        reader = AutoConsumer("nobody", Options(tcp=address, trusted_network=True))
         ended: Future[None] = Future()
 
         def connect() -> None:
@@ -217,6 +218,29 @@ def test_closed_while_it_chooses() -> None:
         expect(ClosedError, lambda: ended.result(60))
         closing.join(60)
         assert not closing.is_alive()
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="no ucxx")
+@pytest.mark.parametrize("whose", ["producer", "reader"])
+def test_ucx_is_used_if_both_ends_trust_the_network(whose: str) -> None:
+    url = fresh_url()
+    urls = {
+        end: url.replace(TRUSTED, "") if end == whose else url for end in ("producer", "reader")
+    }
+    with (
+        short_folder() as folder,
+        contextlib.closing(ProcessPeer(elsewhere("ucx", folder))) as peer,
+        KVLink.serve(urls["producer"]) as producer,
+    ):
+        reader = RemoteLink(peer, "r")
+        reader.call("connect", url=urls["reader"], timeout=60)
+        producer.put(Recipe("k").make())
+        assert reader.call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
+        stats = reader.call("stats")
+        reader.call("remove")
+    assert (stats["transport"], "ucx" in stats) == ("zmq", False)
+    cause = "does not serve ucx" if whose == "producer" else "pass trusted_network=True"
+    assert cause in stats["why"]
 
 
 def test_other_machines_need_keys(tmp_path: Path) -> None:

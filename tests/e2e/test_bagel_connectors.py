@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 URLS = [
     "zmq+tcp://127.0.0.1:0",
     "zmq+ipc://{root}/link.sock",
-    "ucx://127.0.0.1:0",
+    "ucx://127.0.0.1:0?trusted_network=1",
     f"auto://bagel-test-{os.getpid()}?tcp=127.0.0.1:0",
 ]
 DTYPE = "bfloat16"

@@ -16,7 +16,7 @@ from omni_kvlink.connectors.registry import backend, split_url
 pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pd_transformers.py"
-URLS = ["shm://pd", "zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0"]
+URLS = ["shm://pd", "zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0?trusted_network=1"]
 
 
 def run(root: Path, *options: str) -> subprocess.CompletedProcess[str]:

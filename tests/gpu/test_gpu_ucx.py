@@ -24,7 +24,7 @@ def test_device_tensors_are_sent_in_place() -> None:
         "r", {"key_cache": there[::2], "value_cache": there[1::2]}, (), about
     )
     with (
-        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
+        KVLink.serve("ucx://127.0.0.1:0?trusted_network=1&ucx_tls=tcp,cuda_copy") as producer,
         KVLink.connect(producer.url, timeout=30) as reader,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -42,7 +42,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
-URLS = ["inproc://{name}", "shm://{name}", "zmq+ipc://{root}/{name}", "ucx://127.0.0.1:0"]
+URLS = [
+    "inproc://{name}",
+    "shm://{name}",
+    "zmq+ipc://{root}/{name}",
+    "ucx://127.0.0.1:0?trusted_network=1",
+]
 
 
 class LookupStages:

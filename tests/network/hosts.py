@@ -86,7 +86,7 @@ class Pair:
         self.producer = RemoteLink(producer or hosts.producer, self.url)
         how: dict[str, Any] = {"quota": 256 << 20}
         if scheme == "ucx":
-            how["ucx_devices"] = "eth0"
+            how |= {"ucx_devices": "eth0", "trusted_network": True}
         producer_options = hosts.key_files.producer_options if encrypted else {"insecure": True}
         consumer_options = hosts.key_files.consumer_options() if encrypted else {"insecure": True}
         self._consumer_options = {**how, **consumer_options}

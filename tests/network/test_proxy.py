@@ -43,7 +43,7 @@ class ProxyFixture:
         self.is_encrypted = "keys" in producer_options
         self.mean = 500_000.0 if scheme == "zmq+tcp" else 1_000.0  # the rest goes by UCX
         port = free_port()
-        how: dict[str, Any] = {"quota": 64 << 20}
+        how: dict[str, Any] = {"quota": 64 << 20, "trusted_network": scheme == "ucx"}
         self.producer = KVLink.serve(f"{scheme}://127.0.0.1:{port}", **how, **producer_options)
         self.proxy = Proxy(port)
         self._peer = ThreadPeer(LinkCommands())

@@ -35,7 +35,8 @@ def address(transport: str, directory: str) -> str:
         return "shm://campaign"
     if transport == "zmq+ipc":
         return f"zmq+ipc://{directory}/campaign.sock"
-    return f"{transport}://127.0.0.1:{free_port()}"
+    query = "?trusted_network=1" if transport == "ucx" else ""
+    return f"{transport}://127.0.0.1:{free_port()}{query}"
 
 
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])

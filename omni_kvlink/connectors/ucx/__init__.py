@@ -21,14 +21,14 @@ def unavailable() -> str | None:
     It imports ucxx, which is slow and changes the environment; call it only when UCX is wanted.
     """
     try:
-        from omni_kvlink.connectors.ucx.worker import load
+        from omni_kvlink.connectors.ucx.worker import forked_child, load
 
         load()
     except ImportError as error:
         return f"ucxx does not load ({error}); {INSTALL}"
     except Exception as error:  # the C++ side reports a broken installation by many types
         return f"ucxx is broken ({type(error).__name__}: {error}); {INSTALL}"
-    return None
+    return forked_child() or None
 
 
 def _serve(location: str, options: Options) -> PooledProducer:

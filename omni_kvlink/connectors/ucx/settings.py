@@ -23,8 +23,10 @@ class UcxSettings(NamedTuple):
     Args:
         transports: UCX_TLS. GPU memory needs "cuda_copy" in it, RDMA "rc".
         devices: UCX_NET_DEVICES. UCX listens on the addresses of all of these, authenticates
-            nobody, and over TCP writes wherever in memory a peer tells it to. The default is
-            loopback; name another device only if its network is trusted as this process is.
+            nobody, and over TCP writes wherever in memory a peer tells it to.
+
+    UCX's shared-memory transports open no port, but cannot take the place of TCP on loopback: a
+    sender that is killed while it writes blocks the receiver's queue for every other sender.
     """
 
     transports: str = "tcp"
@@ -34,10 +36,18 @@ class UcxSettings(NamedTuple):
     def of_link(cls, address: ControlAddress, options: Options) -> UcxSettings:
         """Return the settings of a link, whose keys were already checked by `check_access`.
 
-        Raises ConnectorError if UCX would be open to more machines than the link, or could not
-        reach the other side.
+        Raises ConnectorError without `trusted_network=True`, or if UCX would be open to more
+        machines than the link, or could not reach the other side.
         """
         devices = options.ucx_devices
+        if not options.trusted_network:
+            strangers = "every user of this machine" if address.is_local else "all of that network"
+            cure = "shm://" if address.is_local else "zmq+tcp:// with keys"
+            raise ConnectorError(
+                f"{address.url}: whoever reaches a port of UCX can write into this process's "
+                f"memory, read payloads, and end the process; use {cure}, or pass "
+                f"trusted_network=True if {strangers} is trusted as this process is"
+            )
         if address.is_local and devices not in ("", LOOPBACK):
             raise ConnectorError(
                 f"{address.url} is for this machine alone, ucx_devices={devices!r} is not: UCX "

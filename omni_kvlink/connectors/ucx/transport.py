@@ -79,6 +79,7 @@ class UcxTransport:
         self._waiting: dict[int, UcxRequest] = {}  # by tag: receives whose message has not arrived
         self._active: set[UcxRequest] = set()  # requests whose memory UCX has
         self._discards: set[Any] = set()
+        self._connecting: dict[UcxEndpoint, int] = {}  # until a request is done: rounds since
         self._counts = dict.fromkeys(("finished", "failed", "stale", "lost"), 0)
         self._closed = False
         self._lock = threading.Lock()  # guards `_closed`: no call is queued behind the last one
@@ -94,8 +95,12 @@ class UcxTransport:
             raise
 
     def connect(self, address: bytes) -> UcxEndpoint:
-        """Return an endpoint at once; an unreachable peer shows in the requests."""
-        worker, endpoint = unseal(address), UcxEndpoint()
+        """Return an endpoint at once; an unreachable peer shows in the requests.
+
+        Raises WireError if it is no address that this side can use; see `unseal`.
+        """
+        own = self.address if self.settings.transports == "tcp" else self.address[:9]
+        worker, endpoint = unseal(address, own), UcxEndpoint()
         self._call(lambda: self._connect(endpoint, worker))
         return endpoint
 
@@ -197,6 +202,7 @@ class UcxTransport:
         except BaseException as error:
             opened.set_exception(error)
         else:
+            worker.set_close_on_exec()
             self._loop.watch(worker.fd, READ, lambda events: None)  # `_tick` does the work
             opened.set_result((seal(worker.address), worker.facts()))
 
@@ -207,6 +213,7 @@ class UcxTransport:
             endpoint.error = error
         else:
             self._endpoints.add(endpoint)
+            self._connecting[endpoint] = 0
 
     def _send(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
@@ -253,9 +260,24 @@ class UcxTransport:
         if worker is None:
             return float("inf")
         posted = self._match(worker)
+        self._guard_descriptors(worker)
         self._complete_requests(worker)
         self._close_endpoints(worker)
         return now if posted or not worker.arm() else float("inf")
+
+    def _guard_descriptors(self, worker: UcxWorker) -> None:
+        """Make new connections close-on-exec.
+
+        UCX does not tell when it opens one: after a connect it is looked for in rounds 1, 2, 4, 8
+        and so on, and at last before the first request is reported as done.
+        """
+        if not self._connecting:
+            return
+        done = {request.endpoint for request in self._active if request.handle.completed}
+        rounds = {endpoint: number + 1 for endpoint, number in self._connecting.items()}
+        if done & rounds.keys() or any(number & (number - 1) == 0 for number in rounds.values()):
+            worker.set_close_on_exec()
+        self._connecting = {one: number for one, number in rounds.items() if one not in done}
 
     def _match(self, worker: UcxWorker) -> bool:
         """Give each arrived message to the receive with its tag; return whether there were any."""
@@ -309,6 +331,7 @@ class UcxTransport:
         if endpoint.error is not None:
             return
         endpoint.error = error
+        self._connecting.pop(endpoint, None)
         self._endpoints.discard(endpoint)
         self._closing.add(endpoint)
         for request in [*self._waiting.values(), *self._active]:

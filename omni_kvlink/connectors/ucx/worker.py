@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.errors import PeerLostError, UnavailableError
@@ -12,6 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.ucx.settings import UcxSettings
+
+_is_used = _was_forked = False
+
+
+def forked_child() -> str:
+    """Return why UCX cannot be used in this process, a forked child of one that used it; or ""."""
+    cure = "start this process by spawn: multiprocessing.get_context('spawn')"
+    return f"UCX was used before this process was forked, and hangs in it; {cure}" * _was_forked
+
+
+def _after_fork() -> None:
+    global _was_forked
+    _was_forked = _is_used
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _LOG_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
@@ -59,7 +77,9 @@ class UcxWorker:
     """
 
     def __init__(self, settings: UcxSettings):
+        global _is_used
         self._ucxx, self._array = load()
+        _is_used = True
         libucxx = self._ucxx
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
         try:
@@ -78,6 +98,23 @@ class UcxWorker:
         # Makes `fd` readable at the next event; returns False if `progress` must be called first.
         self.arm: Callable[[], bool] = self._worker.arm
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
+
+    def set_close_on_exec(self) -> None:
+        """Make the descriptors close-on-exec that UCX has opened, which it does without the flag.
+
+        They are found from `fd`: the epoll sets below it have the connections; the set of UCX's own
+        thread, which has one of those below it, has the ports. A connection may be accepted at any
+        time, and is inherited by a program that is started before the next call.
+        """
+        links = _links()
+        sets = {fd: _watched(fd) for fd, link in links.items() if link == "anon_inode:[eventpoll]"}
+        found = _below({self.fd}, sets)
+        shared = found - {self.fd}  # `fd` itself is in the set of the transport's thread
+        found = _below(found | {fd for fd, watched in sets.items() if watched & shared}, sets)
+        pipes = {links[fd] for fd in found & links.keys() if links[fd].startswith("pipe:")}
+        for fd in found | {fd for fd, link in links.items() if link in pipes}:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                os.set_inheritable(fd, False)
 
     def connect(self, address: bytes) -> Any:
         """Return an endpoint at once; PeerLostError only if UCX knows already that it fails."""
@@ -144,3 +181,31 @@ class UcxWorker:
             "cuda": bool(self._context.cuda_support),
             "devices": [line.split()[-1] for line in lines if "resource" in line],
         }
+
+
+def _links() -> dict[int, str]:
+    """Return what each descriptor of this process refers to."""
+    links = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return links
+
+
+def _watched(fd: int) -> set[int]:
+    """Return the descriptors in an epoll set."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def _below(roots: set[int], sets: dict[int, set[int]]) -> set[int]:
+    """Return the roots, and all that the epoll sets among them watch, directly or not."""
+    found, left = set[int](), set(roots)
+    while left:
+        fd = left.pop()
+        found.add(fd)
+        left |= sets.get(fd, set()) - found
+    return found

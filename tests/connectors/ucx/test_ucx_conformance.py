@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 
 def fresh_url() -> str:
-    return f"ucx://127.0.0.1:{free_port()}"
+    return f"ucx://127.0.0.1:{free_port()}?trusted_network=1"
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
     data = BIG.make()
     addresses = {dense(view).data_ptr() for view in data.tensors()}
     with (
-        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy") as producer,
+        KVLink.serve("ucx://127.0.0.1:0?trusted_network=1&ucx_tls=tcp,cuda_copy") as producer,
         KVLink.connect(producer.url, timeout=60) as reader,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -63,8 +63,8 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("url", "how", "fields"),
     [
-        ("ucx://127.0.0.1:0", {"digests": False}, "ucx_tls='tcp,cuda_copy'"),
-        ("ucx://127.0.0.1:0?ucx_tls=tcp,cuda_copy", {}, "digests=False"),
+        ("ucx://127.0.0.1:0?trusted_network=1", {"digests": False}, "ucx_tls='tcp,cuda_copy'"),
+        ("ucx://127.0.0.1:0?trusted_network=1&ucx_tls=tcp,cuda_copy", {}, "digests=False"),
         ("zmq+tcp://127.0.0.1:0", {"digests": False}, "host memory"),
     ],
 )

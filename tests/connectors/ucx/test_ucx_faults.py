@@ -38,7 +38,7 @@ HUGE = sized("k", HUGE_NBYTES)
 
 @pytest.fixture
 def field(socket_dir: str) -> Iterator[Field]:
-    field = Field(socket_dir, url=f"ucx://127.0.0.1:{free_port()}")
+    field = Field(socket_dir, url=f"ucx://127.0.0.1:{free_port()}?trusted_network=1")
     yield field
     field.close()
 

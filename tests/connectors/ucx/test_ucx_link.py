@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
 
 if TYPE_CHECKING:
@@ -56,11 +58,12 @@ if importlib.util.find_spec("ucxx") is None:
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 BIG = sized("k", 3 << 20)
 QUOTA = 16 << 20
+TRUSTED = "?trusted_network=1"
 
 
 @pytest.fixture
 def producer() -> Iterator[KVProducer]:
-    with KVLink.serve(f"ucx://127.0.0.1:{free_port()}", quota=QUOTA) as link:
+    with KVLink.serve(f"ucx://127.0.0.1:{free_port()}{TRUSTED}", quota=QUOTA) as link:
         yield link
 
 
@@ -127,9 +130,45 @@ def test_stats_describe_ucx(producer: KVProducer) -> None:
 def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
     for end in (KVLink.serve, connect):
         with pytest.raises(ConnectorError, match="for this machine alone"):
-            end("ucx://127.0.0.1:7009?ucx_devices=eth0")
-    with KVLink.serve("ucx://127.0.0.1:0?ucx_devices=lo&ucx_tls=tcp"):
+            end("ucx://127.0.0.1:7009?ucx_devices=eth0", trusted_network=True)
+    with KVLink.serve("ucx://127.0.0.1:0?ucx_devices=lo&ucx_tls=tcp", trusted_network=True):
         pass
+
+
+def test_nothing_of_ucx_is_open_unless_the_network_is_trusted() -> None:
+    """Without the option neither end opens a port, and the error says what it would mean."""
+    done = subprocess.run([sys.executable, "-c", UNTRUSTED], capture_output=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+UNTRUSTED = """
+import os
+from pathlib import Path
+from omni_kvlink import ConnectorError, KVLink
+
+for end, how in ((KVLink.serve, {}), (KVLink.connect, {"timeout": 60})):
+    for query in ("", "?ucx_devices=lo", "?insecure=1", "?ucx_tls=posix"):
+        try:
+            end(f"ucx://127.0.0.1:7009{query}", **how)
+        except ConnectorError as error:
+            assert "write into this process's memory" in str(error), error
+            assert "use shm://, or pass trusted_network=True if every user" in str(error), error
+        else:
+            raise AssertionError("it was not refused")
+
+
+def ports():
+    mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    lines = [line.split() for table in ("tcp", "tcp6")
+             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+    return {int(line[1].rpartition(":")[2], 16) for line in lines
+            if line[3] == "0A" and f"socket:[{line[9]}]" in mine}
+
+
+assert not ports(), ports()
+with KVLink.serve(f"auto://untrusted-{os.getpid()}?tcp=127.0.0.1:0"):
+    assert len(ports()) == 1, ports()  # the control channel
+"""
 
 
 def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
@@ -138,23 +177,29 @@ def test_a_network_needs_keys_and_a_device(tmp_path: Path) -> None:
     for end, how in ((KVLink.serve, keys.producer_options), (connect, keys.consumer_options())):
         with pytest.raises(ConnectorError, match=r"keygen.*insecure=True"):
             end(f"{url}?ucx_devices=lo")
+        with pytest.raises(
+            ConnectorError, match=r"zmq.tcp:// with keys, or pass trusted_network=True"
+        ):
+            end(f"{url}?ucx_devices=lo", **how)
         with pytest.raises(ConnectorError, match=r"ucx_devices=eth0.*must be trusted"):
-            end(url, **how)
+            end(url, trusted_network=True, **how)
         with (
             pytest.warns(RuntimeWarning, match="INSECURE"),
             pytest.raises(ConnectorError, match="ucx_devices=eth0"),
         ):
-            end(url, insecure=True)
+            end(url, insecure=True, trusted_network=True)
 
 
 def test_unknown_transports() -> None:
     with pytest.raises(UnavailableError, match=r"nothing to work with.*nosuch"):
-        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch")
+        KVLink.serve("ucx://127.0.0.1:0?ucx_tls=nosuch", trusted_network=True)
 
 
 def test_keys(tmp_path: Path) -> None:
     key_files = KeyFiles(tmp_path)
-    with KVLink.serve("ucx://127.0.0.1:0", quota=QUOTA, **key_files.producer_options) as producer:
+    with KVLink.serve(
+        f"ucx://127.0.0.1:0{TRUSTED}", quota=QUOTA, **key_files.producer_options
+    ) as producer:
         with connect(producer.url, **key_files.consumer_options()) as reader:
             deliver(producer, reader)
         with pytest.raises(ConnectorError, match="peers= directory"):
@@ -175,7 +220,7 @@ def test_the_two_protocols_do_not_mix(producer: KVProducer) -> None:
         KVLink.serve("zmq+tcp://127.0.0.1:0", quota=QUOTA) as other,
         pytest.raises(PeerLostError, match="no message of this protocol"),
     ):
-        connect(other.url.replace("zmq+tcp:", "ucx:"))
+        connect(other.url.replace("zmq+tcp:", "ucx:"), trusted_network=True)
 
 
 SECRET = bytes(16)
@@ -204,7 +249,7 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVProducer, messages: list[M
 @contextlib.contextmanager
 def greeted_peer(producer: KVProducer) -> Iterator[RawPeer]:
     """A peer that has completed the handshake and sends arbitrary messages."""
-    with connected_peer(producer.url.replace("ucx:", "tcp:")) as peer:
+    with connected_peer(producer.url.replace("ucx:", "tcp:").removesuffix(TRUSTED)) as peer:
         peer.send(own_hello())
         peer.receive()
         yield peer

@@ -47,7 +47,8 @@ def ends(
 
 def make(transport: str, sockets: str, name: str) -> VllmOmniConnector:
     """A connector whose `wait` is an hour: a call that waits so long hangs its test."""
-    options = {"directory": sockets, "quota": 64 << 20}
+    is_ucx = transport == "ucx"
+    options = {"directory": sockets, "quota": 64 << 20, "trusted_network": is_ucx}
     section = {"transport": transport, "name": name, "options": options, "wait": 3600.0}
     return VllmOmniConnector({"kvlink": section})
 

@@ -45,7 +45,8 @@ def kvlink(request: pytest.FixtureRequest, sockets: str) -> dict[str, Any]:
 def settings(transport: str, sockets: str, **more: Any) -> dict[str, Any]:
     if transport == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed: pip install 'omni-kvlink[ucx]'")
-    options = {"directory": sockets, "quota": 64 << 20}
+    is_ucx = transport == "ucx"
+    options = {"directory": sockets, "quota": 64 << 20, "trusted_network": is_ucx}
     return {"transport": transport, "name": f"t{next(_names)}", "options": options, **more}
 
 
