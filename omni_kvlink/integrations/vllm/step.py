@@ -26,6 +26,7 @@ class Load(PromptCache):
     url: str = ""  # the producer's; the first of `peers` if empty
     skip: int = 0  # leading blocks that the local prefix cache already holds
     is_async: bool = True  # load the last token's block, too; no forward pass waits
+    error: str = ""  # why the load fails without an attempt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,9 @@ class CancelledLoad:
     request_id: str
     key: str
     url: str
-    readers: int
+    readers: int  # 0 if it is unknown
     reason: str
+    declines: bool  # no request of this engine reads the cache instead: tell the producer
 
 
 @dataclasses.dataclass
