@@ -14,7 +14,13 @@ from omni_kvlink.errors import UnavailableError
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
-from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
+from omni_kvlink.integrations.vllm.step import (
+    CancelledLoad,
+    FailedSave,
+    Load,
+    PromptCache,
+    StepMetadata,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -176,7 +182,7 @@ class SchedulerCalls(KVConnectorBase_V1):
             if params.error:
                 log.error("the cache of request %.200r is not sent: %s", name, reason)
             if params.key:
-                self._planned.failed[params.key] = reason
+                self._planned.failed.append(FailedSave(name, params.key, reason))
             return False, None
         if self._settings.delay_free:
             self._planned.held.add(name)

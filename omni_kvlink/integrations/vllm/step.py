@@ -41,6 +41,15 @@ class CancelledLoad:
     declines: bool  # no request of this engine reads the cache instead: tell the producer
 
 
+@dataclasses.dataclass(frozen=True)
+class FailedSave:
+    """A cache that is not sent: its consumers learn the reason."""
+
+    request_id: str
+    key: str
+    reason: str
+
+
 @dataclasses.dataclass
 class StepMetadata(KVConnectorMetadata):
     """The transfers of one scheduler step: saves on a producer, loads on a consumer."""
@@ -49,4 +58,4 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
     held: set[str] = dataclasses.field(default_factory=set)  # finished, but their blocks are kept
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # keys not sent, with reasons
+    failed: list[FailedSave] = dataclasses.field(default_factory=list)

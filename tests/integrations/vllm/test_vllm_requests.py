@@ -211,6 +211,21 @@ def test_what_a_producers_request_carries_is_its_own_error(
     assert producer.used_blocks == 0
 
 
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_cache_of_the_same_key_stays(engine: Open, readers: int) -> None:
+    """Another client's request that names it, is wrong or is aborted, does not end it."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = producer.prefill("k", TOKENS)
+    producer.add("other", TOKENS, {**SEND, "transfer_id": "k", "readers": readers})
+    producer.abort("other")
+    producer.step()
+    consumer.add("r", TOKENS, params)
+    assert consumer.run("r") == ["length"]
+    producer.settle()
+    assert producer.used_blocks == 0
+    assert (producer.counts["sent"], producer.counts["send_failed"]) == (1, 1)
+
+
 def test_a_consumer_hears_of_wrong_params_at_the_producer(engine: Open) -> None:
     """It waits with the right key; the producer's request has another wrong field."""
     producer, consumer = engine("producer"), engine("consumer")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PATIENCE = 90.0
+PATIENCE = 300.0
 BLOCK = 32
 SCRIPT = Path(__file__).with_name("vllm_engine.py")
 SEND = {"do_remote_decode": True}
