@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from vllm_fixtures import BLOCK, EngineProcess, prompt, transfer
+from vllm_fixtures import BLOCK, PATIENCE, EngineProcess, prompt, transfer
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,15 +39,31 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("method", "by_path"), [("spawn", False), ("fork", True)])
-def test_beside_other_connectors(
-    model: Path, installed: Path, directory: Path, method: str, by_path: bool
-) -> None:
+def python_path(installed: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_any_process_knows_the_connector(installed: Path) -> None:
+    """A process that has loaded the plug-ins makes statistics again, from the name alone."""
+    code = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+found = MultiConnector.build_kv_connector_stats({"OmniKVLinkConnector": {"sent": 7}})
+print(type(found["OmniKVLinkConnector"]).__name__, found["OmniKVLinkConnector"].data)
+"""
+    environment = {**os.environ, **python_path(installed), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert output.stdout.splitlines()[-1:] == ["KVLinkStats {'sent': 7}"], output.stderr
+
+
+def test_beside_other_connectors(model: Path, installed: Path, directory: Path) -> None:
     """`MultiConnector`, with the engine core in its own process, reports statistics by name."""
-    url, options = f"shm://multi-{method}", {"directory": str(directory)}
+    url, options = "shm://multi", {"directory": str(directory)}
     child = transfer("both", url=url, peers=[url], serve=options, connect=options)
-    if not by_path:
-        del child["kv_connector_module_path"]
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -54,10 +71,9 @@ def test_beside_other_connectors(
     }
     apart = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": method,
-        "PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]),
+        **python_path(installed),
     }
-    engine = EngineProcess(model, directory / f"{method}.log", several, env=apart)
+    engine = EngineProcess(model, directory / "multi.log", several, env=apart)
     try:
         tokens = prompt(3 * BLOCK + 7)
         expected = engine.generate(tokens)
