@@ -17,8 +17,8 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
     from omni_kvlink.integrations.vllm.settings import VllmSettings
 
     texts = [one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first]
-    words = [word for text in texts for word in shlex.split(text)]
-    found = [json.loads(words[n + 1]) for n, w in enumerate(words) if w == "--kv-transfer-config"]
+    argv = [word for text in texts for word in shlex.split(text)]
+    found = [json.loads(argv[n + 1]) for n, w in enumerate(argv) if w == "--kv-transfer-config"]
     several = found.pop()
     assert several["kv_connector"] == "MultiConnector"
     assert KVTransferConfig(**several)
