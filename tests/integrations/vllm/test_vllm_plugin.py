@@ -26,10 +26,7 @@ GROUP = "vllm.general_plugins"
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A folder with the entry points of pyproject.toml, as an installation has them."""
-    if sys.version_info < (3, 11):
-        pytest.skip("reading pyproject.toml needs Python 3.11, vLLM's own version here")
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [f"{name} = {value}" for name, value in project["entry-points"][GROUP].items()]
     info = tmp_path / "omni_kvlink-0.dist-info"
