@@ -193,7 +193,7 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp cs
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.venv-vllm/.ready: setup.py constraints.txt tests/integrations/vllm/vllm.txt
+.venv-vllm/.ready: pyproject.toml setup.py constraints.txt tests/integrations/vllm/vllm.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install -q -c constraints.txt torch
 	$(@D)/bin/python -m pip install -q --no-deps -r tests/integrations/vllm/vllm.txt

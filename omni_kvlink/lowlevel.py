@@ -13,6 +13,7 @@ the producer.
 | `begin_get`, `can_retry`, `open_delivery`, `open_stream` | gets that hold no thread |
 | `PendingGet`, `Delivery` | what they return |
 | `Options`, `backend`, `check_verify` | validate a configuration before a link is opened |
+| `check_request_id` | validate a key that a client chose |
 | `check_private`, `default_directory` | directories of this user |
 | `LockFile`, `WakeupFifo`, `wake`, `wait_readable` | who serves at a path, and who waits for it |
 | `Copier`, `GatherHandle`, `TorchCopier` | base classes of a copier of one's own |
@@ -44,6 +45,7 @@ from omni_kvlink.memory.region import Mapping as Mapping
 from omni_kvlink.memory.region import Region as Region
 from omni_kvlink.memory.region import is_sealed as is_sealed
 from omni_kvlink.payload.manifest import Manifest as Manifest
+from omni_kvlink.payload.schema import check_request_id as check_request_id
 from omni_kvlink.payload.views import byte_tensor as byte_tensor
 from omni_kvlink.payload.views import dtype_name as dtype_name
 from omni_kvlink.payload.views import write as write

@@ -27,6 +27,6 @@ def check_process(pid: int, what: str) -> None:
     """
     if os.getpid() != pid:
         raise ClosedError(
-            f"{what} belongs to process {pid}; after fork the child must open its own link, and for "
-            "UCX be started by spawn instead"
+            f"{what} belongs to process {pid}; after fork the child must open its own link, and "
+            "for UCX be started by spawn instead"
         )

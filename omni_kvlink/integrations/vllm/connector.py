@@ -71,8 +71,8 @@ class OmniKVLinkConnector(SchedulerCalls):
         assert self._meter is not None, "register_kv_caches must be called first"
         assert isinstance(connector_metadata, StepMetadata)
         if self._saver is not None:
-            for key, reason in connector_metadata.failed.items():
-                self._saver.fail(key, reason)
+            for failed in connector_metadata.failed:
+                self._saver.fail(failed)
             self._saver.hold(connector_metadata.held)
             self._saver.begin(connector_metadata.saves)
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.errors import IntegrityError, TransferFailed
+from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.pools import HEAD, LAST, Pools
+from omni_kvlink.integrations.vllm.step import CancelledLoad
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from omni_kvlink import KVConsumer, PagedTensor, ReceivedStream
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
-    from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
+    from omni_kvlink.integrations.vllm.step import Load
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -53,8 +55,18 @@ class CacheLoad:
         self._link: KVConsumer | None = None
         self._pending: PendingGet | None = None
         self._is_claimed = False
-        self.cancel_reason = ""
+        self.cancelled: CancelledLoad | None = None
+        self.has_used_read = False
         self._layers = 0
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the request has reached the link."""
+        return self._pending is not None
+
+    def fail(self, error: Exception) -> None:
+        """End a load that is not attempted."""
+        self._complete(error)
 
     def request(self) -> None:
         """Request the cache from its producer; runs in the pool."""
@@ -67,8 +79,8 @@ class CacheLoad:
             return
         with self._changed:
             self._pending = pending
-        if self.cancel_reason:
-            self.cancel(self.cancel_reason)
+        if self.cancelled is not None:
+            self.cancel(self.cancelled)
         else:
             pending.future.add_done_callback(lambda future: self._begin_copy())
 
@@ -77,12 +89,17 @@ class CacheLoad:
         if self._pending is not None and self._left() <= 0:
             self._begin_copy()
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
-        self.cancel_reason = reason
-        if self._pending is not None and self._claim():
+        with self._changed:
+            self.cancelled = cancelled
+        if self._pending is None:
+            return
+        if self._claim():
             self._pending.cancel()
-            self._complete(TransferFailed(reason, key=self.load.key))
+            self._complete(TransferFailed(cancelled.reason, key=self.load.key))
+        elif cancelled.declines and cancelled.readers == 1 and not self.done.is_set():
+            self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
@@ -110,9 +127,18 @@ class CacheLoad:
         if self._claim():
             self._submit(self._run)
 
+    def _abort(self) -> None:
+        """End a copy that waits for a layer, and the payload with it; runs in the pool."""
+        assert self._link is not None
+        assert self.cancelled is not None
+        try:
+            self._link.abort(self.load.key, self.cancelled.reason)
+        except Exception as error:
+            log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
+
     def _check_cancelled(self) -> None:
-        if self.cancel_reason:
-            raise TransferFailed(self.cancel_reason, key=self.load.key)
+        if self.cancelled is not None:
+            raise TransferFailed(self.cancelled.reason, key=self.load.key)
 
     def _run(self) -> None:
         """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
@@ -124,12 +150,22 @@ class CacheLoad:
         try:
             delivery, started = pending.wait(timeout=0.0), time.perf_counter()
             with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
-                self._copy(stream, link.url)
+                try:
+                    self._copy(stream, link.url)
+                finally:
+                    if not self._use_read():
+                        stream.delivery.release_unread()
         except Exception as error:
             self._complete(error)
             return
         self.copy_seconds = time.monotonic() - began
         self._complete(None)
+
+    def _use_read(self) -> bool:
+        """Decide whether the read is used; else another request of this engine takes it."""
+        with self._changed:
+            self.has_used_read = self.cancelled is None or self.cancelled.declines
+        return self.has_used_read
 
     def _copy(self, stream: ReceivedStream, peer: str) -> None:
         """Copy layer by layer; the same pass checks each byte against its digest."""
@@ -179,7 +215,9 @@ class Loader:
         self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
         self._submit = self._pool.submit
+        self._decliner = Decliner(peers, self._submit, timeout)
         self._loading: dict[str, CacheLoad] = {}
+        self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
@@ -187,7 +225,14 @@ class Loader:
         for load in loads:
             loading = CacheLoad(load, self._pools, self._peers, self._submit, self._timeout)
             self._loading[load.request_id] = loading
-            self._submit(loading.request)
+            if load.error:
+                loading.fail(SchemaError(load.error))
+            elif self._take_spent(load.url, load.key):
+                loading.fail(TransferFailed("it was loaded by a request that was aborted"))
+            else:
+                if load.readers == 1:  # the read that was declined is needed again
+                    self._decliner.withdraw(load.url, load.key)
+                self._submit(loading.request)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -218,27 +263,31 @@ class Loader:
         return blocks
 
     def cancel(self, cancelled: CancelledLoad) -> None:
-        """Cancel a load, and abort the payload if this engine is its only reader."""
+        """Cancel a load, and tell the producer, unless another request takes the read."""
         self._meter.count("dropped")
         loading = self._loading.get(cancelled.request_id)
         if loading is not None:
-            loading.cancel(cancelled.reason)
-        if cancelled.readers == 1:  # other readers may still need it
-            self._submit(self._abort, cancelled)
+            loading.cancel(cancelled)  # `_end` declines it
+            if loading.has_used_read and not cancelled.declines:
+                self._spent.add((cancelled.url, cancelled.key))
+        elif cancelled.declines and not self._take_spent(cancelled.url, cancelled.key):
+            self._decliner.decline(cancelled)
 
     def close(self) -> None:
         """Cancel all loads and close the links."""
         for loading in self._loading.values():
-            loading.cancel("the connector was shut down")
+            load = loading.load
+            cache, reason = (load.request_id, load.key, load.url), "the connector was shut down"
+            loading.cancel(CancelledLoad(*cache, 0, reason, declines=True))
+        self._decliner.close()
         self._peers.close()
         self._pool.shutdown()
 
-    def _abort(self, cancelled: CancelledLoad) -> None:
-        try:
-            link = self._peers.link(cancelled.url, timeout=self._timeout)
-            link.abort(cancelled.key, cancelled.reason)
-        except Exception as error:
-            log.warning("cache %r could not be aborted: %s", cancelled.key, str(error))
+    def _take_spent(self, url: str, key: str) -> bool:
+        """Whether the read that a request was to take has been used."""
+        is_spent = (url, key) in self._spent
+        self._spent.discard((url, key))
+        return is_spent
 
     def _end(self, loading: CacheLoad) -> None:
         """Count an ended load; the blocks of a failed one are invalid."""
@@ -252,7 +301,13 @@ class Loader:
                 load_bytes=loading.nbytes,
             )
             return
-        if loading.cancel_reason:  # the request has ended: the scheduler does not need its blocks
+        cancelled = loading.cancelled
+        if cancelled is None and isinstance(error, TransferTimeout) and loading.is_requested:
+            late = (load.request_id, load.key, load.url, load.readers)
+            self._decliner.decline(CancelledLoad(*late, "its reader's time is over", declines=True))
+        if cancelled is not None:
+            if cancelled.declines and not loading.has_used_read:
+                self._decliner.decline(cancelled)
             return
         needed = len(load.blocks) if load.is_async else self._pools.head(load)
         self._invalid.update(load.blocks[load.skip : needed])
@@ -260,4 +315,6 @@ class Loader:
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")
         text = f"{type(error).__name__}: {error}"
-        log.error("cache %r of request %s was not loaded: %s", load.key, load.request_id, text)
+        log.error(
+            "cache %.200r of request %.200r was not loaded: %s", load.key, load.request_id, text
+        )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.pools import Pools
     from omni_kvlink.integrations.vllm.settings import VllmSettings
     from omni_kvlink.integrations.vllm.stats import Meter
-    from omni_kvlink.integrations.vllm.step import PromptCache
+    from omni_kvlink.integrations.vllm.step import FailedSave, PromptCache
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -117,11 +117,13 @@ class Saver:
         self._held -= over
         return over
 
-    def fail(self, key: str, reason: str) -> None:
+    def fail(self, failed: FailedSave) -> None:
         """Fail a cache that was announced to a consumer and will not be computed."""
-        if all(receipt.key != key for receipt in self._receipts.values()):
+        receipts = {name: each for name, each in self._receipts.items() if each.key == failed.key}
+        if failed.request_id not in receipts:
             self._meter.count("send_failed")  # else the receipt is counted
-        self._link.fail(key, reason)
+        if receipts.keys() <= {failed.request_id}:  # else the key is another request's
+            self._link.fail(failed.key, failed.reason)
 
     def close(self) -> None:
         """Wait for queued copies, then close the link."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
+from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
-from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
+from omni_kvlink.integrations.vllm.step import (
+    CancelledLoad,
+    FailedSave,
+    Load,
+    PromptCache,
+    StepMetadata,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,8 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-SEND, FETCH = "do_remote_decode", "do_remote_prefill"
-"""vLLM's own keys in `kv_transfer_params`, so that its routers work with this connector."""
+log = logging.getLogger(f"vllm.{__name__}")
+
+_NO_TRANSFER = TransferParams()
 
 
 class SchedulerCalls(KVConnectorBase_V1):
@@ -34,7 +46,10 @@ class SchedulerCalls(KVConnectorBase_V1):
     - transfer_id: the cache's key; the producer's request id by default. A router that gives both
       requests the same id may send them at the same time.
     - remote_url: the peer that has the cache; the first of `peers` by default.
-    - readers: the number of consumers that will read the cache; 1 by default.
+    - readers: the number of requests that will read the cache; 1 by default.
+
+    A wrong value is the error of its request alone: a consumer reports its load as failed, a
+    producer does not send its cache.
     """
 
     def __init__(
@@ -48,43 +63,77 @@ class SchedulerCalls(KVConnectorBase_V1):
             transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
         )
         self._is_async = self._settings.load == "async"
-        self._block_size = vllm_config.cache_config.block_size
+        self._block_size: int = vllm_config.cache_config.block_size
         self._planned = StepMetadata()
+        self._params: dict[str, TransferParams] = {}
+        self._reads: dict[tuple[str, str], CacheReads] = {}
         self._sending: dict[str, Request] = {}
         self._sent: dict[str, str] = {}
         self._requested: set[str] = set()
         self._loading: set[str] = set()
 
+    def on_new_request(self, request: Request) -> None:
+        """Read what the request wants, before it is scheduled."""
+        params = TransferParams.read(request, produces=self._produces, consumes=self._consumes)
+        if not params.url:
+            params = dataclasses.replace(params, url=next(iter(self._settings.peers), ""))
+        if params.fetches and request.prompt_token_ids is None:
+            params = dataclasses.replace(params, fetches=False)  # embeddings have no token digest
+        self._params[request.request_id] = params
+        if params.fetches and not params.error:
+            reads = self._reads.setdefault((params.url, params.key), CacheReads())
+            reads.add(request, params.readers)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Tokens to load beyond the computed ones, and whether the load is asynchronous."""
-        if not self._fetches(request) or request.request_id in self._requested:
+    ) -> tuple[int | None, bool]:
+        """Tokens to load beyond the computed ones, and whether the load is asynchronous.
+
+        None: the request waits for another one, which loads the cache that both name.
+        """
+        params = self._params_of(request)
+        if not params.fetches or request.request_id in self._requested:
             return 0, False
         more = max(0, self._tokens_needed(request) - num_computed_tokens)
-        return more, self._is_async and more > 0
+        reads = self._reads_of(request)
+        if more and reads is not None and not reads.unused:
+            if any(map(_is_loading, reads.taken.values())):
+                return None, False
+            if num_computed_tokens >= self._whole_blocks(request):  # the others' blocks are here
+                return 0, False
+        return more, self._loads_async(request) and more > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the transfers of a request whose blocks were allocated."""
+        name, params = request.request_id, self._params_of(request)
         (block_ids,) = blocks.get_block_ids()
         has_tokens = request.prompt_token_ids is not None  # prompt embeddings have no token digest
-        if self._sends(request) and has_tokens and request.request_id not in self._sent:
-            self._sending[request.request_id] = request
-        if not self._fetches(request) or request.request_id in self._requested:
+        if params.sends and not params.error and has_tokens and name not in self._sent:
+            self._sending[name] = request
+        if not params.fetches or name in self._requested:
             return
-        self._requested.add(request.request_id)  # if it is preempted, it is recomputed
+        self._requested.add(name)  # if it is preempted, it is recomputed
         if not num_external_tokens:
-            self._cancel(request, "the local prefix cache holds everything but its last tokens")
+            self._give_up(request, "the local prefix cache holds everything but its last tokens")
             return
+        error, is_async, reads = params.error, self._loads_async(request), self._reads_of(request)
+        if reads is not None and not reads.take(request):
+            error = (
+                f"it has readers={reads.readers}, which are other requests of this engine "
+                f"({', '.join(map(repr, reads.taken)):.200}), and their blocks are not in the "
+                "prefix cache: send each request's cache, or readers= so many"
+            )
         skip = (self._tokens_needed(request) - num_external_tokens) // self._block_size
-        cache = vars(_cache(request, block_ids))
+        cache = vars(self._cache(request, block_ids))
         self._planned.loads.append(
-            Load(**cache, url=_url(request), skip=skip, is_async=self._is_async)
+            Load(**cache, url=params.url, skip=skip, is_async=is_async, error=error)
         )
-        if self._is_async:
-            self._loading.add(request.request_id)
+        if is_async:
+            self._loading.add(name)
+        if params.error:
+            self._give_up(request, params.error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The transfers of the step that was scheduled."""
@@ -94,7 +143,7 @@ class SchedulerCalls(KVConnectorBase_V1):
             if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
                 del self._sending[request_id]
                 state = scheduler_output.kv_connector_block_state
-                cache = _cache(request, state.resolve_block_ids(request_id)[0])
+                cache = self._cache(request, state.resolve_block_ids(request_id)[0])
                 self._sent[request_id] = cache.key
                 self._planned.saves.append(cache)
         step, self._planned = self._planned, StepMetadata()
@@ -108,20 +157,32 @@ class SchedulerCalls(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks are kept until the worker reports them, and the consumer's params."""
-        name = request.request_id
-        if self._fetches(request):
+        name, params = request.request_id, self._params_of(request)
+        if params.fetches:
             if name not in self._requested:
-                self._cancel(request, "the request ended before it was scheduled")
-            elif name in self._loading:
-                self._loading.discard(name)
-                self._cancel(request, "the request ended while its cache was loaded")
+                self._give_up(request, "the request ended before it was scheduled")
+            elif name in self._loading and not _has_failed(request, params):
+                self._give_up(request, "the request ended while its cache was loaded")
+            self._loading.discard(name)
             self._requested.discard(name)
-        if not self._sends(request):
-            return False, None
+        reads = self._reads_of(request)
+        if reads is not None and reads.remove(request):
+            del self._reads[params.url, params.key]
+        self._params.pop(name, None)
+        return self._end_save(request, params) if params.sends else (False, None)
+
+    def _end_save(
+        self, request: Request, params: TransferParams
+    ) -> tuple[bool, dict[str, Any] | None]:
+        name, reason = request.request_id, str(request.get_finished_reason())
         self._sending.pop(name, None)
-        key, reason = self._sent.pop(name, None), str(request.get_finished_reason())
+        key = self._sent.pop(name, None)
         if key is None or reason not in ("stop", "length", "repetition"):
-            self._planned.failed[_key(request)] = f"the request that computes it ended: {reason}"
+            reason = params.error or f"the request that computes it ended: {reason}"
+            if params.error:
+                log.error("the cache of request %.200r is not sent: %s", name, reason)
+            if params.key:
+                self._planned.failed.append(FailedSave(name, params.key, reason))
             return False, None
         if self._settings.delay_free:
             self._planned.held.add(name)
@@ -130,24 +191,47 @@ class SchedulerCalls(KVConnectorBase_V1):
             SEND: False,
             "transfer_id": key,
             "remote_url": self._settings.url,
-            "readers": _readers(request),
+            "readers": params.readers,
         }
 
-    def _sends(self, request: Request) -> bool:
-        return self._produces and bool(_params(request).get(SEND))
+    def _params_of(self, request: Request) -> TransferParams:
+        return self._params.get(request.request_id, _NO_TRANSFER)
 
-    def _fetches(self, request: Request) -> bool:
-        is_requested = self._consumes and bool(_params(request).get(FETCH))
-        return is_requested and request.prompt_token_ids is not None
+    def _reads_of(self, request: Request) -> CacheReads | None:
+        """The reads of the cache that a request names; None if it names none."""
+        params = self._params_of(request)
+        named = params.fetches and not params.error
+        return self._reads.get((params.url, params.key)) if named else None
+
+    def _loads_async(self, request: Request) -> bool:
+        """Wrong params end in an asynchronous load that fails: the engine's policy decides then."""
+        return self._is_async or bool(self._params_of(request).error)
 
     def _tokens_needed(self, request: Request) -> int:
         """Tokens to load before the request runs; for "sync" whole blocks, as in a local hit."""
         tokens: int = request.num_prompt_tokens
-        return tokens if self._is_async else (tokens - 1) // self._block_size * self._block_size
+        return tokens if self._loads_async(request) else self._whole_blocks(request)
 
-    def _cancel(self, request: Request, reason: str) -> None:
-        load = (request.request_id, _key(request), _url(request), _readers(request))
-        self._planned.cancelled.append(CancelledLoad(*load, reason))
+    def _whole_blocks(self, request: Request) -> int:
+        """Tokens of the blocks before that of the last token: the most that a local hit has."""
+        tokens: int = request.num_prompt_tokens
+        return (tokens - 1) // self._block_size * self._block_size
+
+    def _give_up(self, request: Request, reason: str) -> None:
+        """Plan what becomes of the read of a request that does not need its cache any more."""
+        reads, params = self._reads_of(request), self._params_of(request)
+        if reads is not None:
+            end = reads.give_up(request)
+        else:
+            end = ReadEnd.DECLINE if params.error and params.key else ReadEnd.NONE
+        if end is not ReadEnd.NONE:
+            load = (request.request_id, params.key, params.url, params.readers, reason)
+            self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
+
+    def _cache(self, request: Request, block_ids: list[int]) -> PromptCache:
+        params, tokens, blocks = self._params_of(request), request.num_prompt_tokens, [*block_ids]
+        digest = prompt_digest(request)
+        return PromptCache(request.request_id, params.key, digest, tokens, blocks, params.readers)
 
 
 def prompt_digest(request: Request) -> str:
@@ -158,28 +242,14 @@ def prompt_digest(request: Request) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _cache(request: Request, block_ids: list[int]) -> PromptCache:
-    tokens, blocks = request.num_prompt_tokens, list(block_ids)
-    digest, readers = prompt_digest(request), _readers(request)
-    return PromptCache(request.request_id, _key(request), digest, tokens, blocks, readers)
+def _has_failed(request: Request, params: TransferParams) -> bool:
+    """Whether the request ends because its load failed; the worker has handled that."""
+    return bool(params.error) or request.status == RequestStatus.FINISHED_ERROR
 
 
-def _params(request: Request) -> dict[str, Any]:
-    return request.kv_transfer_params or {}
-
-
-def _key(request: Request) -> str:
-    return str(_params(request).get("transfer_id") or request.request_id)
-
-
-def _url(request: Request) -> str:
-    return str(_params(request).get("remote_url") or "")
-
-
-def _readers(request: Request) -> int:
-    """The number of readers; 0, which the link refuses, if the client's value is not an int."""
-    readers = _params(request).get("readers", 1)
-    return readers if isinstance(readers, int) else 0
+def _is_loading(request: Request) -> bool:
+    """Whether an asynchronous load of the request has not ended, for the scheduler."""
+    return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 def _check_single_rank(vllm_config: VllmConfig) -> None:

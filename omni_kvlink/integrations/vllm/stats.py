@@ -33,7 +33,7 @@ COUNTS = {
     "received": "caches that were loaded",
     "load_failed": "caches that were not loaded; their blocks are reported to the scheduler",
     "load_corrupt": "those of load_failed whose bytes differ from the committed ones",
-    "dropped": "loads that were cancelled because their request ended",
+    "dropped": "caches that were named and not needed: the request ended, or had them already",
 }
 """Counters."""
 

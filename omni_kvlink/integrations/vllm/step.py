@@ -26,6 +26,7 @@ class Load(PromptCache):
     url: str = ""  # the producer's; the first of `peers` if empty
     skip: int = 0  # leading blocks that the local prefix cache already holds
     is_async: bool = True  # load the last token's block, too; no forward pass waits
+    error: str = ""  # why the load fails without an attempt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,17 @@ class CancelledLoad:
     request_id: str
     key: str
     url: str
-    readers: int
+    readers: int  # 0 if it is unknown
+    reason: str
+    declines: bool  # no request of this engine reads the cache instead: tell the producer
+
+
+@dataclasses.dataclass(frozen=True)
+class FailedSave:
+    """A cache that is not sent: its consumers learn the reason."""
+
+    request_id: str
+    key: str
     reason: str
 
 
@@ -47,4 +58,4 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
     held: set[str] = dataclasses.field(default_factory=set)  # finished, but their blocks are kept
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # keys not sent, with reasons
+    failed: list[FailedSave] = dataclasses.field(default_factory=list)

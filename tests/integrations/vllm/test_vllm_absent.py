@@ -20,8 +20,18 @@ def test_importing_the_integrations_imports_no_engine() -> None:
 
 def test_the_connector_without_vllm() -> None:
     """None in sys.modules is how Python says that there is no such module."""
-    code = "import sys; sys.modules['vllm'] = None; import omni_kvlink.integrations.vllm"
+    code = "import sys; sys.modules['vllm'] = None; from omni_kvlink.integrations.vllm "
+    code += "import OmniKVLinkConnector"
     done = output(code)
     assert done.returncode != 0
     assert "UnavailableError: the vLLM connector cannot be imported" in done.stderr
     assert "pip install 'vllm==0.30.*'" in done.stderr
+
+
+def test_the_plugin_without_vllm() -> None:
+    """Another host of the entry point starts without the connector, and says so."""
+    code = "import sys; sys.modules['vllm'] = None; from omni_kvlink.integrations.vllm "
+    code += "import register; register()"
+    done = output(code)
+    assert done.returncode == 0
+    assert "OmniKVLinkConnector is not registered with vLLM" in done.stderr

@@ -11,17 +11,21 @@ from doc_blocks import blocks
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 
-def test_vllm_takes_the_configuration_of_the_page() -> None:
+def test_vllm_takes_the_configurations_of_the_page() -> None:
     from vllm.config import KVTransferConfig
 
     from omni_kvlink.integrations.vllm.settings import VllmSettings
 
-    text = next(one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first)
-    argv = shlex.split(text)
+    texts = [one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first]
+    argv = [word for text in texts for word in shlex.split(text)]
     found = [json.loads(argv[n + 1]) for n, w in enumerate(argv) if w == "--kv-transfer-config"]
-    for values, role in zip(found, ("kv_producer", "kv_consumer"), strict=True):
+    several = found.pop()
+    assert several["kv_connector"] == "MultiConnector"
+    assert KVTransferConfig(**several)
+    found.append(several["kv_connector_extra_config"]["connectors"][0])
+    for values, role in zip(found, ("kv_producer", "kv_consumer", "kv_both"), strict=True):
         config = KVTransferConfig(**values)
-        assert config.kv_role == role
+        assert (config.kv_connector, config.kv_role) == ("OmniKVLinkConnector", role)
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer
         extra = config.kv_connector_extra_config
         assert VllmSettings.read(extra, produces=is_producer, consumes=is_consumer)

@@ -24,7 +24,7 @@ FEW = 24
 @pytest.fixture(scope="module")
 def producer(start: Any) -> Any:
     chunked = {"max_num_batched_tokens": 2 * BLOCK, "enable_chunked_prefill": True}
-    engine = start("p", "producer", **chunked)
+    engine = start("p", "producer", extra={"ttl": 3600}, **chunked)
     yield engine
     engine.close()
 
@@ -57,17 +57,17 @@ def test_a_request_is_aborted_while_it_waits(
     """The consumer's blocks come back at once, not at the deadline."""
     consumer.call("forget")
     free, dropped = consumer.call("free_blocks"), consumer.count("dropped")
+    failed = consumer.count("load_failed")
     key = f"never-{time.monotonic_ns()}"
     params = {"do_remote_prefill": True, "transfer_id": key}
     consumer.call("add", name=key, prompt=TOKENS, params=params)
     consumer.call("step", times=20)
     assert consumer.call("free_blocks") == free - 4
-    began = time.monotonic()
     consumer.call("abort", name=key)
     consumer.call("settle")
-    assert time.monotonic() - began < 5
     assert consumer.call("free_blocks") == free
     assert consumer.count("dropped") == dropped + 1
+    assert consumer.count("load_failed") == failed, "it waited for its deadline"
 
 
 def test_a_request_is_aborted_before_it_is_scheduled(
@@ -78,10 +78,8 @@ def test_a_request_is_aborted_before_it_is_scheduled(
     params = producer.prefill(TOKENS)
     consumer.call("add", name="unborn", prompt=TOKENS, params=params)
     consumer.call("abort", name="unborn")
-    began = time.monotonic()
     consumer.call("settle")
     producer.call("settle")
-    assert time.monotonic() - began < 4
     assert producer.call("free_blocks") == free
     assert "the request ended before it was scheduled" in producer.output()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 from omni_kvlink import KVLink, SchemaError, UnavailableError
 from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.integrations.vllm import declining
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.pools import BlockFormat, Pools, byte_pools
@@ -19,6 +21,7 @@ from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache
+from omni_kvlink.testing.rig import until, until_requested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,7 +185,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
 def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
     halves.loader.start([load([1, 3, 8])])
     began = time.monotonic()
-    halves.loader.cancel(CancelledLoad("r", "key", "", 1, "not needed"))
+    halves.loader.cancel(cancelled("r", declines=True))
     assert halves.settled() == {"r"}
     assert time.monotonic() - began < 1.0
     assert halves.loader.take_invalid_blocks() == set()
@@ -252,3 +255,77 @@ def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> N
     for layer in LAYERS:
         assert halves.same(layer, [5, 2], [1, 3])
         assert halves.mine[layer][8].any() == is_async
+
+
+def cancelled(request: str, *, declines: bool) -> CancelledLoad:
+    return CancelledLoad(request, "key", "", 1, "not needed", declines)
+
+
+def test_a_returned_read_is_another_requests(halves: Halves) -> None:
+    """The first load ends before its first layer, and leaves the cache to the second one."""
+    halves.loader.start([load([1, 3, 8])])
+    until_requested(halves.saver._link, 1)
+    halves.loader.cancel(cancelled("r", declines=False))
+    assert halves.settled() == {"r"}
+    halves.loader.start([load([4, 6, 9], request_id="s")])
+    halves.send(CACHE)
+    assert halves.settled() == {"s"}
+    assert halves.loader.take_invalid_blocks() == set()
+    assert halves.same("a", [5, 2, 7], [4, 6, 9])
+
+
+def test_a_copy_that_is_cancelled_returns_its_read(halves: Halves) -> None:
+    """Between two layers: the second load begins anew, at the first one."""
+    halves.saver.begin([CACHE])
+    halves.saver.layer(0)
+    halves.loader.start([load([1, 3, 8])])
+    halves.loader._loading["r"].wait_for_layer(0)
+    halves.loader.cancel(cancelled("r", declines=False))
+    halves.loader.start([load([4, 6, 9], request_id="s")])
+    for number in range(1, len(LAYERS)):
+        halves.saver.layer(number)
+    halves.saver.commit()
+    ended = halves.settled()
+    while ended != {"r", "s"}:
+        ended |= halves.settled()
+    assert halves.loader.take_invalid_blocks() == set()
+    for layer in LAYERS:
+        assert halves.same(layer, [5, 2, 7], [4, 6, 9])
+    assert not halves.mine["c"][[1, 3, 8]].any()
+
+
+def test_a_read_that_was_used_cannot_be_returned(halves: Halves) -> None:
+    """The scheduler did not know yet; the request that would take it fails at once."""
+    halves.send(CACHE)
+    halves.loader.start([load([1, 3, 8])])
+    assert halves.loader._loading["r"].done.wait(60)
+    halves.loader.cancel(cancelled("r", declines=False))
+    halves.loader.start([load([4, 6, 9], request_id="s")])
+    assert halves.loader._loading["s"].done.is_set()
+    assert halves.settled() == {"r", "s"}
+    assert halves.loader.take_invalid_blocks() == {4, 6, 9}
+
+
+def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is withdrawn: its cache stays for whoever reads it."""
+    monkeypatch.setattr(declining, "MAX_DECLINED", 2)
+    names = [f"{number}" for number in range(4)]
+    for name in names:
+        halves.loader.cancel(CancelledLoad(name, name, "", 1, "not needed", declines=True))
+        until(partial(is_requested, halves, name), "it is requested")
+    for name in names:
+        halves.send(PromptCache(name, name, "digest", TOKENS, [5, 2, 7], 1))
+    halves.saver.hold(set(names))
+    released: set[str] = set()
+
+    def have_two_ended() -> bool:
+        released.update(halves.saver.released())
+        return len(released) >= 2
+
+    until(have_two_ended, "two have ended")
+    assert released == {"2", "3"}
+    until(lambda: not halves.loader._decliner._reads, "they are forgotten")
+
+
+def is_requested(halves: Halves, name: str) -> bool:
+    return halves.loader._decliner._reads[name]._pending is not None

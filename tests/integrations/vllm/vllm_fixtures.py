@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PATIENCE = 90.0
+PATIENCE = 300.0
 BLOCK = 32
 SCRIPT = Path(__file__).with_name("vllm_engine.py")
 SEND = {"do_remote_decode": True}
@@ -57,7 +57,13 @@ class EngineProcess:
         mine.settimeout(PATIENCE)
         self._socket, self._channel = mine, mine.makefile("rw")
         self._lock = threading.Lock()
-        assert self._answer() == "ready"
+        try:
+            assert self._answer() == "ready"
+        except BaseException:
+            self.kill()
+            self._channel.close()
+            self._socket.close()
+            raise
 
     def call(self, call: str, **arguments: Any) -> Any:
         """Call a method of `Engine` there."""

@@ -1,0 +1,79 @@
+"""A request's `kv_transfer_params`, which a client wrote: read once, and never trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.lowlevel import check_request_id
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+SEND, FETCH = "do_remote_decode", "do_remote_prefill"
+"""vLLM's own keys in `kv_transfer_params`, so that its routers work with this connector."""
+
+MAX_READERS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferParams:
+    """What one request wants from the connector; with an `error`, it cannot have it."""
+
+    sends: bool = False
+    fetches: bool = False
+    key: str = ""  # "" if it is wrong
+    url: str = ""  # the producer's; "" if none is named
+    readers: int = 1  # 0 if it is wrong
+    error: str = ""  # which field is wrong, and what it must be
+
+    @classmethod
+    def read(cls, request: Request, *, produces: bool, consumes: bool) -> TransferParams:
+        """Read a request's params, for an engine of these roles; never raises."""
+        given = request.kv_transfer_params
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            return cls(produces, consumes, error=_wrong("kv_transfer_params", given, "an object"))
+        errors: list[str] = []
+        sends = produces and _flag(given, SEND, errors)
+        fetches = consumes and _flag(given, FETCH, errors)
+        if not (sends or fetches):
+            return cls()
+        names = ("transfer_id", "remote_url", "readers")
+        defaults = (request.request_id, "", 1)
+        key, url, readers = (
+            default if given.get(name) is None else given[name]
+            for name, default in zip(names, defaults, strict=True)
+        )
+        try:
+            key = check_request_id(key)
+        except SchemaError:
+            rule = "a string of 1 to 1024 characters, no lone surrogates"
+            errors.append(_wrong("transfer_id", key, rule))
+            key = ""
+        if not isinstance(url, str):
+            errors.append(_wrong("remote_url", url, "a string"))
+            url = ""
+        if type(readers) is not int or not 1 <= readers <= MAX_READERS:
+            errors.append(_wrong("readers", readers, f"an integer from 1 to {MAX_READERS}"))
+            readers = 0
+        return cls(sends, fetches, key, url, readers, "; ".join(errors))
+
+
+def _flag(given: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
+    """Whether a flag is set; a value that is no boolean is an error, and set."""
+    value = given.get(name)
+    if not isinstance(value, (bool, type(None))):
+        errors.append(_wrong(name, value, "true or false"))
+    return value not in (None, False)
+
+
+def _wrong(name: str, value: object, rule: str) -> str:
+    try:
+        shown = f"{value!r:.100}"
+    except RecursionError:
+        shown = f"a deep {type(value).__name__}"
+    return f"{name} is {shown}, not {rule}"

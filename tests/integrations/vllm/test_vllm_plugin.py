@@ -1,0 +1,93 @@
+"""vLLM's plug-in group registers the connector in every process of an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from vllm_fixtures import BLOCK, PATIENCE, EngineProcess, prompt, transfer
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
+    ),
+    pytest.mark.timeout(900),
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+GROUP = "vllm.general_plugins"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the entry points of pyproject.toml, as an installation has them."""
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [f"{name} = {value}" for name, value in project["entry-points"][GROUP].items()]
+    info = tmp_path / "omni_kvlink-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: omni-kvlink\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+    return tmp_path
+
+
+def python_path(installed: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_any_process_knows_the_connector(installed: Path) -> None:
+    """A process that has loaded the plug-ins makes statistics again, from the name alone."""
+    code = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+found = MultiConnector.build_kv_connector_stats({"OmniKVLinkConnector": {"sent": 7}})
+print(type(found["OmniKVLinkConnector"]).__name__, found["OmniKVLinkConnector"].data)
+"""
+    environment = {**os.environ, **python_path(installed), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert output.stdout.splitlines()[-1:] == ["KVLinkStats {'sent': 7}"], output.stderr
+
+
+def test_beside_other_connectors(model: Path, installed: Path, directory: Path) -> None:
+    """`MultiConnector`, with the engine core in its own process, reports statistics by name."""
+    url, options = "shm://multi", {"directory": str(directory)}
+    child = transfer("both", url=url, peers=[url], serve=options, connect=options)
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    apart = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        **python_path(installed),
+    }
+    engine = EngineProcess(model, directory / "multi.log", several, env=apart)
+    try:
+        tokens = prompt(3 * BLOCK + 7)
+        expected = engine.generate(tokens)
+        got = engine.generate(tokens, engine.prefill(tokens))
+        assert got["tokens"] == expected["tokens"]
+        assert engine.count("received") == 1
+    finally:
+        engine.close()
+
+
+def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plug-ins may be loaded more than once in a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    point = EntryPoint("omni_kvlink", "omni_kvlink.integrations.vllm:register", GROUP)
+    for _ in range(2):
+        point.load()()
+    found = KVConnectorFactory.get_connector_class_by_name("OmniKVLinkConnector")
+    assert found.__module__ == "omni_kvlink.integrations.vllm.connector"

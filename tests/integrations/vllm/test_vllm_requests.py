@@ -1,0 +1,348 @@
+"""What a request says or does is its own affair: no other request, no block and no engine pays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
+
+from vllm_fixtures import prompt, transfer
+from vllm_steps import BLOCK, SAMPLED, SteppedEngine
+
+from omni_kvlink import KVLink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TTL = 3600
+"""Blocks that come back by themselves would come back after an hour."""
+
+TOKENS = prompt(3 * BLOCK + 7, seed=3)
+USED = 4
+"""Blocks of `TOKENS`."""
+
+Open = Callable[..., SteppedEngine]
+
+
+@pytest.fixture
+def engine(model: Path, sockets: str) -> Iterator[Open]:
+    """`engine(role, …)`: the engine `p`, or one that reads from it."""
+    opened = []
+
+    def engine(role: str, policy: str = "fail", caching: bool = True, **extra: Any) -> Any:
+        directory, settings = {"directory": sockets}, {"ttl": TTL, **extra}
+        if role != "consumer":
+            settings = {"url": "shm://p", "serve": directory, **settings}
+        if role != "producer":
+            settings = {"peers": ["shm://p"], "connect": directory, "timeout": 60, **settings}
+        made = SteppedEngine(str(model), transfer(role, policy, **settings), caching=caching)
+        opened.append(made)
+        return made
+
+    yield engine
+    for made in reversed(opened):
+        made.close()
+
+
+def fetch(key: str, **params: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "transfer_id": key, **params}
+
+
+def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    """The connector's errors and warnings that name a request."""
+    records = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    texts = [record.getMessage() for record in records if "omni_kvlink" in record.name]
+    return [text for text in texts if repr(name) in text]
+
+
+@pytest.mark.parametrize(
+    ("load", "steps"),
+    [("async", 0), ("sync", 0), ("async", 1)],  # a forward pass waits for its synchronous loads
+    ids=["unscheduled", "unscheduled, sync", "loading"],
+)
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("is_put", [True, False])
+def test_the_producer_of_an_aborted_request_is_told(
+    engine: Open, sockets: str, load: str, readers: int, steps: int, is_put: bool
+) -> None:
+    """Before its first step, just after its load began, before the put: no block waits for it."""
+    producer, consumer = engine("producer"), engine("consumer", load=load)
+    load_another(producer, consumer, "before")
+    if is_put:
+        producer.prefill("k", TOKENS, readers=readers)
+        assert producer.used_blocks == USED
+    consumer.add("r", TOKENS, fetch("k", readers=readers))
+    for _ in range(steps):
+        consumer.step()
+    consumer.abort("r")
+    consumer.settle()
+    assert consumer.used_blocks == 0
+    if not is_put:
+        load_another(producer, consumer, "after")  # what was sent before has arrived by then
+        producer.prefill("k", TOKENS, readers=readers)
+    if readers == 2:  # the other one
+        producer.step()
+        assert producer.used_blocks == USED
+        with KVLink.connect("shm://p", timeout=60, directory=sockets) as other:
+            other.get("k", timeout=60).release()
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+def load_another(producer: SteppedEngine, consumer: SteppedEngine, name: str) -> None:
+    """Another prompt, from its prefill to its end."""
+    tokens = prompt(2 * BLOCK, seed=len(name))
+    consumer.add(name, tokens, producer.prefill(name, tokens))
+    assert consumer.run(name) == ["length"]
+    consumer.settle()
+    producer.settle()
+
+
+def test_a_load_that_came_too_late(engine: Open) -> None:
+    """The request ended at the load's deadline; a put after that is told so."""
+    producer, consumer = engine("producer"), engine("consumer", timeout=0.2)
+    consumer.add("r", TOKENS, fetch("k"))
+    assert consumer.run("r") == ["error"]
+    producer.prefill("k", TOKENS)
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+def test_a_key_that_was_aborted_is_requested_again(engine: Open) -> None:
+    """The same engine needs the cache after all: it is loaded, not aborted."""
+    producer, consumer = engine("producer"), engine("consumer")
+    consumer.add("r", TOKENS, fetch("k"))
+    consumer.abort("r")
+    consumer.settle()
+    consumer.add("again", TOKENS, fetch("k"))
+    consumer.step()
+    producer.prefill("k", TOKENS)
+    assert consumer.run("again") == ["length"]
+    assert consumer.counts["received"] == 1
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+def test_a_request_that_the_front_end_rejects(engine: Open) -> None:
+    """The scheduler gets it with one token, and has to abort it at once."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = producer.prefill("k", TOKENS)
+    consumer.add("r", [0], params)
+    consumer.abort("r")
+    consumer.settle()
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+LONE = "\ud800"
+BAD_KEYS = [LONE, "", 0, 7, 1.5, True, [], ["k"], {"k": 1}, "k" * 1025, "k" * (1 << 20)]
+DEEP: list[Any] = []
+for _ in range(5000):
+    DEEP = [DEEP]
+BAD_READERS = [0, -1, True, 1.5, float("nan"), "1", [], {}, 1 << 63, DEEP]
+BAD_URLS = [7, True, [], ["shm://p"], {}, LONE, "shm://elsewhere", "u" * (1 << 20)]
+BAD_FLAGS = [1, "yes", "false", [1], {"a": 1}, 1.5]
+BAD_PARAMS = [[], [1], "do_remote_prefill", 7, True]
+
+CONSUMED = [
+    *({"do_remote_prefill": True, "transfer_id": value} for value in BAD_KEYS),
+    *(fetch("k", readers=value) for value in BAD_READERS),
+    *(fetch("k", remote_url=value) for value in BAD_URLS),
+    *({"do_remote_prefill": value, "transfer_id": "k"} for value in BAD_FLAGS),
+    *BAD_PARAMS,
+]
+SEND = {"do_remote_decode": True}
+PRODUCED = [
+    *({**SEND, "transfer_id": value} for value in BAD_KEYS),
+    *({**SEND, "readers": value} for value in BAD_READERS),
+    *({"do_remote_decode": value, "transfer_id": "k"} for value in BAD_FLAGS),
+    *BAD_PARAMS,
+]
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_what_a_consumers_request_carries_is_its_own_error(
+    engine: Open, caplog: pytest.LogCaptureFixture, policy: str, load: str
+) -> None:
+    """Each field, each wrong value, beside a sound request; aborted before its first step, too."""
+    producer, consumer = engine("producer"), engine("consumer", policy, load=load)
+    ending = "error" if policy == "fail" else "length"
+    for number, params in enumerate(CONSUMED):
+        caplog.clear()
+        name, sound, dropped = f"bad {number}", f"sound {number}", f"dropped {number}"
+        tokens = prompt(3 * BLOCK + 7, seed=number)
+        consumer.add(name, tokens, params)
+        consumer.add(sound, TOKENS, producer.prefill(sound, TOKENS))
+        consumer.add(dropped, tokens, params)
+        consumer.abort(dropped)
+        assert consumer.run(name, sound) == [ending, "length"], params
+        (line,) = lines(caplog, name)
+        assert len(line) < 1000
+        consumer.scheduler.reset_prefix_cache()
+    consumer.settle()
+    producer.settle()
+    assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
+    assert consumer.counts["received"] == len(CONSUMED)
+
+
+def test_what_a_producers_request_carries_is_its_own_error(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt is computed, its cache is not sent, and a consumer that waits is told."""
+    producer = engine("producer")
+    for number, params in enumerate(PRODUCED):
+        caplog.clear()
+        name, sound = f"bad {number}", f"sound {number}"
+        producer.add(name, prompt(3 * BLOCK + 7, seed=number), params)
+        producer.add(sound, TOKENS, {**SEND, "transfer_id": f"sent {number}"})
+        assert producer.run(name, sound) == ["length", "length"], params
+        assert producer.ended[name][1] is None
+        assert producer.ended[sound][1] is not None
+        (line,) = lines(caplog, name)
+        assert len(line) < 1000
+        producer.worker._saver._link.abort(f"sent {number}")
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_cache_of_the_same_key_stays(engine: Open, readers: int) -> None:
+    """Another client's request that names it, is wrong or is aborted, does not end it."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = producer.prefill("k", TOKENS)
+    producer.add("other", TOKENS, {**SEND, "transfer_id": "k", "readers": readers})
+    producer.abort("other")
+    producer.step()
+    consumer.add("r", TOKENS, params)
+    assert consumer.run("r") == ["length"]
+    producer.settle()
+    assert producer.used_blocks == 0
+    assert (producer.counts["sent"], producer.counts["send_failed"]) == (1, 1)
+
+
+def test_a_consumer_hears_of_wrong_params_at_the_producer(engine: Open) -> None:
+    """It waits with the right key; the producer's request has another wrong field."""
+    producer, consumer = engine("producer"), engine("consumer")
+    consumer.add("r", TOKENS, fetch("k"))
+    consumer.step()
+    producer.add("k", TOKENS, {**SEND, "readers": 0})
+    producer.run("k")
+    producer.settle()
+    assert consumer.run("r") == ["error"]
+
+
+def test_a_request_id_that_is_no_key(engine: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """The default key is the request id, which a client may choose, too."""
+    producer, consumer = engine("producer"), engine("consumer")
+    for name in (LONE, "n" * 2000):
+        producer.add(name, TOKENS, SEND)
+        consumer.add(name, TOKENS, {"do_remote_prefill": True})
+        assert producer.run(name) == ["length"]
+        assert consumer.run(name) == ["error"]
+        assert producer.ended[name][1] is None
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_two_requests_with_one_prompt(engine: Open, load: str) -> None:
+    """Each has a cache of its own: both are loaded or found, and both are released."""
+    producer, consumer = engine("producer"), engine("consumer", load=load)
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, producer.prefill(name, TOKENS))
+    assert consumer.run("one", "two") == ["length", "length"]
+    check_served(producer, consumer, "one", "two")
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("is_put", [True, False])
+def test_requests_that_name_one_cache(engine: Open, load: str, readers: int, is_put: bool) -> None:
+    """Two of one engine; who has no read of its own finds what the other one loaded."""
+    producer, consumer = engine("producer"), engine("consumer", load=load)
+    if is_put or load == "sync":
+        producer.prefill("k", TOKENS, readers=min(readers, 2))
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, fetch("k", readers=min(readers, 2)))
+    if readers == 3:
+        consumer.add("three", TOKENS, fetch("k", readers=2))
+    consumer.step()
+    if not is_put and load == "async":
+        producer.prefill("k", TOKENS, readers=min(readers, 2))
+    names = ["one", "two", "three"][: max(2, readers)]
+    assert set(consumer.run(*names)) == {"length"}
+    check_served(producer, consumer, *names)
+
+
+def check_served(producer: SteppedEngine, consumer: SteppedEngine, *names: str) -> None:
+    """At most the last block was computed again, nothing failed, and no block is held."""
+    assert all(consumer.cached[name] >= 3 * BLOCK for name in names), consumer.cached
+    assert consumer.counts.get("load_failed", 0) == 0
+    consumer.settle()
+    producer.settle()
+    assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_one_cache_and_no_prefix_cache(
+    engine: Open, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    """The second request cannot have it: that is known at once, and named."""
+    producer, consumer = engine("producer"), engine("consumer", policy, caching=False)
+    producer.prefill("k", TOKENS)
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, fetch("k"))
+    second = "error" if policy == "fail" else "length"
+    assert consumer.run("one", "two") == ["length", second]
+    (line,) = lines(caplog, "two")
+    assert "readers=1" in line
+    assert "'one'" in line
+    producer.settle()
+    assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("is_put", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_first_of_two_that_name_one_cache_is_aborted(
+    engine: Open, is_put: bool, steps: int
+) -> None:
+    """Its read is the other one's then."""
+    producer, consumer = engine("producer"), engine("consumer")
+    if is_put:
+        producer.prefill("k", TOKENS)
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, fetch("k"))
+    for _ in range(steps):
+        consumer.step()
+    consumer.abort("one")
+    consumer.step()
+    if not is_put:
+        producer.prefill("k", TOKENS)
+    assert consumer.run("two") == ["length"]
+    check_served(producer, consumer, "two")
+
+
+def test_both_requests_that_name_one_cache_are_aborted(engine: Open) -> None:
+    producer, consumer = engine("producer"), engine("consumer")
+    producer.prefill("k", TOKENS)
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, fetch("k"))
+    for name in ("two", "one"):
+        consumer.abort(name)
+    consumer.settle()
+    producer.settle()
+    assert producer.used_blocks == 0
+
+
+def test_the_sampled_token(engine: Open) -> None:
+    """The fixture's own engine samples: what these tests stand on."""
+    producer = engine("producer")
+    producer.add("plain", TOKENS, None)
+    assert producer.run("plain") == ["length"]
+    assert SAMPLED
