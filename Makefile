@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
-	lint format asan tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
+	lint format mutants fuzz asan tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -31,11 +31,27 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy
+	$(BIN)/python .ci/mutants.py --check
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+# Each named mutant of the package must make its tests fail; ARGS=NAME or a path runs some.
+mutants: $(VENV)/.ready
+	$(BIN)/python .ci/mutants.py --jobs $(JOBS) $(ARGS)
+
+# Random bytes for everything that decodes bytes, SECONDS for each decoder; ARGS=NAME runs some.
+SECONDS ?= 15
+
+fuzz: .venv-fuzz/.ready
+	.venv-fuzz/bin/python fuzz/run.py --seconds $(SECONDS) $(ARGS)
+
+.venv-fuzz/.ready: $(VENV)/.ready
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q -c constraints.txt atheris
+	touch $@
 
 # The licences of all that the package requires; one that is not permissive is an error.
 licences: $(VENV)/.ready

@@ -31,7 +31,7 @@ PYTEST = (
     "test-vllm",
     "test-vllm-omni",
 )
-OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo")
+OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo", "fuzz", "mutants")
 PACKAGES = (
     "native-aarch64",
     "wheel",

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import stat
+import struct
 from pathlib import Path
 
 import zmq
@@ -111,7 +112,7 @@ def read_public(path: str) -> bytes:
     try:
         if len(text) != _KEY_CHARS or len(zmq.utils.z85.decode(text)) != 32:
             raise ValueError
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, struct.error):  # the last: digits beyond 32 bits
         raise ConnectorError(f"{path} holds no key; make one with `kvlink keygen`") from None
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from omni_kvlink.engine import outputs
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
-from omni_kvlink.errors import SchemaError, WireError
+from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
 WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
 """Writes a tensor's bytes somewhere; returns plain values that say where, for a `ReadTensor`."""
@@ -81,18 +82,27 @@ def unpack(value: Any, read: ReadTensor | None = None) -> Any:
     `read` reads the tensors that `pack`'s `write` wrote. Raises WireError if the values contain
     something that `pack` does not write.
     """
+    try:
+        return _unpack(value, read or read_inline_tensor)
+    except KVLinkError:
+        raise
+    except Exception as error:  # of a class's constructor, of torch: fields that do not fit
+        raise WireError(f"a message holds what is not sent: {error!r:.200}") from None
+
+
+def _unpack(value: Any, read: ReadTensor) -> Any:
     if isinstance(value, list):
-        return [unpack(item, read) for item in value]
+        return [_unpack(item, read) for item in value]
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {key: unpack(item, read) for key, item in value.items()}
+        return {key: _unpack(item, read) for key, item in value.items()}
     kind = value.pop(_KIND)
     if kind == "tensor":
-        return (read or read_inline_tensor)(value)
+        return read(value)
     if kind == "error":
         return unpack_error(value)
-    fields = {key: unpack(item, read) for key, item in value.items()}
+    fields = {key: _unpack(item, read) for key, item in value.items()}
     if kind == "tuple":
         return tuple(fields["items"])
     if kind not in _CLASSES:
@@ -147,11 +157,12 @@ def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 def read_inline_tensor(values: Mapping[str, Any]) -> torch.Tensor:
     """Decode what `inline_tensor` has encoded; raises WireError if the bytes do not fit."""
-    tensor = torch.empty(values["shape"], dtype=dtype_of(values))
-    flat, raw = tensor.reshape(-1).view(torch.uint8).numpy(), values["bytes"]
-    if len(raw) != flat.size:
-        raise WireError(f"{len(raw)} bytes for a tensor of {flat.size}")
-    flat[:] = np.frombuffer(raw, np.uint8)
+    shape, dtype, raw = values["shape"], dtype_of(values), values["bytes"]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if len(raw) != nbytes:  # before memory is allocated for it
+        raise WireError(f"{len(raw)} bytes for a tensor of {nbytes}")
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
     return tensor
 
 

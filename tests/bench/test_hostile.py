@@ -1,0 +1,27 @@
+"""The suite of hostile neighbours runs, and finds nothing; its times are not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hostile.py"
+
+
+@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", "zmq+tcp-keys"])
+def test_an_honest_pair_beside_an_attacker(tmp_path: Path, connector: str) -> None:
+    document = tmp_path / "hostile.json"
+    options = ["--connector", connector, "--minutes", "0.03", "--no-times"]
+    command = [sys.executable, str(SCRIPT), *options, "--json", str(document)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (row,) = json.loads(document.read_text())["results"]["rows"]
+    assert row["problems"] == [], done.stdout + done.stderr
+    assert done.returncode == 0
+    assert row["read"]["right"] > 0
+    assert sum(row["made"]["reached"].values()) + sum(row["made"]["denied"].values()) > 0
+    if connector == "zmq+tcp-keys":
+        assert row["made"]["reached"]["ZMTP 2"] > 0
