@@ -65,6 +65,22 @@ def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:
             raise ValueError("of the block")
 
 
+def test_an_error_after_the_last_layer(ends: Ends) -> None:
+    """Every layer was written, but the block failed: nothing is committed."""
+    producer, consumer = ends
+    out = producer.stream_put(cache())
+    stream = consumer.stream_get("s", timeout=60)
+    with pytest.raises(ValueError, match="of the block"), out:  # noqa: PT012 - it ends the stream
+        write(out, 0, 1, 2)
+        raise ValueError("of the block")
+    assert out.receipt is None
+    expect(TransferFailed, stream.wait, timeout=60, mentions=("of the block",))
+    expect(TransferFailed, consumer.get, "s", timeout=60, mentions=("of the block",))
+    stream.release()
+    until_freed(producer)
+    assert producer.stats()["transfers"]["committed"] == 0
+
+
 def test_a_manifest_is_a_plan(ends: Ends) -> None:
     producer, consumer = ends
     plan = cache().plan(digests=False)

@@ -10,11 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from zmq_fixtures import free_port
+from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
+from omni_kvlink.lowlevel import begin_get, can_retry
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.memory_checks import sized
@@ -205,6 +206,25 @@ def test_a_restarted_producer_is_not_asked_again(
     with KVLink.serve(f"zmq+tcp://127.0.0.1:{port}") as successor:
         expect(PeerLostError, lambda: get.result(PATIENCE))
         assert successor.stats()["transfers"]["waiting"] == 0
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "shm", "inproc"])
+def test_a_successor_is_reached_and_not_asked(transport: str, sockets: str) -> None:
+    """It serves at the same address, and is another run: it does not have the payload."""
+    options = {"directory": sockets}
+    url = "shm://life" if transport == "shm" else "inproc://life"
+    if transport in ("tcp", "ipc"):
+        url, options = fresh_url(transport, sockets), {}
+    producer = KVLink.serve(url, **options)  # type: ignore[arg-type]
+    with KVLink.connect(url, timeout=60, **options) as reader:  # type: ignore[arg-type]
+        pending = begin_get(reader, "k", timeout=60)
+        until(lambda: waiting(producer), "the get arrived")
+        producer.close()
+        expect(PeerLostError, pending.wait, timeout=60)
+        until(lambda: not reader.stats()["connected"], "the session is over")
+        with KVLink.serve(url, **options):  # type: ignore[arg-type]
+            assert not can_retry(reader, pending, timeout=60)
+            assert reader.stats()["sessions"] == 2
 
 
 def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:

@@ -1,0 +1,193 @@
+"""What a consumer reports of each get: read, unread or rejected, once, and when."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from omni_kvlink.connectors.protocol.get_table import Delivery, GetTable
+from omni_kvlink.connectors.protocol.messages import (
+    SLOT,
+    Cancel,
+    Get,
+    Location,
+    Message,
+    Offer,
+    Release,
+)
+from omni_kvlink.lowlevel import begin_get, open_stream
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload import manifest as manifests
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.testing.rig import expect, until_freed
+
+if TYPE_CHECKING:
+    from omni_kvlink import KVConsumer, KVProducer
+
+OFFER = Offer(1, 7, Location(0, 0, 100))
+UNREAD = Release(1, 7, "unread")
+Outcomes = list[tuple[str, str]]
+
+
+@pytest.fixture
+def outcomes() -> Outcomes:
+    return []
+
+
+def deliver(outcomes: Outcomes) -> Delivery:
+    memory = np.zeros(100, np.uint8)
+    region = Region(memory.ctypes.data, 100, memory)
+    return Delivery("k", region, lambda outcome, reason: outcomes.append((outcome, reason)))
+
+
+def view_of(delivery: Delivery) -> memoryview:
+    assert delivery.region is not None
+    return delivery.region.view()
+
+
+def test_a_payload_that_nobody_looked_at(outcomes: Outcomes) -> None:
+    delivery = deliver(outcomes)
+    del delivery
+    assert outcomes == [("unread", "")]
+
+
+def test_a_payload_that_was_read(outcomes: Outcomes) -> None:
+    delivery = deliver(outcomes)
+    view = view_of(delivery)
+    delivery.release()
+    assert delivery.region is None
+    assert outcomes == []
+    del view
+    assert outcomes == [("read", "")]
+
+
+@pytest.mark.parametrize("then", ["nothing", "release", "unread"])
+def test_a_rejected_payload_stays_with_its_views(outcomes: Outcomes, then: str) -> None:
+    """Its memory would be reused under them; a later release changes nothing."""
+    delivery = deliver(outcomes)
+    view = view_of(delivery)
+    delivery.reject("bad")
+    {"nothing": lambda: None, "release": delivery.release, "unread": delivery.release_unread}[
+        then
+    ]()
+    assert outcomes == []
+    del view
+    assert outcomes == [("rejected", "bad")]
+    del delivery
+    assert len(outcomes) == 1
+
+
+def test_a_rejection_at_once(outcomes: Outcomes) -> None:
+    delivery = deliver(outcomes)
+    view = view_of(delivery)
+    delivery.reject("bad", at_once=True)
+    assert outcomes == [("rejected", "bad")]
+    del view, delivery
+    assert len(outcomes) == 1
+
+
+def test_a_payload_for_another_reader(outcomes: Outcomes) -> None:
+    delivery = deliver(outcomes)
+    view = view_of(delivery)
+    delivery.release_unread()
+    assert outcomes == []
+    del view
+    assert outcomes == [("unread", "")]
+
+
+class Table(GetTable):
+    """A table that keeps what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        super().__init__(self.sent.append, self.sent.append)
+
+
+def test_an_offer_that_comes_after_its_get_was_cancelled() -> None:
+    table = Table()
+    get_state = table.request("k")
+    assert table.cancel(get_state)
+    table.on_message(OFFER)
+    assert table.sent == [Get(1, "k"), Cancel(1), UNREAD]
+
+
+def test_an_offer_that_comes_after_the_timeout() -> None:
+    table = Table()
+    get_state = table.request("k")
+    expect(type(get_state.timeout_error()), table.wait, get_state, 0.0)
+    table.on_message(OFFER)
+    assert table.sent == [Get(1, "k"), Cancel(1), UNREAD]
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_an_interrupted_wait(offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offer that came meanwhile is released."""
+    table = Table()
+    get_state = table.request("k")
+    result = get_state.future.result
+
+    def interrupt(timeout: float | None = None) -> Any:
+        monkeypatch.setattr(get_state.future, "result", result)
+        if offered:
+            table.on_message(OFFER)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(get_state.future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        table.wait(get_state, 60.0)
+    assert table.sent == [Get(1, "k"), UNREAD if offered else Cancel(1)]
+
+
+def test_an_offer_at_the_very_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken."""
+    table = Table()
+    get_state = table.request("k")
+    result = get_state.future.result
+
+    def time_out(timeout: float | None = None) -> Any:
+        monkeypatch.setattr(get_state.future, "result", result)
+        table.on_message(OFFER)
+        raise TimeoutError
+
+    monkeypatch.setattr(get_state.future, "result", time_out)
+    assert table.wait(get_state, 60.0) == OFFER
+    assert table.sent == [Get(1, "k")]
+
+
+def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsumer]) -> None:
+    """What its producer writes to the memory later changes nothing."""
+    producer, reader = ends
+    recipe = Recipe("k", layers=2)
+    out = producer.stream_put(recipe.make())
+    pending: Any = begin_get(reader, "k", timeout=60, streamed=True)
+    delivery = pending.wait(timeout=60)
+    offer: Offer = pending._get_state.future.result()
+    pool = producer._end.pool  # type: ignore[attr-defined]
+    memory = pool.mapping(offer.location.arena).region
+    at = memory.address + offer.location.offset + SLOT + offer.location.nbytes
+    ctypes.memset(at, ord("x"), offer.draft)
+    with open_stream(reader, delivery, started=0.0, timeout=60) as stream:
+        assert len(stream) == 2
+    del pending, delivery
+    out.fail("enough")
+    until_freed(producer)
+
+
+def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its producer, which can write to the memory, overwrites it after the first look."""
+    plan = Recipe("k").make().plan()
+    peer_memory = bytearray(plan.encode())
+    decode, looks = manifests._decode, list[int]()
+
+    def overwrite_first(text: bytes, decoder: Any) -> Any:
+        looks.append(len(text))
+        peer_memory[:] = b"x" * len(peer_memory)
+        return decode(text, decoder)
+
+    monkeypatch.setattr(manifests, "_decode", overwrite_first)
+    assert Manifest.decode(memoryview(peer_memory), plan.nbytes) == plan
+    assert looks
