@@ -19,7 +19,7 @@ import heapq
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -46,6 +46,8 @@ TOMBSTONE_SECONDS = 300.0
 MAX_WAITING = 1 << 16
 """Keys that may be waited for, and gets that may wait for one key."""
 
+MAX_KEY_CHARS = 8_388_608
+"""Characters of all keys together that one peer's gets may wait for."""
 MAX_EXPIRED = 64
 """Transfers that one `TransferTable.tick` expires at most."""
 
@@ -279,9 +281,12 @@ class TransferTable:
         self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
         self._pinned: dict[int, Transfer] = {}
         self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
+        self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
+        self._key_chars: Counter[Peer] = Counter()
+        self._leases: dict[Peer, dict[tuple[int, int], Transfer]] = {}  # by get and epoch
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
-            ("committed", "released", "failed", "expired", "redelivered", "stale"), 0
+            ("committed", "released", "failed", "expired", "redelivered", "stale", "refused"), 0
         )
 
     # Calls of the producer itself
@@ -397,6 +402,8 @@ class TransferTable:
             for peer, get_id in claims:
                 self._send(peer, Failed(get_id, reason, "closed"))
         self._waiting.clear()
+        self._gets.clear()
+        self._key_chars.clear()
 
     def tick(self, now: float) -> float:
         """Expire transfers and tombstones that are due; return when to call next.
@@ -453,11 +460,20 @@ class TransferTable:
             self._send(peer, Failed(get_id, reason, ending))
             return
         claims = self._waiting.get(key, OrderedDict())
+        reason = ""
         if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
             reason = f"more than {MAX_WAITING} readers wait already"
+        elif self._key_chars[peer] + len(key) > MAX_KEY_CHARS:
+            reason = f"the keys that this reader waits for exceed {MAX_KEY_CHARS} characters"
+        elif get_id in self._gets.get(peer, ()):
+            reason = f"get {get_id} waits already"
+        if reason:
+            self.counters["refused"] += 1
             self._send(peer, Failed(get_id, reason, "failed"))
             return
         self._waiting.setdefault(key, claims)[claim] = streamed
+        self._gets.setdefault(peer, {})[get_id] = key
+        self._key_chars[peer] += len(key)
         if transfer is not None:
             self._offer(transfer)
             if claim in self._waiting.get(key, ()):
@@ -465,10 +481,10 @@ class TransferTable:
 
     def on_cancel(self, peer: Peer, get_id: int) -> None:
         """A get is cancelled; what it was offered meanwhile is delivered to another one."""
-        for key, claims in self._waiting.items():
-            if (peer, get_id) in claims:
-                self._remove_waiting(key, (peer, get_id))
-                return
+        key = self._gets.get(peer, {}).get(get_id)
+        if key is not None:
+            self._remove_waiting(key, (peer, get_id))
+            return
         for transfer, claim in self._leases_of(peer):
             if claim == (peer, get_id):
                 self._end_lease(transfer, claim, redeliver=True)
@@ -500,9 +516,8 @@ class TransferTable:
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
-        for key, claims in list(self._waiting.items()):
-            for claim in [claim for claim in claims if claim[0] == peer]:
-                self._remove_waiting(key, claim)
+        for get_id, key in list(self._gets.get(peer, {}).items()):
+            self._remove_waiting(key, (peer, get_id))
 
     def on_disconnect(self, peer: Peer) -> bool:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
@@ -569,6 +584,7 @@ class TransferTable:
         transfer.leases.add(claim)
         self._leased[transfer.epoch] = transfer
         peer, get_id = claim
+        self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
         if transfer.state is not TransferState.STREAMING:
             transfer.state = TransferState.LEASED
             self._send(peer, Offer(get_id, transfer.epoch, location))
@@ -581,6 +597,11 @@ class TransferTable:
 
     def _end_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases.discard(claim)
+        peer, get_id = claim
+        leases = self._leases[peer]
+        leases.pop((get_id, transfer.epoch), None)
+        if not leases:
+            del self._leases[peer]
         if not transfer.leases:
             self._leased.pop(transfer.epoch, None)
         if transfer.state.is_final:
@@ -630,8 +651,8 @@ class TransferTable:
             self._free(transfer)
 
     def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
-        leased = self._leased.values()
-        return [(t, claim) for t in leased for claim in t.leases if claim[0] == peer]
+        leases = self._leases.get(peer, {})
+        return [(transfer, (peer, get_id)) for (get_id, _), transfer in leases.items()]
 
     def _add_tombstone(self, key: str, reason: str, ending: Ending, now: float) -> None:
         """Remember why a key has no payload, and fail the gets that wait for it."""
@@ -640,10 +661,16 @@ class TransferTable:
         self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-        for peer, get_id in self._waiting.pop(key, ()):
+        for peer, get_id in list(self._waiting.get(key, ())):
+            self._remove_waiting(key, (peer, get_id))
             self._send(peer, Failed(get_id, reason, ending))
 
     def _remove_waiting(self, key: str, claim: Claim) -> None:
-        self._waiting[key].pop(claim, None)
+        del self._waiting[key][claim]
         if not self._waiting[key]:
             del self._waiting[key]
+        peer, get_id = claim
+        del self._gets[peer][get_id]
+        self._key_chars[peer] -= len(key)
+        if not self._gets[peer]:
+            del self._gets[peer], self._key_chars[peer]

@@ -16,6 +16,52 @@ def bench() -> Bench:
     return Bench()
 
 
+def test_keys_of_one_peer_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEY_CHARS", 10)
+    bench.request("a", 1, "12345678")
+    bench.request("a", 2, "abc")
+    bench.request("b", 2, "abc")
+    reason = "the keys that this reader waits for exceed 10 characters"
+    assert bench.sent_messages() == [("a", Failed(2, reason, "failed"))]
+    assert bench.transfers.stats()["refused"] == 1
+    bench.transfers.on_cancel("a", 1)
+    bench.request("a", 3, "abcdefghij")  # the characters are counted back
+    bench.request("a", 3, "")
+    assert bench.sent_messages() == [("a", Failed(3, "get 3 waits already", "failed"))]
+    bench.transfers.fail("abcdefghij", "x", "failed", 0.0)
+    bench.transfers.cancel_gets("b")
+    assert not bench.transfers._gets
+    assert not bench.transfers._key_chars
+    bench.sent_messages()
+    bench.request("a", 4, "1234567890")
+    assert bench.sent_messages() == []
+
+
+def test_a_cancel_looks_at_no_other_peer(bench: Bench) -> None:
+    """Its cost does not grow with what others wait for, or have."""
+
+    class Counted(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            type(self).compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    for number in range(300):
+        peer = Counted(f"peer {number}")
+        bench.transfers.on_get(peer, 1, f"k{number}", 0.0)
+        bench.put(f"own {number}")
+        bench.transfers.on_get(peer, 2, f"own {number}", 0.0)
+    Counted.compared = 0
+    for number in range(300):
+        bench.transfers.on_cancel(Counted(f"peer {number}"), 1)
+        bench.transfers.on_peer_lost(Counted(f"peer {number}"))
+    assert Counted.compared < 300 * 20
+    assert not bench.transfers._leases
+
+
 def test_many_expire_in_steps(bench: Bench) -> None:
     """A producer's other threads get its lock in between."""
     transfers = [bench.put(f"k{n}", expires=10.0) for n in range(3 * MAX_EXPIRED + 1)]
