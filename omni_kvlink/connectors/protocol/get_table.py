@@ -10,7 +10,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import (
-    MAX_TEXT,
     Cancel,
     Committed,
     Failed,
@@ -21,6 +20,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Outcome,
     Release,
     Status,
+    shorten,
     unexpected,
 )
 from omni_kvlink.errors import (
@@ -152,7 +152,7 @@ class Delivery:
     def reject(self, reason: str) -> None:
         """Release a payload that is not what was committed; the producer's receipt says so."""
         if self._finalizer.detach():
-            self._release("rejected", reason[:MAX_TEXT])
+            self._release("rejected", shorten(reason))
         self._drop_region(
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )
