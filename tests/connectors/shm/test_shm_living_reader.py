@@ -138,6 +138,7 @@ def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, 
         assert producer.stats()["transfers"]["pinned"] == 0
 
 
+@pytest.mark.usefixtures("leaves_nothing")  # set up before `pooled`
 def test_a_reader_that_did_not_read_releases_what_it_holds(pooled: Field, start: Start) -> None:
     """It was disconnected while it was stopped, since messages for it piled up."""
     target = start()
