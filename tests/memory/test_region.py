@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -29,6 +30,7 @@ from omni_kvlink.memory.region import (
     available_bytes,
     check_available,
     is_sealed,
+    seal,
 )
 from omni_kvlink.payload.views import tensor_view
 from omni_kvlink.testing.rig import until
@@ -162,6 +164,50 @@ def test_unsealed_descriptors_are_recognized() -> None:
     finally:
         for fd in (plain, reading, writing):
             os.close(fd)
+
+
+SEAL, SHRINK, GROW, FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10  # linux/fcntl.h
+
+
+@pytest.mark.parametrize("missing", [SEAL, SHRINK, GROW, FUTURE_WRITE])
+def test_every_seal_is_required(missing: int) -> None:
+    """Each alone allows what the others do not: to truncate, to write, or to seal otherwise."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, PAGE)
+        fcntl.fcntl(fd, F_ADD_SEALS, (SEAL | SHRINK | GROW | FUTURE_WRITE) & ~missing)
+        assert not is_sealed(fd)
+        if missing == SEAL:
+            fcntl.fcntl(fd, F_ADD_SEALS, SEAL)
+            assert is_sealed(fd)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("allocated", [0, 1, 3, 4])
+def test_a_file_with_holes_is_not_sealed_memory(allocated: int) -> None:
+    """A reader's access would allocate what its owner did not."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 4 * PAGE)
+        for page in range(allocated):
+            os.pwrite(fd, b"x", page * PAGE)
+        seal(fd)
+        assert is_sealed(fd) is (allocated == 4)
+    finally:
+        os.close(fd)
+
+
+def test_holes_cannot_be_made_later() -> None:
+    """Neither by a mapping that may still be written to."""
+    shared = Mapping.shared("test", 4 * PAGE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    punch, keep_size, remove = 0x2, 0x1, 9  # linux/falloc.h, mman.h
+    start, nbytes = ctypes.c_long(0), ctypes.c_long(PAGE)
+    assert libc.fallocate(shared.fd, punch | keep_size, start, nbytes) == -1
+    assert ctypes.get_errno() == errno.EPERM
+    assert libc.madvise(ctypes.c_void_p(shared.region.address), nbytes, remove) == -1
+    assert is_sealed(shared.fd)
 
 
 def test_a_descriptor_is_closed_with_its_mapping() -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.messages import (
-    MAX_TEXT,
     Cancel,
     Committed,
     Failed,
@@ -23,6 +22,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Outcome,
     Release,
     Status,
+    shorten,
     unexpected,
 )
 from omni_kvlink.errors import (
@@ -176,7 +176,7 @@ class Delivery:
         Views that were handed out stay valid: the lease ends with the last of them. With `at_once`
         it ends now, because nobody has a view that will be used.
         """
-        self._outcome[0] = "rejected", reason[:MAX_TEXT]
+        self._outcome[0] = "rejected", shorten(reason)
         self._drop_region(
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )

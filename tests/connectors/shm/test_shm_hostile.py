@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ from unauthorized import Raw
 from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
 from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
-from omni_kvlink.memory.region import seal
+from omni_kvlink.memory.region import F_ADD_SEALS, SEALS
 from omni_kvlink.testing.rig import expect
 
 if TYPE_CHECKING:
@@ -60,13 +61,14 @@ class Hostile:
         self._listener.close()
 
 
-def arena(nbytes: int, *, sealed: bool = True, head: bytes = b"") -> int:
+def arena(nbytes: int, *, seals: int = SEALS, head: bytes = b"", sparse: bool = False) -> int:
     fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    if nbytes:
+    if sparse:
+        os.ftruncate(fd, nbytes)
+    elif nbytes:
         os.posix_fallocate(fd, 0, nbytes)
     os.pwrite(fd, head, 0)
-    if sealed:
-        seal(fd)
+    fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
 
 
@@ -86,7 +88,10 @@ def _slot(epoch: int, nbytes: int, commit: int) -> bytes:
 
 
 HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exception]]] = {
-    "unsealed": (lambda: pass_arena(arena(8192, sealed=False)), WireError),
+    "unsealed": (lambda: pass_arena(arena(8192, seals=0)), WireError),
+    "shrinkable": (lambda: pass_arena(arena(8192, seals=SEALS & ~0x2)), WireError),
+    "writable": (lambda: pass_arena(arena(8192, seals=SEALS & ~0x10)), WireError),
+    "sparse": (lambda: pass_arena(arena(1 << 26, sparse=True), claimed=1 << 26), WireError),
     "short": (lambda: pass_arena(arena(4096)), WireError),
     "long": (lambda: pass_arena(arena(16384)), WireError),
     "empty": (lambda: pass_arena(arena(0), claimed=0), WireError),

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from frozen_processes import freeze
 
-from omni_kvlink import KVCacheTransferData, KVLink, KVProducer, PeerLostError, TransferFailed
+from omni_kvlink import (
+    CapacityError,
+    KVCacheTransferData,
+    KVLink,
+    KVProducer,
+    PeerLostError,
+    TransferFailed,
+)
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
+from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
+
+if TYPE_CHECKING:
+    from fault_harness import Field, Start
 
 
 def cache(key: str, value: int) -> KVCacheTransferData:
@@ -36,14 +52,14 @@ def wait(event: threading.Event) -> None:
     event.wait(60)
 
 
-def disconnect_reader(producer: KVProducer) -> None:
+def disconnect_reader(producer: KVProducer, how: str = "_disconnect") -> None:
     """Break the connection of the only reader."""
     end = producer._end
     assert isinstance(end, PooledProducer)
     (listener,) = end.listeners
     assert isinstance(listener, ShmListener)
     (peer,) = listener._peers
-    end.loop.call(lambda: listener._disconnect(peer))
+    end.loop.call(lambda: getattr(listener, how)(peer))
 
 
 @pytest.mark.parametrize("side", ["reader", "producer"])
@@ -77,6 +93,77 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         second.wait(timeout=60)
         assert producer.stats()["memory"]["blocks"] == 1
         del seen, data
+
+
+@pytest.mark.parametrize("side", ["reader", "producer"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, count: int) -> None:
+    """Not when the reader's process ends: an ended session still sends its releases."""
+    url = f"shm://living?directory={socket_dir}"
+    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=60) as reader:
+        receipts = [producer.put(cache(f"k{number}", number)) for number in range(count)]
+        seen = []
+        for number in range(count):
+            with reader.get(f"k{number}", timeout=60) as data:
+                seen.append(first_tensor(data))
+        del data
+        assert isinstance(reader._end, ShmConsumer)
+        session = reader._end._session
+        assert isinstance(session, ShmSession)
+        if side == "reader":
+            session._loop.call(lambda: session._close(CapacityError("out of memory")))
+        else:
+            disconnect_reader(producer, how="_finish")
+        until(lambda: session.is_closed, "the session ended")
+        with KVLink.connect(url, timeout=60) as other:  # nothing is reused for it
+            producer.put(cache("other", 99))
+            with other.get("other", timeout=60) as data:
+                assert int(first_tensor(data).min()) == 99
+            del data
+        for number, tensor in enumerate(seen):
+            assert int(tensor.min()) == int(tensor.max()) == number
+        key = "leased" if side == "reader" else "pinned"
+        assert producer.stats()["transfers"][key] == count
+        del tensor
+        seen.pop()
+        until(lambda: producer.stats()["transfers"][key] == count - 1, f"one less is {key}")
+        seen.clear()
+        for receipt in receipts:
+            if side == "producer":  # they are for another reader: this one was lost
+                assert receipt.state == "committed"
+                producer.abort(receipt.key)
+            else:
+                receipt.wait(timeout=60)
+        until_freed(producer)
+        assert producer.stats()["transfers"]["pinned"] == 0
+
+
+@pytest.mark.usefixtures("leaves_nothing")  # set up before `pooled`
+def test_a_reader_that_did_not_read_releases_what_it_holds(pooled: Field, start: Start) -> None:
+    """It was disconnected while it was stopped, since messages for it piled up."""
+    target = start()
+    producer = pooled.serve()
+    slow = pooled.connect_at(target)
+    receipt = producer.put(Recipe("k").make(), ttl=3600)
+    slow.call("hold", key="k", timeout=60)
+    held = slow.peer.call("hash_held", key="k")
+    slow.submit("get", key="never", timeout=PATIENCE)
+    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+    freeze(target.process.pid)
+    assert isinstance(producer._end, PooledProducer)
+    while not producer.stats()["refused"]:
+        producer._end.reserve("never", 1, timeout=60).release()  # tells the reader so
+    assert producer.stats()["refused"] == {"too slow": 1}
+    until(lambda: producer.stats()["transfers"]["pinned"] == 1, "its memory is kept")
+    os.kill(target.process.pid, signal.SIGCONT)
+    assert slow.peer.call("hash_held", key="k") == held
+    assert producer.stats()["transfers"]["pinned"] == 1
+    slow.peer.call("release", key="k")
+    until(lambda: producer.stats()["transfers"]["pinned"] == 0, "it was released")
+    assert receipt.state == "committed"
+    assert pooled.connect().call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
+    receipt.wait(timeout=60)
+    until_freed(producer)
 
 
 def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> None:

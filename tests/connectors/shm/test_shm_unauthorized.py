@@ -15,6 +15,7 @@ from unauthorized import NOBODY, as_nobody, dialled, greeted
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.messages import (
+    Abort,
     Get,
     Location,
     Memory,
@@ -26,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.connectors.shm import transport
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
@@ -267,6 +269,34 @@ def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
             assert b'\\"request_id\\":\\"k\\"' in seen
             assert b"secret" not in seen
             os.close(fd)
+
+
+def test_reasons_with_lone_surrogates(producer: KVProducer, sockets: str) -> None:
+    """They are escaped, as the text of an OSError of an odd file name must be."""
+    reason, escaped = "no \udc80", "no \\udc80"
+    with KVLink.connect("shm://name", timeout=60, directory=sockets) as reader:
+        waiting = begin_get(reader, "k", timeout=60)
+        until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
+        producer.fail("k", reason)
+        expect(TransferFailed, lambda: waiting.wait(timeout=60), mentions=(escaped,))
+        expect(TransferFailed, lambda: reader.get("k", timeout=60), mentions=(escaped,))
+        receipt = producer.put(Recipe("aborted").make())
+        reader.abort("aborted", reason)
+        expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=(escaped,))
+        receipt = producer.put(Recipe("rejected").make())
+        begin_get(reader, "rejected", timeout=60).wait(timeout=60).reject(reason)
+        expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=(escaped,))
+        assert reader.stats()["sessions"] == 1
+        assert producer.stats()["refused"] == {}
+
+
+def test_a_text_that_is_no_utf_8_is_refused(producer: KVProducer, path: str) -> None:
+    with greeted(path) as peer:
+        peer.send(
+            encode(Abort("k", "no XYZ")).replace(b"XYZ", "\udc80".encode(errors="surrogatepass"))
+        )
+        assert peer.is_dropped()
+    assert producer.stats()["refused"] == {"bad message": 1}
 
 
 def test_rejected_payload_is_reported(producer: KVProducer, path: str) -> None:
