@@ -346,7 +346,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             tensors=tuple(specs),
             header_nbytes=0 if capacity is None else capacity.header_nbytes,
             nbytes=0,
-            producer={"library": __version__, "host": platform.node()},
+            producer={"library": __version__, "host": _host()},
         )
         header = draft.encode()
         if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or _excess(header):
@@ -675,3 +675,8 @@ def _check_completeness(manifest: Manifest) -> None:
     extra = next(specs, None)
     if extra is not None:
         raise WireError(f"tensor {extra.name[:80]!r} belongs to no branch")
+
+
+def _host() -> str:
+    """Return this machine's name; the system does not ensure that it is UTF-8."""
+    return platform.node().encode("utf-8", "backslashreplace").decode()

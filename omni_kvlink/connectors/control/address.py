@@ -25,6 +25,11 @@ class ControlAddress:
     scheme: str = ""  # of the link's URL; empty for `zmq+tcp` and `zmq+ipc`
 
     def __post_init__(self) -> None:
+        try:
+            self.address.encode()
+        except UnicodeEncodeError:
+            scheme = self.url.partition(":")[0]
+            raise ValueError(f"{scheme}://{self.address!r}: ZMQ takes only UTF-8") from None
         if self.protocol == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
                 raise ValueError(
@@ -86,14 +91,15 @@ class ControlAddress:
     def close(self, context: zmq.Context[Any]) -> None:
         """Terminate the context that bound the address, and remove its socket file.
 
-        A socket file that another producer has bound meanwhile is left in place.
+        A socket file that another producer has bound meanwhile is left in place. One that cannot be
+        removed, because no descriptor is left for the check, is replaced by the next producer.
         """
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(FileNotFoundError):  # the directory was removed
+            with contextlib.suppress(OSError, ConnectorError):  # the directory was removed
                 stack.enter_context(self._locked())
             context.term()
-            if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
-                with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
+                if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                     os.unlink(self.address)
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:

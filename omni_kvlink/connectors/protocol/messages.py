@@ -218,7 +218,11 @@ def decode(data: bytes) -> Message:
 
 
 def shorten(reason: str) -> str:
-    """Return a reason cut to what a message may carry."""
+    """Return a reason as a message may carry it: cut, and lone surrogates escaped.
+
+    Exceptions of the system have them, for a file name that is no UTF-8.
+    """
+    reason = reason.encode("utf-8", "backslashreplace").decode()
     return reason if len(reason) <= MAX_TEXT else reason[: MAX_TEXT - 3] + "..."
 
 
