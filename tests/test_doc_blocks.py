@@ -172,6 +172,7 @@ def here(tmp_path: Path, sockets: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     with directory(tmp_path):
         yield tmp_path
     with contextlib.suppress(FileNotFoundError):
+        (Path(sockets) / "kvlink" / "user.secret").unlink(missing_ok=True)
         (Path(sockets) / "kvlink").rmdir()  # no socket is left
 
 

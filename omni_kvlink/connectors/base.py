@@ -38,10 +38,12 @@ class Options:
         prefault: bytes to map and touch when serving starts, so that the first put is as fast as
             the later ones.
         directory: of the shared-memory sockets; by default one that is private to the user.
-        keys: of an encrypted link, the file with this side's secret key.
+        keys: of an encrypted link, the file with this side's secret key; without it, both ends on
+            loopback use a key of their user.
         peers: of an encrypted link, the keys of the other side: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
-        insecure: allow a link across machines without keys.
+        insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
+            the address can then read, forge and abort payloads. At both ends.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Loopback
             alone if empty; required where the link goes to other machines.

@@ -28,10 +28,12 @@ class LinkOptions(TypedDict, total=False):
         prefault: bytes to map and touch when serving starts, so that the first put is as fast as
             the later ones.
         directory: where the shared-memory sockets lie; by default a directory of this user.
-        keys: of an encrypted link, the file with this side's secret key.
+        keys: of an encrypted link, the file with this side's secret key; without it, both ends on
+            loopback use a key of their user.
         peers: of an encrypted link, who the other side may be: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
-        insecure: allow a link between machines without keys.
+        insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
+            the address can then read, forge and abort payloads. At both ends.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
             loopback if empty; name them for a link to other machines.

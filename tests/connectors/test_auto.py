@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, Transf
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.auto import AutoConsumer
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.control.keys import generate
+from omni_kvlink.connectors.control.keys import generate, user_key_path, user_secret
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, ending_checks
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -53,6 +54,9 @@ def elsewhere(transport: str, folder: Path) -> dict[str, str]:
     if transport == "zmq":  # nor is UCX installed there
         (folder / "ucxx.py").write_text("raise ImportError('it is not installed')\n")
         env["PYTHONPATH"] = os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])
+    user_secret()
+    (folder / "kvlink").mkdir(mode=0o700)
+    shutil.copy(user_key_path(), folder / "kvlink")  # another directory of sockets, the same user
     return {**env, "XDG_RUNTIME_DIR": str(folder)}
 
 

@@ -46,7 +46,9 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KVPro
     key_files = KeyFiles(tmp_path)
     is_open = request.param == "open"
     producer_options, consumer_options = (
-        ({"insecure": True}, {"insecure": True}) if is_open else (key_files.producer_options, key_files.consumer_options())
+        ({"insecure": True}, {"insecure": True})
+        if is_open
+        else (key_files.producer_options, key_files.consumer_options())
     )
     with (
         KVLink.serve("zmq+tcp://127.0.0.1:0", quota=8 << 20, **producer_options) as producer,
