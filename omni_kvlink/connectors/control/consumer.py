@@ -129,8 +129,9 @@ class ControlSession(RemoteSession):
         phase = "handshake" if self._was_connected else "connecting"
         reason = "nobody serves it; start the producer, or give a longer timeout"
         if self._handshake_error:
-            has_keys = self._credentials is not None
-            cure = self._credentials.cure if has_keys else "the producer may have keys, this side has none"
+            cure = "the producer may have keys, this side has none"
+            if self._credentials is not None:
+                cure = self._credentials.cure
             reason = f"handshakes fail ({self._handshake_error}): {cure}"
         elif self._was_connected:
             reason = "the producer does not answer"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import select
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from functools import partial
@@ -12,7 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, MonitoredSocket
-from omni_kvlink.connectors.control.security import ZapAuth, find_credentials
+from omni_kvlink.connectors.control.security import (
+    ZapAuth,
+    find_credentials,
+    random_routing_ids,
+)
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -43,8 +51,12 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
 
 MAX_PEERS = 1024
+MAX_UNGREETED = 128
+"""Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
 _REFUSAL_RETRY = 1.0
 """Seconds between attempts to tell a peer that it was refused."""
+_ACCEPT_SECONDS = 0.1
+"""How long ZMQ may take to accept a connection with a descriptor that was given up for it."""
 _UNREAD_WAIT_MS = 10
 """How long a closed connection is checked for unread data; a frozen peer costs this once."""
 
@@ -97,11 +109,12 @@ class PeerConnection(PeerHandle):
     """A consumer that has completed the handshake, by its identity on the ROUTER socket.
 
     `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
-    connection, so that the reason can be determined. `sender` sends the consumer's bytes; it is
-    None until the consumer has sent the address that the sender needs.
+    connection, so that the reason can be determined; it is None if the process had no descriptor
+    left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
+    that the sender needs.
     """
 
-    def __init__(self, listener: ControlListener, identity: bytes, duplicate: socket.socket):
+    def __init__(self, listener: ControlListener, identity: bytes, duplicate: socket.socket | None):
         super().__init__(listener)
         self.identity, self.duplicate = identity, duplicate
         self.sender = listener.find_sender(needs_address=False)
@@ -119,6 +132,8 @@ class PeerConnection(PeerHandle):
         The rest of such a frame is there to be read, or arrives within 10 ms; a peer that closed
         the connection itself has sent an end of file.
         """
+        if self.duplicate is None:
+            return False
         poll = select.poll()  # `select` is limited to descriptors below 1024
         poll.register(self.duplicate, select.POLLIN)
         poll.poll(_UNREAD_WAIT_MS)
@@ -147,7 +162,10 @@ class ControlListener(Listener):
         self.loop = producer.loop
         credentials = find_credentials(address, options)
         self._peers: dict[bytes, PeerConnection] = {}
-        self._by_descriptor: dict[int, PeerConnection | None] = {}
+        self._by_descriptor: dict[int, PeerConnection] = {}
+        self._ungreeted: dict[int, None] = {}  # descriptors of connections, the oldest first
+        self._spare = -1  # a descriptor that is given up to take a connection from the queue
+        self._given_up_at = 0.0
         self._disconnected: list[PeerConnection] = []
         self._refusals: dict[bytes, str] = {}
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
@@ -167,11 +185,12 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         on_refused = partial(self._count, "key")
-        self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
         callbacks = self._on_frames, self._on_event, self._on_idle
-        self._socket = MonitoredSocket(
-            self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
-        )
+        with random_routing_ids():
+            self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
+            self._socket = MonitoredSocket(
+                self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
+            )
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
@@ -185,6 +204,7 @@ class ControlListener(Listener):
 
     def open(self) -> None:
         """Start accepting peers; in the producer's loop."""
+        self._take_spare()
         self._zap_auth.watch()
         self._socket.watch()
 
@@ -308,11 +328,10 @@ class ControlListener(Listener):
         # Handle the end of the connection that had this descriptor before.
         self._socket.read_events()
         descriptor = int(frame.get(zmq.SRCFD))
-        is_open = descriptor in self._by_descriptor
-        duplicate = self._socket.duplicate(descriptor) if is_open else None
-        if duplicate is None:
+        if descriptor not in self._ungreeted:
             return  # disconnected already
-        peer = PeerConnection(self, identity, duplicate)
+        del self._ungreeted[descriptor]
+        peer = PeerConnection(self, identity, self._socket.duplicate(descriptor))
         self._by_descriptor[descriptor] = self._peers[identity] = peer
         self.send_frames(peer, [encode(self.producer.hello)])
 
@@ -332,19 +351,65 @@ class ControlListener(Listener):
 
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._by_descriptor[value] = None
+            self._on_accepted(value)
+        elif event == zmq.EVENT_ACCEPT_FAILED:
+            self._give_up_spare()
         elif event == zmq.EVENT_DISCONNECTED:
-            is_known = value in self._by_descriptor
             peer = self._by_descriptor.pop(value, None)
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
                 self._socket.close_duplicate(peer.duplicate)
                 self._disconnected.append(peer)
-            elif is_known:  # ZMQ does not report why each of these was refused
+            elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
+                del self._ungreeted[value]
                 self._count("no greeting")
+            self._take_spare()
         elif event & BROKEN:
             self._count("handshake")
+
+    def _on_accepted(self, descriptor: int) -> None:
+        """Keep a connection until its `Hello`, unless there are too many, or no descriptors."""
+        if not self._take_spare():
+            self._count("no descriptors")
+            self._socket.disconnect(descriptor)
+            return
+        self._ungreeted[descriptor] = None
+        if len(self._ungreeted) > MAX_UNGREETED:
+            oldest = next(iter(self._ungreeted))
+            del self._ungreeted[oldest]
+            self._count("no greeting")
+            self._socket.disconnect(oldest)
+
+    def _take_spare(self) -> bool:
+        """Keep one descriptor in reserve; return whether there is one."""
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return self._spare >= 0
+
+    def _give_up_spare(self) -> None:
+        """Let ZMQ accept a connection for which there was no descriptor, to disconnect it.
+
+        ZMQ would try again without a pause for as long as the connection is in the queue. If
+        another thread took the spare descriptor, a peer's `duplicate` is given up.
+        """
+        now = time.monotonic()
+        if self._spare >= 0:
+            self._close_spare()
+        elif now < self._given_up_at + _ACCEPT_SECONDS:
+            return  # an event from before ZMQ could use what was given up last
+        else:
+            peers = (one for one in self._by_descriptor.values() if one.duplicate is not None)
+            for peer in itertools.islice(peers, 1):
+                self._socket.close_duplicate(peer.duplicate)
+                peer.duplicate = None
+        self._given_up_at = now
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _on_idle(self) -> None:
         """Remove disconnected peers, now that their last messages have been read."""
@@ -441,9 +506,10 @@ class ControlListener(Listener):
         if self._context.closed:
             return
         self._flush()
-        for peer in filter(None, self._by_descriptor.values()):
+        for peer in self._by_descriptor.values():
             self._socket.close_duplicate(peer.duplicate)
         self._socket.close()
+        self._close_spare()
         self._zap_auth.close()
         for peer in self._peers.values():
             peer.pending.clear()

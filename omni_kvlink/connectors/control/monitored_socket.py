@@ -39,7 +39,7 @@ BROKEN = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_A
 """Monitor events which say that a handshake failed."""
 _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
 _UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED
+_EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
@@ -128,8 +128,33 @@ class MonitoredSocket:
             self._on_event(event, value)
         return found
 
+    def disconnect(self, descriptor: int) -> None:
+        """Disconnect an accepted connection, by its descriptor; ZMQ then closes it.
+
+        Needs no other descriptor. A socket of others that has got the number meanwhile is left
+        alone: it has another local address.
+        """
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            return  # closed meanwhile
+        try:
+            local: object = connection.getsockname()
+            local = f":{local[1]}" if isinstance(local, tuple) else local
+            bound = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(bound, bytes)
+            if local and bound.rstrip(b"\0").decode().endswith(str(local)):
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # disconnected by the peer
+        finally:
+            connection.detach()
+
     def duplicate(self, descriptor: int) -> socket.socket | None:
-        """Duplicate a connection's descriptor for `close_duplicate`; None if it is closed."""
+        """Duplicate a connection's descriptor for `close_duplicate`.
+
+        None if it is closed, or no descriptor is left.
+        """
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -137,8 +162,10 @@ class MonitoredSocket:
         self.descriptors.add(duplicate.fileno())
         return duplicate
 
-    def close_duplicate(self, duplicate: socket.socket) -> None:
+    def close_duplicate(self, duplicate: socket.socket | None) -> None:
         """Close what `duplicate` returned; the connection stays open for the peer until then."""
+        if duplicate is None:
+            return
         self.descriptors.discard(duplicate.fileno())
         duplicate.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,14 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
 _DOMAIN = b"kvlink"
+_RANDOM_NBYTES = 256
+_random_state = ctypes.create_string_buffer(_RANDOM_NBYTES)  # C may use it for ever
 _ZAP = "inproc://zeromq.zap.01"  # fixed by ZMQ (RFC 27); one in each context
 
 
@@ -107,6 +111,25 @@ def find_credentials(address: ControlAddress, options: Options) -> Credentials |
     return Credentials()
 
 
+@contextlib.contextmanager
+def random_routing_ids() -> Iterator[None]:
+    """Have a ROUTER that is made in this block number its peers from a random number on.
+
+    libzmq takes the first number from C's `rand`, which nobody seeds: it is the same in every
+    process. A peer that claims the number of a later one as its routing id ends the process, so it
+    must not be known. The sequence of `rand` goes on afterwards as if nothing had happened.
+    """
+    libc = ctypes.CDLL(None)
+    libc.initstate.restype = ctypes.c_void_p
+    libc.setstate.argtypes = [ctypes.c_void_p]
+    seed = int.from_bytes(os.urandom(4), "little")
+    former = libc.initstate(ctypes.c_uint(seed), _random_state, ctypes.c_size_t(_RANDOM_NBYTES))
+    try:
+        yield
+    finally:
+        libc.setstate(former)
+
+
 class ZapAuth:
     """Answers the authentication requests (ZAP) of all sockets of a context, in the event loop.
 
@@ -146,11 +169,10 @@ class ZapAuth:
                 request = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            is_allowed = self._is_allowed(request)
-            if not is_allowed:
+            status = self._status(request)
+            if status != b"200":
                 self._on_refused()
-            verdict = (b"200", b"OK") if is_allowed else (b"400", b"not on the list")
-            self._socket.send_multipart([*request[:2], *verdict, b"", b""], zmq.DONTWAIT)
+            self._socket.send_multipart([*request[:2], status, b"", b"", b""], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket; in the loop's thread."""
@@ -158,15 +180,18 @@ class ZapAuth:
             self._loop.unwatch(self._socket.FD)
             self._socket.close(0)
 
-    def _is_allowed(self, request: list[bytes]) -> bool:
-        """A request is version, id, domain, address, identity, mechanism, and the client's key."""
+    def _status(self, request: list[bytes]) -> bytes:
+        """Return ZAP's answer: 200 to admit, 400 to refuse, 300 to have the client try again.
+
+        A request is version, id, domain, address, identity, mechanism, and the client's key.
+        """
         if len(request) < 6 or request[2] != _DOMAIN:
-            return False
+            return b"400"
         if self._credentials is None:
-            return request[5] == b"NULL"
+            return b"200" if request[5] == b"NULL" else b"400"
         if len(request) != 7 or request[5] != b"CURVE":
-            return False
+            return b"400"
         try:
-            return request[6] in self._credentials.admitted()
-        except ConnectorError:
-            return False
+            return b"200" if request[6] in self._credentials.admitted() else b"400"
+        except ConnectorError:  # the keys cannot be read now, say for want of a descriptor
+            return b"300"
