@@ -185,9 +185,9 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         on_refused = partial(self._count, "key")
-        self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
         callbacks = self._on_frames, self._on_event, self._on_idle
         with random_routing_ids():
+            self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
             self._socket = MonitoredSocket(
                 self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
             )
