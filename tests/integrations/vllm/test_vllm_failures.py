@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
     ),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 FLIPPING = Path(__file__).with_name("vllm_flipping.py")

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
     ),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)

@@ -281,12 +281,13 @@ def test_requests_that_name_one_cache(engine: Open, load: str, readers: int, is_
 
 
 def check_served(producer: SteppedEngine, consumer: SteppedEngine, *names: str) -> None:
-    """At most the last block was computed again, nothing failed, and no block is held."""
+    """At most the last block was computed again; nothing failed, no block or get is left."""
     assert all(consumer.cached[name] >= 3 * BLOCK for name in names), consumer.cached
     assert consumer.counts.get("load_failed", 0) == 0
     consumer.settle()
     producer.settle()
     assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
+    consumer.step_until(lambda: not consumer.worker._loader._decliner._reads)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
