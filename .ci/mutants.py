@@ -303,7 +303,7 @@ class Copy:
         run = Run(self._forker.run(arguments, limit))
         if report.exists():
             _read(report, run)
-        else:
+        elif run.status > 0:
             print((self.root / "output.txt").read_text()[-4000:])
         return run
 

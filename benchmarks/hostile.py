@@ -6,9 +6,9 @@ Each pair transfers in a loop, first alone, then beside an attacker of another u
 this is root, else of the same user, which is said. The attacker finds every port and socket of both
 processes. It connects, sends random bytes, speaks ZMTP 1, 2 and 3 with forged routing ids, leaves
 handshakes unfinished, sends frames that are too long and messages that do not end, and tries to
-open the processes' memory. Exit status 1 if a process ended, a byte was wrong, a transfer failed, memory
-was opened, the producer grew by more than 32 MiB, an attempt that reached it is in none of its
-counters, or the 99th percentile of the transfers is more than 3 times what it was alone.
+open the processes' memory. Exit status 1 if a process ended, a byte was wrong, a transfer failed,
+memory was opened, the producer grew by more than 32 MiB, an attempt that reached it is in none of
+its counters, or the 99th percentile of the transfers is more than 3 times what it was alone.
 """
 
 from __future__ import annotations

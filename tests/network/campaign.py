@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evidence import Record, parse
 from peer_process import Incarnation
+from zmq_fixtures import free_port
 
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
 ROUNDS = int(os.environ.get("KVLINK_ROUNDS", "3"))
 """Seeds of each test that kills or harms at random in `make test-all`; for a night, 30."""
@@ -29,6 +31,24 @@ RESTART = 0.1
 """Seconds between a kill and the restart; the others finish what they are reading."""
 DOUBT = 0.3
 """Timeout of a repeated get for a payload that the killed process may have received."""
+
+
+FREEZE = 1.0
+"""Seconds that a process is stopped at most; its peers go on waiting for it."""
+KINDS = ("kill", "freeze", "descriptors")
+"""A process is killed and restarted, stopped for a while, or has no free descriptor for a while."""
+Fault: TypeAlias = tuple[str, str]
+"""One of `KINDS`, and the name of a process."""
+
+
+def address(transport: str, directory: str) -> str:
+    """The URL of a campaign over a transport; sockets are in the directory."""
+    if transport == "shm":
+        return "shm://campaign"
+    if transport == "zmq+ipc":
+        return f"zmq+ipc://{directory}/campaign.sock"
+    query = "?trusted_network=1" if transport == "ucx" else ""
+    return f"{transport}://127.0.0.1:{free_port()}{query}"
 
 
 class Forker:
@@ -72,16 +92,23 @@ class Campaign:
         }
         self._counts: dict[Path, tuple[int, int]] = {}
 
-    def run(self, rng: random.Random, kills: list[str]) -> list[Record]:
-        """Kill and restart these at random times; return the logs of all processes."""
+    def run(self, rng: random.Random, faults: Sequence[Fault]) -> list[Record]:
+        """Do this to these processes at random times; return the logs of all processes."""
         for name in self._logs:
             self._begin(name)
-        moments = sorted(rng.sample(range(10, len(self.orders)), len(kills)))
-        for name, moment in zip(kills, moments, strict=True):
+        moments = sorted(rng.sample(range(10, len(self.orders)), len(faults)))
+        for (kind, name), moment in zip(faults, moments, strict=True):
             until(lambda m=moment: self._reads() >= m, f"{moment} reads", 3 * PATIENCE)  # type: ignore[misc]
             time.sleep(rng.random() * 0.01)
-            self._kill(name)
-            self._begin(name)
+            if kind == "kill":
+                self._kill(name)
+                self._begin(name)
+            elif kind == "freeze":
+                os.kill(self._pids[name], signal.SIGSTOP)
+                time.sleep(FREEZE * rng.random())
+                os.kill(self._pids[name], signal.SIGCONT)
+            else:
+                os.kill(self._pids[name], signal.SIGUSR1)
         until(self._ended, "everybody ended", 3 * PATIENCE)
         for name in (*READERS, PRODUCER):
             os.kill(self._pids[name], signal.SIGTERM)

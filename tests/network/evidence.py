@@ -82,7 +82,7 @@ def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record
     readers = [record for record in records if record.role == "reader"]
     for record in records:
         for entry in record.entries:
-            if entry.event in ("WRONG", "BROKE"):
+            if entry.event in ("WRONG", "BROKE", "LEAK"):
                 yield f"{record.peer}.{record.number}: {entry.key} {entry.event}"
     yield from _receipts(producers, readers)
     yield from _deliveries(orders, producers, readers)

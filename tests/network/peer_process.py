@@ -10,17 +10,23 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from typing import Any
 
 from omni_kvlink import (
+    CapacityError,
+    IntegrityError,
     KVCacheTransferData,
     KVConsumer,
     KVLink,
+    KVLinkError,
+    KVProducer,
     PeerLostError,
     Receipt,
     TransferFailed,
@@ -32,6 +38,12 @@ from omni_kvlink.testing.memory_checks import sized
 SIZES = (2_000, 40_000, 300_000, 1_500_000)
 """Bytes of payloads: inline, in one chunk, in several."""
 TTL = 5.0
+PATIENCE = 60.0
+"""Seconds until memory that is still in use is a leak."""
+EXHAUSTED = 0.3
+"""Seconds that a process is left without a free descriptor."""
+was_exhausted = threading.Event()
+"""Set once this process had no free descriptor: then calls may fail for that."""
 AHEAD = 12
 """Payloads that a producer puts before it waits for the first one's receipt."""
 
@@ -80,16 +92,57 @@ class Log:
 def produce(incarnation: Incarnation, log: Log) -> None:
     waiting: deque[tuple[str, Receipt]] = deque()
     with KVLink.serve(incarnation.url, **incarnation.options) as link:
+        threading.Thread(target=exhaust_when_told, daemon=True).start()
         for key, readers in incarnation.tasks:
-            data = recipe(key, incarnation.number).make()
             log.write(key, "put", int(readers))
-            receipt = link.put(data, readers=int(readers), ttl=TTL, timeout=60)
+            receipt = put(link, key, incarnation.number, int(readers), log)
             waiting.append((key, receipt))
             if len(waiting) == AHEAD:
                 wait_receipt(*waiting.popleft(), log)
         for key, receipt in waiting:
             wait_receipt(key, receipt, log)
+        check_memory(link, log)
         wait_for_term(log)
+
+
+def put(link: KVProducer, key: str, incarnation: int, readers: int, log: Log) -> Receipt:
+    """Put a payload, again if there was no descriptor for its memory."""
+    while True:
+        try:
+            data = recipe(key, incarnation).make()
+            return link.put(data, readers=readers, ttl=TTL, timeout=60)
+        except CapacityError:  # noqa: PERF203 (it is rare)
+            log.write(key, "refused")
+            time.sleep(EXHAUSTED / 10)
+
+
+def check_memory(link: KVProducer | KVConsumer, log: Log) -> None:
+    """Log a leak if memory of payloads that have ended stays in use."""
+    deadline = time.monotonic() + PATIENCE
+    while link.stats().get("memory", {}).get("used"):
+        if time.monotonic() > deadline:
+            log.write("-", "LEAK")
+            return
+        time.sleep(0.01)
+
+
+def exhaust_when_told() -> None:
+    """At each SIGUSR1, leave this process without a free descriptor for a while."""
+    while True:
+        signal.sigwait([signal.SIGUSR1])
+        was_exhausted.set()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        plugs, highest = list[int](), max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    plugs.append(os.dup(2))
+            time.sleep(EXHAUSTED)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for plug in plugs:
+                os.close(plug)
 
 
 def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
@@ -100,10 +153,12 @@ def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
 
 def read(incarnation: Incarnation, log: Log) -> None:
     with KVLink.connect(incarnation.url, timeout=60, **incarnation.options) as link:
+        threading.Thread(target=exhaust_when_told, daemon=True).start()
         for key, patience in incarnation.tasks:
             deadline = time.monotonic() + patience
             while not read_one(link, key, deadline, log):
                 pass
+        check_memory(link, log)
         wait_for_term(log)
 
 
@@ -121,6 +176,11 @@ def read_one(link: KVConsumer, key: str, deadline: float, log: Log) -> bool:
         return left <= 0
     except (TransferFailed, TransferTimeout) as error:
         log.write(key, type(error).__name__)
+    except (KVLinkError, OSError) as error:
+        if isinstance(error, IntegrityError) or not was_exhausted.is_set():
+            raise
+        log.write(key, "lost")  # nothing could be opened for it: it is requested again
+        return left <= 0
     return True
 
 
@@ -140,7 +200,7 @@ def run_incarnation(incarnation: Incarnation) -> None:
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     for line in sys.stdin:
         command = json.loads(line)
         if "reap" in command:

@@ -54,6 +54,7 @@ CONTRADICTIONS = {
     ],
     "WRONG": [producer("released"), Record("reader", "A", 0, False, [Entry("k", "WRONG")])],
     "BROKE": [producer("released"), Record("reader", "A", 0, False, [Entry("-", "BROKE")])],
+    "LEAK": [producer("released"), Record("reader", "A", 0, False, [Entry("-", "LEAK")])],
     "for 2, 3…3 reads": [
         producer("released"),
         reader("A", "k", "x", killed=True),

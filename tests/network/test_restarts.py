@@ -7,9 +7,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker
+from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker, address
 from evidence import contradictions
-from zmq_fixtures import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,15 +29,6 @@ def forker() -> Iterator[Forker]:
     forker.close()
 
 
-def address(transport: str, directory: str) -> str:
-    if transport == "shm":
-        return "shm://campaign"
-    if transport == "zmq+ipc":
-        return f"zmq+ipc://{directory}/campaign.sock"
-    query = "?trusted_network=1" if transport == "ucx" else ""
-    return f"{transport}://127.0.0.1:{free_port()}{query}"
-
-
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
 def campaign(
     request: pytest.FixtureRequest, forker: Forker, socket_dir: str, tmp_path: Path
@@ -54,7 +44,7 @@ def campaign(
 
 def judge(campaign: Campaign, seed: str, to_kill: list[str], times: int) -> None:
     rng = random.Random(seed)
-    kills = [rng.choice(to_kill) for _ in range(times)]
+    kills = [("kill", rng.choice(to_kill)) for _ in range(times)]
     records = campaign.run(rng, kills)
     assert list(contradictions(campaign.orders, records)) == [], f"seed {seed!r}, killed {kills}"
     assert sum(record.killed for record in records) == times

@@ -133,6 +133,7 @@ def test_tombstone_answers_until_it_expires(bench: Bench) -> None:
     bench.request("a", 1, "k")
     bench.transfers.fail("k", "why", "failed", 0.0)
     assert bench.sent_messages() == [("a", Failed(1, "why", "failed"))]
+    bench.transfers.tick(1.0)
     bench.request("a", 2, "k", 1.0)
     assert bench.sent_messages() == [("a", Failed(2, "why", "failed"))]
     bench.transfers.tick(TOMBSTONE_SECONDS)
