@@ -41,12 +41,12 @@ class UcxSettings(NamedTuple):
         """
         devices = options.ucx_devices
         if not options.trusted_network:
-            strangers = "every user of this machine" if address.is_local else "all of that network"
+            others = "every user of this machine" if address.is_local else "all of that network"
             cure = "shm://" if address.is_local else "zmq+tcp:// with keys"
             raise ConnectorError(
                 f"{address.url}: whoever reaches a port of UCX can write into this process's "
                 f"memory, read payloads, and end the process; use {cure}, or pass "
-                f"trusted_network=True if {strangers} is trusted as this process is"
+                f"trusted_network=True if {others} is trusted as this process is"
             )
         if address.is_local and devices not in ("", LOOPBACK):
             raise ConnectorError(

@@ -276,7 +276,7 @@ class UcxTransport:
         done = {request.endpoint for request in self._active if request.handle.completed}
         rounds = {endpoint: number + 1 for endpoint, number in self._connecting.items()}
         if done & rounds.keys() or any(number & (number - 1) == 0 for number in rounds.values()):
-            worker.set_close_on_exec()
+            done &= rounds.keys() if worker.set_close_on_exec() else set()
         self._connecting = {one: number for one, number in rounds.items() if one not in done}
 
     def _match(self, worker: UcxWorker) -> bool:

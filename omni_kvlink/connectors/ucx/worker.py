@@ -99,14 +99,19 @@ class UcxWorker:
         self.arm: Callable[[], bool] = self._worker.arm
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
 
-    def set_close_on_exec(self) -> None:
+    def set_close_on_exec(self) -> bool:
         """Make the descriptors close-on-exec that UCX has opened, which it does without the flag.
+
+        Returns False if there is no descriptor left to look for them.
 
         They are found from `fd`: the epoll sets below it have the connections; the set of UCX's own
         thread, which has one of those below it, has the ports. A connection may be accepted at any
         time, and is inherited by a program that is started before the next call.
         """
-        links = _links()
+        try:
+            links = _links()
+        except OSError:
+            return False
         sets = {fd: _watched(fd) for fd, link in links.items() if link == "anon_inode:[eventpoll]"}
         found = _below({self.fd}, sets)
         shared = found - {self.fd}  # `fd` itself is in the set of the transport's thread
@@ -115,6 +120,7 @@ class UcxWorker:
         for fd in found | {fd for fd, link in links.items() if link in pipes}:
             with contextlib.suppress(OSError):  # closed meanwhile
                 os.set_inheritable(fd, False)
+        return True
 
     def connect(self, address: bytes) -> Any:
         """Return an endpoint at once; PeerLostError only if UCX knows already that it fails."""
