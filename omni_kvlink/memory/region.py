@@ -189,8 +189,8 @@ class Mapping:
         self, pages: mmap.mmap | _FilePages, nbytes: int, *, fd: int = -1, readonly: bool = False
     ):
         self.fd, self.nbytes = fd, nbytes
-        owner = MappedPages(pages, nbytes, readonly=readonly)
-        self.region = Region(owner.address, nbytes, owner, readonly=readonly)
+        self._pages = MappedPages(pages, nbytes, readonly=readonly)
+        self.region = Region(self._pages.address, nbytes, self._pages, readonly=readonly)
 
     @classmethod
     def anonymous(cls, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> Mapping:
@@ -266,7 +266,7 @@ class Mapping:
 
     def _not_inherited(self) -> Mapping:
         _inherited.add(self)
-        _inherited_pages.add(self.region.owner)
+        _inherited_pages.add(self._pages)
         return self
 
     def _populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:

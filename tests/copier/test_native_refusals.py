@@ -77,12 +77,12 @@ def test_a_target_that_is_indexed_twice() -> None:
 
 
 @pytest.mark.parametrize("entry", [-1, -(1 << 63), BLOCKS, 1 << 40, (1 << 63) - 1])
-@pytest.mark.parametrize("place", range(USED))
-def test_an_index_outside_the_pool(entry: int, place: int) -> None:
+@pytest.mark.parametrize("entry_number", range(USED))
+def test_an_index_outside_the_pool(entry: int, entry_number: int) -> None:
     index = [5, 0, 2]
-    index[place] = entry
+    index[entry_number] = entry
     memory = Memory(index)
-    text = rf"index\[{place}\] is {entry}; it must be below 8"
+    text = rf"index\[{entry_number}\] is {entry}; it must be below 8"
     memory.refused(lambda: memory.batch().gather(), host.BOUNDS, text)
     memory.refused(lambda: memory.batch().scatter(b""), host.BOUNDS, text)
 

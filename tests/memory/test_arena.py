@@ -313,21 +313,21 @@ def test_close_wakes_waiting_threads_and_leaves_regions_usable() -> None:
 
 def test_close_ends_the_growth_of_a_pool() -> None:
     """A put that maps gigabytes does not go on doing so after its link was closed."""
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     def make(nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
-        def ask() -> bool:
-            if asked:
+        def is_still_wanted() -> bool:
+            if answers:
                 arenas.close()
-            asked.append(is_wanted())
-            return asked[-1]
+            answers.append(is_wanted())
+            return answers[-1]
 
-        return Mapping.anonymous(nbytes, ask)
+        return Mapping.anonymous(nbytes, is_still_wanted)
 
     arenas = ArenaPool(make, 8 * STEP)
     with pytest.raises(ClosedError):
         arenas.reserve(4 * STEP)
-    assert asked == [True, False]
+    assert answers == [True, False]
     assert arenas.stats()["mapped"] == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -24,64 +24,73 @@ from omni_kvlink.payload.paged import BlockTable, PagedTensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Use: TypeAlias = "Callable[[torch.Tensor], None]"
 LAYER = torch.ones(3, 2, 4)
 
 
-def in_vmap(use: Callable[[Any], None]) -> None:
-    torch.vmap(lambda each: (use(each), each)[1])(torch.ones(2, 3, 2, 4))
+def summed(use: Use) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(each: torch.Tensor) -> torch.Tensor:
+        use(each)
+        return each.sum()
+
+    return call
 
 
-def in_grad(use: Callable[[Any], None]) -> None:
-    torch.func.grad(lambda each: (use(each), each.sum())[1])(LAYER)
+def in_vmap(use: Use) -> None:
+    torch.vmap(summed(use))(torch.ones(2, 3, 2, 4))
 
 
-def in_jvp(use: Callable[[Any], None]) -> None:
-    torch.func.jvp(lambda each: (use(each), each)[1], (LAYER,), (LAYER,))
+def in_grad(use: Use) -> None:
+    torch.func.grad(summed(use))(LAYER)
 
 
-def in_functionalize(use: Callable[[Any], None]) -> None:
-    torch.func.functionalize(lambda each: (use(each), each)[1])(LAYER)
+def in_jvp(use: Use) -> None:
+    torch.func.jvp(summed(use), (LAYER,), (LAYER,))
 
 
-def fake(use: Callable[[Any], None]) -> None:
+def in_functionalize(use: Use) -> None:
+    torch.func.functionalize(summed(use))(LAYER)
+
+
+def fake(use: Use) -> None:
     with FakeTensorMode():
         tensor = torch.ones(3, 2, 4)
     use(tensor)
 
 
-def freed(use: Callable[[Any], None]) -> None:
+def freed(use: Use) -> None:
     tensor = torch.ones(3, 2, 4)
     tensor.untyped_storage().resize_(0)
     use(tensor)
 
 
-def cut(use: Callable[[Any], None]) -> None:
+def cut(use: Use) -> None:
     tensor = torch.ones(3, 2, 4)
     tensor.untyped_storage().resize_(95)
     use(tensor)
 
 
-def zero(use: Callable[[Any], None]) -> None:
+def zero(use: Use) -> None:
     use(torch._efficientzerotensor((3, 2, 4)))
 
 
-def nested(use: Callable[[Any], None]) -> None:
+def nested(use: Use) -> None:
     use(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]))
 
 
-def sparse(use: Callable[[Any], None]) -> None:
+def sparse(use: Use) -> None:
     use(LAYER.to_sparse())
 
 
-def quantized(use: Callable[[Any], None]) -> None:
+def quantized(use: Use) -> None:
     use(torch.quantize_per_tensor(LAYER, 0.1, 0, torch.qint8))
 
 
-def conjugate(use: Callable[[Any], None]) -> None:
+def conjugate(use: Use) -> None:
     use(torch.ones(3, 2, 4, dtype=torch.complex64).conj())
 
 
-FOREIGN = {
+FOREIGN: dict[Callable[[Use], None], str] = {
     in_vmap: "no memory of its own.*torch.func",
     in_grad: "no memory of its own.*torch.func",
     in_jvp: "no memory of its own.*torch.func",
@@ -99,7 +108,7 @@ FOREIGN = {
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
 @pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
-def test_tensors_that_cannot_be_sent(make: Callable[[Callable[[Any], None]], None]) -> None:
+def test_tensors_that_cannot_be_sent(make: Callable[[Use], None]) -> None:
     """SchemaError names the tensor and says why, before anything is planned."""
     metadata = {"kv_lens": [3], "ropes": [0], "num_layers": 1}
 
@@ -132,9 +141,8 @@ INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int32, torch
 def test_integers_of_others(of: Callable[[int], Any]) -> None:
     shard = Shard(of(1), of(2), (of(2), of(4)))
     sizes = {"num_layers": of(2), "seq_len": of(3), "block_size": of(16)}
-    metadata = KVMetadata(
-        [of(1), of(2)], [of(4), of(5)], image_shape=(of(8), of(9)), shard=shard, **sizes
-    )
+    lens, ropes = (of(1), of(2)), (of(4), of(5))
+    metadata = KVMetadata(lens, ropes, image_shape=(of(8), of(9)), shard=shard, **sizes)
     plain = KVMetadata(
         (1, 2), (4, 5), 2, seq_len=3, block_size=16, image_shape=(8, 9), shard=Shard(1, 2, (2, 4))
     )

@@ -30,13 +30,13 @@ def covered(view: TensorView) -> set[int]:
     if isinstance(view, PagedTensor):
         table = view.block_table
         blocks = range(table.tokens)
-        places = [
+        positions = [
             divmod(int(table.index[token]), SIZE)
             if table.by_slot
             else (int(table.index[token // SIZE]), token % SIZE)
             for token in blocks
         ]
-        numbers = torch.stack([numbers[place] for place in places])
+        numbers = torch.stack([numbers[position] for position in positions])
     starts = storage.data_ptr() + numbers.reshape(-1) * memory.itemsize
     return {start + byte for start in starts.tolist() for byte in range(memory.itemsize)}
 
