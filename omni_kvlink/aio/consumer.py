@@ -42,7 +42,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         """`KVConsumer.get`; cancelling the task cancels the request."""
         check_verify(verify)
         started = time.perf_counter()
-        delivery = await self._receive(request_id, timeout, streamed=False)
+        delivery = await self._receive(request_id, timeout, streamed=False, verify=verify)
         received = open_delivery(self.link, delivery, started=started)
         if verify == "full":
             await _Verification(received).run()
@@ -55,10 +55,13 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
-    async def _receive(self, request_id: str, timeout: float, *, streamed: bool) -> Delivery:
+    async def _receive(
+        self, request_id: str, timeout: float, *, streamed: bool, verify: Verify = "auto"
+    ) -> Delivery:
         attempts = GetAttempts(check_timeout(timeout))
         while True:
-            request = _AsyncGet(self.link, request_id, attempts.seconds_left(), streamed=streamed)
+            left = attempts.seconds_left()
+            request = _AsyncGet(self.link, request_id, left, streamed=streamed, verify=verify)
             pending = await self._answered(request)
             try:
                 return pending.wait(timeout=0.0)  # answered or out of time: does not block
@@ -165,8 +168,16 @@ class AsyncReceivedStream:
 class _AsyncGet:
     """Runs `begin_get`, in any thread; after `cancel`, a get that was begun is cancelled."""
 
-    def __init__(self, consumer: KVConsumer, request_id: str, timeout: float, *, streamed: bool):
-        self._begin = partial(begin_get, consumer, request_id, streamed=streamed)
+    def __init__(
+        self,
+        consumer: KVConsumer,
+        request_id: str,
+        timeout: float,
+        *,
+        streamed: bool,
+        verify: Verify,
+    ):
+        self._begin = partial(begin_get, consumer, request_id, streamed=streamed, verify=verify)
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._cancelled = False

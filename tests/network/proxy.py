@@ -96,6 +96,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._corruption: tuple[str, str, float] | None = None
+        self._flips: list[int] = []
         self.connections: list[Connection] = []
         self.counts: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._accept)]
@@ -103,6 +104,10 @@ class Proxy:
 
     def start_harm(self, harm: str, seed: str, mean: float) -> None:
         self._corruption = harm, seed, mean
+
+    def flip_at(self, *offsets: int) -> None:
+        """Flip a bit of these bytes of what the producer sends from now on."""
+        self._flips = sorted(offsets)
 
     def stop_harm(self) -> None:
         """Forward all bytes from now on; a stream that stalls is not resumed."""
@@ -157,6 +162,8 @@ class Proxy:
                     harm, seed, mean = self._corruption
                     corruption = Corruption(harm, f"{seed}/{name}", mean)
                 treated = corruption.treat(piece) if corruption else piece
+                if name.endswith("down"):
+                    treated = self._flip(treated)
                 if corruption and (treated != piece or corruption.harm == HARMLESS):
                     self.counts[corruption.harm] += 1
                     if corruption.harm in FALSE:
@@ -168,6 +175,14 @@ class Proxy:
                 passed += len(piece)
                 sink.sendall(treated)
         connection.end()
+
+    def _flip(self, piece: bytes) -> bytes:
+        flipped = bytearray(piece)
+        for offset in [offset for offset in self._flips if offset < len(piece)]:
+            flipped[offset] ^= 1
+            self.counts["bit"] += 1
+        self._flips = [offset - len(piece) for offset in self._flips if offset >= len(piece)]
+        return bytes(flipped)
 
     def _swallow(self, source: socket.socket) -> None:
         while source.recv(_PIECE):

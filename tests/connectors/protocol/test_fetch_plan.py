@@ -149,3 +149,54 @@ def test_any_order_of_arrival(seed: int, goals: list[tuple[int, int]]) -> None:
         while (span := plan.next_range(400)) is not None:
             requested += [(n, n + 1) for n in range(*span)]
     assert sorted(labels) == list(range(len(spans)))
+
+
+@given(added=SPANS, removed=SPANS, window=st.tuples(st.integers(0, 60), st.integers(0, 30)))
+def test_integers_are_removed(
+    added: list[tuple[int, int]], removed: list[tuple[int, int]], window: tuple[int, int]
+) -> None:
+    spans, model = RangeSet(), set[int]()
+    for start, length in added:
+        spans.add(start, start + length)
+        model |= set(range(start, start + length))
+    for start, length in removed:
+        spans.remove(start, start + length)
+        model -= set(range(start, start + length))
+    start, stop = window[0], sum(window)
+    found = [n for first, last in spans.parts(start, stop) for n in range(first, last)]
+    assert found == sorted(model & set(range(start, stop)))
+    assert {n for first, last in spans._ranges for n in range(first, last)} == model
+
+
+def test_bytes_are_fetched_again_before_others() -> None:
+    plan: FetchPlan[str] = FetchPlan(100)
+    plan.request(0, 60, "all")
+    assert plan.next_range(40) is None  # less than a chunk
+    assert plan.next_range(WINDOW) == (0, 60)
+    plan.request(60, 100, "more")
+    plan.on_received(0, 60)
+    for span in ((10, 20), (40, 50)):
+        plan.fetch_again(*span)
+    assert list(plan.pop_complete()) == []
+    assert (plan.received_nbytes, plan.parts(0, 100)) == (40, [(0, 10), (20, 40), (50, 60)])
+    assert everything(plan) == [(10, 20), (40, 50), (60, 100)]
+    with pytest.raises(WireError, match="twice"):
+        plan.check(20, 5)
+    plan.on_received(10, 10)
+    assert not plan.has(0, 60)
+    plan.on_received(40, 10)
+    assert plan.has(0, 60)
+    assert list(plan.pop_complete()) == ["all"]
+
+
+def test_after_a_cancellation() -> None:
+    """What was requested may arrive; nothing is complete, and nothing more is requested."""
+    plan: FetchPlan[str] = FetchPlan(3 * CHUNK)
+    plan.request(0, plan.nbytes, "all")
+    assert plan.next_range(CHUNK) == (0, CHUNK)
+    plan.cancel()
+    assert plan.is_active
+    plan.on_received(0, CHUNK)
+    assert not plan.is_active
+    assert list(plan.pop_complete()) == []
+    assert plan.next_range(WINDOW) is None

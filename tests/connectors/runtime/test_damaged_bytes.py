@@ -195,12 +195,12 @@ def test_a_damaged_layer_of_a_stream(ends: Ends, line: Line, how: str, place: st
         for (_, layer), tensors in views.items():
             out.write_layer(layer, *tensors)
         out.commit()
-    for layer in stream:
-        assert hash_tensors(layer.tensors) == hash_tensors(views["kv", layer.index])
+    for found in stream:
+        assert hash_tensors(found.tensors) == hash_tensors(views["kv", found.index])
     stream.wait(timeout=PATIENCE).close()
     assert line.times == 0
     assert counts(reader) == {"verified": 1, "refetched": 1}
-    del layer
+    del found
     stream.release()
     until_freed(producer)
 

@@ -9,6 +9,7 @@ import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE
 
@@ -53,3 +54,18 @@ def test_many_streams(ends: tuple[KVProducer, KVConsumer], how: str) -> None:
             assert {one.index: hash_tensors(one.tensors) for one in stream} == hashes
             assert fingerprint(stream.wait(timeout=PATIENCE)) == fingerprint(data)
         receipt.wait(timeout=60)
+
+
+def test_a_cancelled_get_whose_payload_has_arrived(ends: tuple[KVProducer, KVConsumer]) -> None:
+    """Nobody has a view of it: another get has it."""
+    producer, reader = ends
+    data = Recipe("k").make()
+    pending = begin_get(reader, "k", timeout=60)
+    receipt = producer.put(data)
+    pending.future.result(PATIENCE)
+    pending.cancel()
+    with reader.get("k", timeout=PATIENCE) as found:
+        assert fingerprint(found) == fingerprint(data)
+    del found
+    receipt.wait(timeout=60)
+    assert producer.stats()["transfers"]["redelivered"] == 1
