@@ -537,6 +537,7 @@ class ShmSession(MappedSession):
         self._channel.close()
         self._arenas.clear()
         self.get_table.close(error)
+        self.get_table.disconnect()
         self._close_done.set()
         self._loop.close()
 
