@@ -54,9 +54,7 @@ def is_in_finalizer(frame: FrameType | None) -> bool:
     return False
 
 
-def put_once_awaited(
-    producer: KVProducer, receipts: list[Receipt], ended: threading.Event
-) -> None:
+def put_once_awaited(producer: KVProducer, receipts: list[Receipt], ended: threading.Event) -> None:
     """Put when the get waits, or has ended."""
     stats = producer.stats
     until(lambda: ended.is_set() or stats()["transfers"]["waiting"] > 0, "the get waits")

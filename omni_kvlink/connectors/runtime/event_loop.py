@@ -73,6 +73,8 @@ class EventLoop:
         """Run `function` in the loop's thread, after earlier calls; never blocks, takes no lock."""
         self._calls.append(function)
         self._wake_up()
+        if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
+            self._calls.clear()
 
     def run_pending(self) -> None:
         """Run the pending calls now; in the loop's thread only."""

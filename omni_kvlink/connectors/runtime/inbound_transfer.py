@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
