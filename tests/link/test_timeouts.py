@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,6 @@ from omni_kvlink.aio import AsyncKVConsumer, AsyncKVLink, AsyncKVProducer
 from omni_kvlink.lookup import LookupConsumer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, can_retry, open_stream
 from omni_kvlink.testing.caches import Recipe
-from omni_kvlink.testing.rig import expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +62,8 @@ def calls(producer: KVProducer, consumer: KVConsumer) -> dict[str, Callable[[flo
 @pytest.mark.parametrize("ends", ["inproc", "shm"], indirect=True)
 def test_what_is_no_time_is_refused(ends: tuple[KVProducer, KVConsumer], seconds: float) -> None:
     for name, call in calls(*ends).items():
-        error = expect(ValueError, partial(call, seconds))
-        assert "timeout=" in str(error) or "ttl" in str(error), name
+        with pytest.raises(ValueError, match=r"timeout=|ttl"):
+            print(name, call(seconds))
     ends[1].close()
 
 

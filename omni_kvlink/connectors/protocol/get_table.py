@@ -204,8 +204,8 @@ class GetState:
     an exception of a signal handler, its finalizer cancels the request or releases the payload
     unread, by `drop`, which takes no lock. So the table does not keep it.
 
-    `ready`, of a connector that brings the bytes here first, ends when they are here. `inbound` is its transfer, of a connector that brings the bytes here first; `phase`, how far the
-    payload was when it was last heard of, is for errors.
+    Of a connector that brings the bytes here first, `ready` ends when they are here, and `inbound`
+    is their transfer. `phase`, how far the payload was when it was last heard of, is for errors.
     """
 
     def __init__(

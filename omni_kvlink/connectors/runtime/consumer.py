@@ -26,7 +26,6 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import (
     ClosedError,
     ConnectorError,
@@ -40,6 +39,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.payload.manifest import MAX_HEADER
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.region import Region
 
 _RECONNECT_SECONDS = 0.5
