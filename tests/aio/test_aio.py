@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from aio_fixtures import THREE, Test, waiting
@@ -178,7 +178,7 @@ def test_every_call_while_the_pool_is_occupied(run: Callable[[Test], None]) -> N
     """No call needs a thread of the event loop's pool, which other code may fill."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        data = THREE.make()
+        data: Any = THREE.make()
         with occupied_pool():
             waits = [
                 producer.wait(await producer.put(Recipe(f"k{n}").make()), timeout=60)

@@ -38,7 +38,7 @@ URLS = {
 _numbers = itertools.count()
 SMALL = Recipe("small").make()
 LARGE = Recipe("large", layers=2, tokens=20_000, heads=8, dim=64).make()
-STREAM = Recipe("stream", layers=2).make()
+STREAM: Any = Recipe("stream", layers=2).make()
 
 
 @pytest.fixture(params=URLS)

@@ -143,7 +143,7 @@ def transfer(opened: Ends) -> None:
         receipt = producer.put(DATA)
         consumer.get("k", timeout=60).release()
         receipt.wait(timeout=60)
-        data = Recipe("s", layers=2).make()
+        data: Any = Recipe("s", layers=2).make()
         with producer.stream_put(data) as out, consumer.stream_get("s", timeout=60) as stream:
             for layer in range(2):
                 out.write_layer(layer, *(part[layer] for part in data.layer_blocks.values()))
@@ -222,7 +222,7 @@ def use_in_child(number: int, producer: KVProducer, consumer: KVConsumer) -> Non
     for call in calls[: number % 5]:
         try:
             call()
-        except ClosedError:
+        except ClosedError:  # noqa: PERF203 - of each call
             refused += 1
     if number % 3:
         producer.close()

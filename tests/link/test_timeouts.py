@@ -63,8 +63,7 @@ def calls(producer: KVProducer, consumer: KVConsumer) -> dict[str, Callable[[flo
 def test_what_is_no_time_is_refused(ends: tuple[KVProducer, KVConsumer], seconds: float) -> None:
     for name, call in calls(*ends).items():
         with pytest.raises(ValueError, match=r"timeout=|ttl"):
-            call(seconds)
-            pytest.fail(f"{name}: it was accepted")
+            print(name, call(seconds))
     ends[1].close()
 
 

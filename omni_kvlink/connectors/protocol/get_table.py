@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.messages import (
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
+
+
+T = TypeVar("T")
 
 
 class Progress:
@@ -212,8 +216,8 @@ class GetState:
     an exception of a signal handler, its finalizer cancels the request or releases the payload
     unread, by `drop`, which takes no lock. So the table does not keep it.
 
-    `ready`, of a connector that brings the bytes here first, ends when they are here; `inbound` is
-    its transfer. `phase`, how far the payload was when it was last heard of, is for errors.
+    Of a connector that brings the bytes here first, `ready` ends when they are here, and `inbound`
+    is their transfer. `phase`, how far the payload was when it was last heard of, is for errors.
     """
 
     def __init__(
@@ -326,12 +330,12 @@ class GetTable:
         """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
         check_process(self._pid, f"the get of {get_state.key!r}")
         try:
-            return get_state.future.result(check_timeout(timeout))
+            return result_of(get_state.future, check_timeout(timeout))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
             if not self.cancel(get_state):
-                return get_state.future.result()
+                return result_of(get_state.future)
             raise get_state.timeout_error() from None
         except BaseException:
             self.drop(get_state)
@@ -410,13 +414,18 @@ class GetTable:
         """Fail all gets, also later ones, and all streams; return the gets that were waiting."""
         with self._lock:
             if self._error is None:
-                self._error = error
+                # Without its traceback, whose frames hold the session and its last payload.
+                self._error = type(error)(str(error))
             waiting = list(self._waiting.values())
             self._waiting.clear()
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
         return waiting
+
+    def disconnect(self) -> None:
+        """Send no more messages: the connection is gone, and its session need not be kept."""
+        self._send = self._post = _ignore
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
@@ -437,6 +446,25 @@ class GetTable:
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:
             return self._waiting.pop(get_id, None)
+
+
+def _ignore(message: Message) -> None:
+    pass
+
+
+def result_of(future: Future[T], timeout: float | None = None) -> T:
+    """Return a future's result, or raise a copy of its error.
+
+    The traceback of the error itself would keep the frames that wait, which hold the future: a
+    reference cycle with all that they use.
+    """
+    error = future.exception(timeout)
+    if error is None:
+        return future.result()
+    try:
+        raise copy.copy(error)
+    finally:
+        del error
 
 
 def get_error(key: str, message: Failed) -> KVLinkError:

@@ -61,6 +61,8 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._writers: deque[None] = deque()  # threads that write to it now
+        self._wake_left = -1  # it could not be closed yet
         self._sleeps_until = 0.0
         self._running = True
         self._pid = os.getpid()
@@ -72,6 +74,8 @@ class EventLoop:
         """Run `function` in the loop's thread, after earlier calls; never blocks, takes no lock."""
         self._calls.append(function)
         self._wake_up()
+        if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
+            self._calls.clear()
 
     def run_pending(self) -> None:
         """Run the pending calls now; in the loop's thread only."""
@@ -112,10 +116,13 @@ class EventLoop:
         self._running = False
 
     def _wake_up(self) -> None:
-        # A forked child shares the descriptor, not the thread; -1 after `__del__`, in which a
-        # reference cycle may have been finalized first.
-        if os.getpid() == self._pid and self._wake >= 0:
+        # A forked child shares the descriptor, not the thread.
+        if os.getpid() != self._pid:
+            return
+        self._writers.append(None)
+        if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
+        self._writers.pop()
 
     def _on_wake(self, events: int) -> None:
         os.eventfd_read(self._wake)
@@ -137,11 +144,23 @@ class EventLoop:
             self._selector.close()
             self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
             self._calls.clear()
+            self._close_wake()
+
+    def _close_wake(self) -> None:
+        """Close the descriptor, unless a late `call` may write to it: its number could be reused.
+
+        A `call` that begins now finds -1. One that an exception ended stays a writer; `__del__`
+        closes the descriptor then.
+        """
+        wake, self._wake = self._wake, -1
+        if self._writers:
+            self._wake_left = wake
+        else:
+            os.close(wake)
 
     def __del__(self) -> None:
-        # Not in `close`: a late finalizer may still write to it, and its number must not be reused.
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+        for descriptor in {self._wake, self._wake_left} - {-1}:
+            os.close(descriptor)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)

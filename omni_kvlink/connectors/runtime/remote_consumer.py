@@ -13,7 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.call_checks import check_timeout
-from omni_kvlink.connectors.protocol.get_table import GetState, GetTable, get_error
+from omni_kvlink.connectors.protocol.get_table import (
+    GetState,
+    GetTable,
+    get_error,
+    result_of,
+)
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Chunk,
@@ -63,7 +68,7 @@ class RemoteGet(SessionGet):
         self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
         try:
-            inbound.ready.result(max(0.0, deadline - time.monotonic()))
+            result_of(inbound.ready, max(0.0, deadline - time.monotonic()))
         except FutureTimeout as error:
             if isinstance(error, TransferTimeout):  # the same class since Python 3.11
                 raise
@@ -71,7 +76,7 @@ class RemoteGet(SessionGet):
             if inbound.cancel():
                 self._get_state.settle()
                 raise self._get_state.timeout_error() from None
-            inbound.ready.result()
+            result_of(inbound.ready)
         except KVLinkError:
             self._get_state.settle()
             raise

@@ -636,6 +636,7 @@ class ShmSession(MappedSession):
             os.close(self._pidfd)
         self._channel.close()
         self._arenas.clear()
+        self.get_table.disconnect()
         self._close_done.set()
         self._loop.close()
 
