@@ -64,7 +64,7 @@ def content(number: int) -> bytes:
 def produce(url: str, options: dict[str, Any]) -> None:
     """Serve; for each line `SECONDS` on stdin transfer for so long, and print what it took."""
     with KVLink.serve(url, **options) as link:
-        tell(url=link.url)
+        emit(url=link.url)
         number = 0
         for line in sys.stdin:
             until, times, failed = time.monotonic() + float(line), list[float](), list[str]()
@@ -78,9 +78,9 @@ def produce(url: str, options: dict[str, Any]) -> None:
                     failed.append(repr(error))
                 times.append(1e3 * (time.monotonic() - began))
                 number += 1
-            tell(times=Summary.of(times).to_dict(), count=len(times), failed=failed[:5])
+            emit(times=Summary.of(times).to_dict(), count=len(times), failed=failed[:5])
             counters = counters_of(link.stats())
-            tell(refused=counters)
+            emit(refused=counters)
         link.put(TensorTransferData(f"k{number}", {}, {"last": True})).wait(timeout=PATIENCE)
 
 
@@ -96,7 +96,7 @@ def consume(url: str, options: dict[str, Any]) -> None:
     """Get every payload and compare its bytes by SHA-256; print how many were right."""
     right, wrong, failed, number = 0, 0, list[str](), 0
     with KVLink.connect(url, timeout=PATIENCE, **options) as link:
-        tell(connected=True)
+        emit(connected=True)
         while True:
             try:
                 with link.get(f"k{number}", timeout=2 * PATIENCE) as data:
@@ -112,10 +112,10 @@ def consume(url: str, options: dict[str, Any]) -> None:
                 failed.append(repr(error))
                 break
             number += 1
-    tell(right=right, wrong=wrong, failed=failed)
+    emit(right=right, wrong=wrong, failed=failed)
 
 
-def tell(**values: Any) -> None:
+def emit(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
@@ -279,7 +279,7 @@ def run_attacker(targets: dict[str, Any], seconds: float, rate: float) -> None:
         made = target.reached.total() + target.denied.total() - before
         time.sleep(max(0.0, made / rate - (time.monotonic() - began)))
     target.close()
-    tell(uid=os.geteuid(), reached=target.reached, denied=target.denied, breached=target.breached)
+    emit(uid=os.geteuid(), reached=target.reached, denied=target.denied, breached=target.breached)
 
 
 # ---- one connector after another
@@ -310,7 +310,7 @@ class Process:
         self._to, self._of = os.fdopen(to, "w"), os.fdopen(of)
         Process._fds |= {to, of}
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """The next line that it prints; BenchError if it ended."""
         line = self._of.readline()
         if not line:
@@ -319,8 +319,8 @@ class Process:
             raise report.BenchError(f"a process ended with {os.waitstatus_to_exitcode(status)}")
         return dict(json.loads(line))
 
-    def say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `hear` says how it ended
+    def send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `receive` says how it ended
             self._to.write(f"{line}\n")
             self._to.flush()
 
@@ -405,9 +405,9 @@ def pair(name: str) -> Iterator[tuple[Process, Process]]:
         url, server, client = settings(name, folder)
         try:
             processes.append(Process(produce, url, server))
-            bound = processes[0].hear()["url"]
+            bound = processes[0].receive()["url"]
             processes.append(Process(consume, bound, client))
-            processes[1].hear()
+            processes[1].receive()
             yield processes[0], processes[1]
         finally:
             for process in processes:
@@ -419,26 +419,26 @@ def measure(name: str, seconds: float, rate: float) -> dict[str, Any]:
     result: dict[str, Any] = {"connector": name, "problems": []}
     problems: list[str] = result["problems"]
     with pair(name) as (producer, reader):
-        producer.say(str(max(0.2, seconds / 4)))  # warm
-        producer.hear(), producer.hear()
-        producer.say(str(seconds / 2))
-        alone = producer.hear()
-        before = producer.hear()["refused"]
+        producer.send(str(max(0.2, seconds / 4)))  # warm
+        producer.receive(), producer.receive()
+        producer.send(str(seconds / 2))
+        alone = producer.receive()
+        before = producer.receive()["refused"]
         ports, paths = sockets_of([producer.pid, reader.pid])
         Path(f"/proc/{producer.pid}/clear_refs").write_text("5")  # the peak counts from here on
         resident = memory_of(producer.pid, "VmRSS")
         targets = {"ports": ports, "paths": paths, "pids": [producer.pid, reader.pid]}
         attacker = Process(run_attacker, targets, seconds, rate)
         try:
-            producer.say(str(seconds))
-            beside, _ = producer.hear(), producer.hear()
+            producer.send(str(seconds))
+            beside, _ = producer.receive(), producer.receive()
             if beside["failed"]:
                 raise report.BenchError(f"a transfer failed: {beside['failed'][0]:.200}")
-            made = attacker.hear()
+            made = attacker.receive()
             counted = settled(producer, before, sum(made["reached"].values()))
             growth = memory_of(producer.pid, "VmHWM") - resident
             producer.end()
-            got = reader.hear()
+            got = reader.receive()
         except report.BenchError as error:
             problems.append(str(error))
             return result
@@ -466,9 +466,9 @@ def settled(producer: Process, before: dict[str, int], reached: int) -> dict[str
     """The counters since `before`, once all is counted, or after a while."""
     deadline = time.monotonic() + 10
     while True:
-        producer.say("0.1")
-        producer.hear()
-        now = producer.hear()["refused"]
+        producer.send("0.1")
+        producer.receive()
+        now = producer.receive()["refused"]
         counted = {key: value - before.get(key, 0) for key, value in now.items()}
         if sum(counted.values()) >= reached or time.monotonic() > deadline:
             return counted

@@ -33,6 +33,9 @@ from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.engine.ipc import codec
+from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import ConnectorError
 from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
@@ -195,10 +198,10 @@ def decode_sealed_header(data: bytes) -> None:
         Manifest.decode(whole, len(whole))
     except WireError as error:
         # "header and tensors end at byte N": decode it once more with that many.
-        words = str(error).split()
+        said = str(error).split()
         if not str(error).startswith("header and tensors end at byte"):
             raise
-        _use(Manifest.decode(whole, int(words[6].rstrip(","))))
+        _use(Manifest.decode(whole, int(said[6].rstrip(","))))
 
 
 def _use(manifest: Manifest) -> None:
@@ -262,14 +265,14 @@ def read_lookup(data: bytes) -> None:
 
 
 def lookup_seeds() -> list[bytes]:
-    words = (
+    every = (
         lookup.Found(0),
         lookup.Found(3),
         lookup.LookupHello("lookup/inbox", "model"),
         lookup.Question("lookup/answer", 1.0, True),
     )
     prompt = tokens.encode([1, 2, 3], None)
-    return [msgspec.msgpack.encode([msgspec.to_builtins(one), prompt]) for one in words]
+    return [msgspec.msgpack.encode([msgspec.to_builtins(one), prompt]) for one in every]
 
 
 def decode_engine(data: bytes) -> None:
@@ -278,13 +281,13 @@ def decode_engine(data: bytes) -> None:
 
 
 def engine_seeds() -> list[bytes]:
-    params = codec.OmniDiffusionSamplingParams(height=8, seed=1)
+    params = OmniDiffusionSamplingParams(height=8, seed=1)
     values = [
         {"number": 1, "method": "step", "args": [1, 2.5, None, True], "kwargs": {}},
-        codec.OmniDiffusionRequest("a cat", params, "r1"),
+        OmniDiffusionRequest("a cat", params, "r1"),
         {"number": 2, "value": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)},
         {"number": 3, "error": WireError("no")},
-        codec.outputs.DiffusionOutput("r1", kv_sent=codec.outputs.KVSent(9, (1, 2))),
+        DiffusionOutput("r1", kv_sent=KVSent(9, (1, 2))),
         (1, ("a", b"b")),
     ]
     return [msgspec.msgpack.encode(codec.pack(value)) for value in values]

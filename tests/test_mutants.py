@@ -51,7 +51,7 @@ def run(project: Path, *arguments: str, **mutant: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("mutant", "status", "words"),
+    ("mutant", "status", "text"),
     [
         ({}, 0, "1 of 1 caught"),
         ({"new": "b + a"}, 1, "SURVIVED"),
@@ -61,9 +61,9 @@ def run(project: Path, *arguments: str, **mutant: str) -> subprocess.CompletedPr
     ],
     ids=["caught", "survives", "broken", "not there", "skipped"],
 )
-def test_verdicts(project: Path, mutant: dict[str, str], status: int, words: str) -> None:
+def test_verdicts(project: Path, mutant: dict[str, str], status: int, text: str) -> None:
     done = run(project, **mutant)
-    assert words in done.stdout
+    assert text in done.stdout
     assert done.returncode == status
     assert (project / "omni_kvlink" / "sums.py").read_text().count("a + b") == 1
 
@@ -76,7 +76,7 @@ def test_a_red_test_stops_it(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "words"),
+    ("mutant", "text"),
     [
         ({"old": "a * b"}, "occurs 0 times"),
         ({"old": "a"}, "occurs 3 times"),
@@ -86,9 +86,9 @@ def test_a_red_test_stops_it(project: Path) -> None:
     ],
     ids=["not there", "twice", "syntax", "the same", "no test"],
 )
-def test_the_check_names_the_problem(project: Path, mutant: dict[str, str], words: str) -> None:
+def test_the_check_names_the_problem(project: Path, mutant: dict[str, str], text: str) -> None:
     done = run(project, "--check", **mutant)
-    assert words in done.stdout
+    assert text in done.stdout
     assert done.returncode == 1
 
 
