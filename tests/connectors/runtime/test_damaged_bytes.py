@@ -31,7 +31,7 @@ BIG = Recipe("k", layers=4, tokens=1300, heads=4, dim=256, dtype="uint8")
 """Eight tensors of 1.3 MiB: chunks of digests and those of the transport overlap everywhere."""
 SMALL = Recipe("k", layers=4, tokens=3)
 """It travels with its offer."""
-PLACES = {"header": 300, "first byte": 0, "last byte": 0, "middle": 5 * MIB + 77}
+POSITIONS = {"header": 300, "first byte": 0, "last byte": 0, "middle": 5 * MIB + 77}
 """Where a byte is damaged; the first and the last one are of the tensors."""
 
 UCX = pytest.param(
@@ -58,11 +58,11 @@ class Line:
 
         monkeypatch.setattr(PooledProducer, "piece", piece)
 
-    def damage(self, recipe: Recipe, place: str, times: int) -> None:
+    def damage(self, recipe: Recipe, position: str, times: int) -> None:
         plan = recipe.make().plan(digests=True)
         data = plan.header_nbytes
         found = {"first byte": data, "last byte": plan.nbytes - 1, "draft": plan.nbytes + 300}
-        self.at, self.times = found.get(place) or PLACES[place], times
+        self.at, self.times = found.get(position) or POSITIONS[position], times
 
 
 @pytest.fixture
@@ -86,22 +86,22 @@ def counts(reader: KVConsumer) -> dict[str, int]:
 
 
 CASES = [
-    (recipe, place)
+    (recipe, position)
     for recipe in (SMALL, BIG)
-    for place in PLACES
-    if recipe is BIG or place != "middle"
+    for position in POSITIONS
+    if recipe is BIG or position != "middle"
 ]
 EACH = pytest.mark.parametrize(
-    ("recipe", "place"), CASES, ids=[f"{'big' if r is BIG else 'small'}-{p}" for r, p in CASES]
+    ("recipe", "position"), CASES, ids=[f"{'big' if r is BIG else 'small'}-{p}" for r, p in CASES]
 )
 
 
 @EACH
 def test_a_damaged_byte_is_fetched_again(
-    ends: Ends, line: Line, recipe: Recipe, place: str
+    ends: Ends, line: Line, recipe: Recipe, position: str
 ) -> None:
     producer, reader = ends
-    line.damage(recipe, place, times=1)
+    line.damage(recipe, position, times=1)
     receipt = producer.put(recipe.make())
     with reader.get("k", timeout=PATIENCE) as found:
         assert fingerprint(found) == fingerprint(recipe.make())
@@ -112,15 +112,17 @@ def test_a_damaged_byte_is_fetched_again(
 
 
 @EACH
-def test_a_byte_that_is_damaged_twice(ends: Ends, line: Line, recipe: Recipe, place: str) -> None:
+def test_a_byte_that_is_damaged_twice(
+    ends: Ends, line: Line, recipe: Recipe, position: str
+) -> None:
     """The get raises, the producer's receipt says why, and no memory is kept."""
     producer, reader = ends
-    line.damage(recipe, place, times=2)
+    line.damage(recipe, position, times=2)
     receipt = producer.put(recipe.make())
-    kind = WireError if place == "header" else IntegrityError
+    kind = WireError if position == "header" else IntegrityError
     with pytest.raises(kind) as raised:
         reader.get("k", timeout=PATIENCE)
-    if place != "header":
+    if position != "header":
         assert type(raised.value) is IntegrityError
         assert "layer" in str(raised.value)
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected",))
@@ -149,9 +151,9 @@ def test_a_payload_without_digests_is_counted(ends: Ends) -> None:
     assert counts(reader) == {"unverified": 1}
 
 
-@pytest.mark.parametrize("place", ["draft", "header", "first byte", "last byte"])
+@pytest.mark.parametrize("position", ["draft", "header", "first byte", "last byte"])
 def test_a_put_that_is_taken_while_it_is_written(
-    ends: Ends, line: Line, place: str, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, line: Line, position: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its draft and its layers arrive before its header."""
     producer, reader = ends
@@ -159,7 +161,7 @@ def test_a_put_that_is_taken_while_it_is_written(
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(reader.get, "k", timeout=PATIENCE)
         until_requested(producer, 1)
-        line.damage(BIG, place, times=1)
+        line.damage(BIG, position, times=1)
         producer.put(BIG.make())
         with getting.result(PATIENCE) as found:
             assert fingerprint(found) == fingerprint(BIG.make())
@@ -167,25 +169,25 @@ def test_a_put_that_is_taken_while_it_is_written(
         until_freed(producer)
         getting = pool.submit(reader.get, "k", timeout=PATIENCE)
         until_requested(producer, 1)
-        line.damage(BIG, place, times=2)
+        line.damage(BIG, position, times=2)
 
         def put_and_wait() -> None:
             producer.put(BIG.make()).wait(timeout=60)
 
         expect(TransferFailed, put_and_wait, mentions=("rejected",))
-        kind = WireError if place in ("draft", "header") else IntegrityError
+        kind = WireError if position in ("draft", "header") else IntegrityError
         assert isinstance(getting.exception(PATIENCE), kind)
     assert counts(reader) == {"verified": 1, "refetched": 2, "rejected": 1}
     until_freed(producer)
 
 
-@pytest.mark.parametrize("place", ["draft", "middle"])
+@pytest.mark.parametrize("position", ["draft", "middle"])
 @pytest.mark.parametrize("how", ["put", "stream"])
-def test_a_damaged_layer_of_a_stream(ends: Ends, line: Line, how: str, place: str) -> None:
+def test_a_damaged_layer_of_a_stream(ends: Ends, line: Line, how: str, position: str) -> None:
     """It comes only when it is right."""
     producer, reader = ends
     views = layers_of(BIG.make())
-    line.damage(BIG, "header" if how == "put" and place == "draft" else place, times=1)
+    line.damage(BIG, "header" if how == "put" and position == "draft" else position, times=1)
     if how == "put":
         producer.put(BIG.make())
         stream = reader.stream_get("k", timeout=PATIENCE)
