@@ -323,6 +323,10 @@ def read_keys(data: bytes) -> None:
         read_all(folder)
 
 
+def read_ucx_address(data: bytes) -> None:
+    unseal(data, own=seal(b"worker"))
+
+
 DECODERS = {
     "messages": Decoder(decode_message, (WireError,), message_seeds),
     "consumer": Decoder(feed_consumer, (), lambda: [joined(message_seeds())]),
@@ -339,7 +343,7 @@ DECODERS = {
         (ValueError,),
         lambda: [b"zmq+tcp://[::1]:7000?quota=1&insecure=1", b"127.0.0.1:0", b"/run/kvlink/a"],
     ),
-    "ucx_address": Decoder(unseal, (WireError,), lambda: [seal(b"worker")]),
+    "ucx_address": Decoder(read_ucx_address, (WireError,), lambda: [seal(b"worker")]),
     "keys": Decoder(read_keys, (ConnectorError,), lambda: [b"x" * 40 + b"\n"]),
 }
 

@@ -164,8 +164,8 @@ def test_a_child_is_told(pair: tuple[KVProducer, KVConsumer]) -> None:
     allocation = producer.allocate(Recipe("a").make())
 
     def check() -> None:
-        expect(ClosedError, received.verify, mentions=("forked",))
-        expect(ClosedError, received.scatter, targets, mentions=("forked",))
+        expect(ClosedError, received.verify, mentions=("after fork",))
+        expect(ClosedError, received.scatter, targets, mentions=("after fork",))
         expect(ClosedError, stream.write_layer, 0, *targets[:2])
         expect(ClosedError, lambda: producer.put(Recipe("a").make()))
         expect(ClosedError, lambda: ReceivedLayer(layers, received.manifest, "kv", 0).tensors)
@@ -204,7 +204,7 @@ def test_a_child_does_not_wait_for_a_thread_that_opened_a_layer(
     def check() -> None:
         signal.alarm(60)
         other = ReceivedLayer(layers, received.manifest, "kv", 0)
-        expect(ClosedError, lambda: other.tensors, mentions=("forked",))
+        expect(ClosedError, lambda: other.tensors, mentions=("after fork",))
 
     status = in_child(check)
     may_end.set()

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import broken_headers
 import headers
-import hostile
 import msgspec
 import pytest
 import strategies
-from hostile import CASES
+from broken_headers import CASES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payloads import written
@@ -57,7 +57,7 @@ def test_it_takes_little_memory() -> None:
     """In a fresh process, each case in a child of its own."""
     tests, package = Path(__file__).parents[1], Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, hostile.__file__],
+        [sys.executable, broken_headers.__file__],
         env={**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{tests}"},
         capture_output=True,
         text=True,
@@ -76,7 +76,7 @@ def test_depth_beside_the_parsers_own_limit() -> None:
             text = headers.text().decode().replace(key, f'"x":{nest},{key}', 1)
             _refused_or_the_same(headers.sealed(text.encode()))
         with pytest.raises(WireError):
-            Manifest.decode(hostile.extra(nest))
+            Manifest.decode(broken_headers.extra(nest))
 
 
 def _refused_or_the_same(payload: bytes) -> None:
@@ -174,12 +174,12 @@ def test_refusing_leaves_nothing_behind() -> None:
 
 
 def test_a_header_at_the_limit_is_read() -> None:
-    payload = hostile.largest(last="00000000")
+    payload = broken_headers.largest(last="00000000")
     assert len(Manifest.decode(payload).tensors) == 4096
     assert int.from_bytes(payload[:8], "little") < MAX_HEADER
 
 
 def test_the_tree_that_the_cases_change_is_read() -> None:
-    found = Manifest.decode(hostile.tree_payload())
+    found = Manifest.decode(broken_headers.tree_payload())
     assert found.kind == "TensorTransferData"
-    assert [spec.name for spec in found.tensors] == hostile.TREE_NAMES
+    assert [spec.name for spec in found.tensors] == broken_headers.TREE_NAMES

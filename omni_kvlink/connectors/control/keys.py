@@ -64,9 +64,9 @@ def user_secret() -> bytes:
         check_private(os.path.dirname(path))
         if not os.path.exists(path):
             _make_user_secret(path)
-    except OSError as error:
+    except (OSError, ConnectorError) as error:
         raise ConnectorError(
-            f"{path}, the key of this user, cannot be made: {error.strerror}; set XDG_RUNTIME_DIR "
+            f"{path}, the key of this user, cannot be made ({error}): set XDG_RUNTIME_DIR "
             "to a directory of this user, or give keys= and peers="
         ) from None
     return read_secret(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 import zlib
 
@@ -13,14 +12,6 @@ SECRET_NBYTES = 16
 _MAGIC = b"kvu1"
 _MAX_ADDRESS = 4096
 _END = b"\xff" * 512  # "the last" and "no longer than 63 bytes", at any place of the format
-# As UCX 1.21 writes it: header, uuid; for each device an index, a length with flags and the address
-# (IPv4, that of loopback, IPv6), TCP's number, its attributes and port; then what has no device.
-_PLAIN_TCP = re.compile(
-    rb"\x20.{8}(?:[\x00-\x7f](?:[\x06\x26\x46\x66\x86\xa6\xc6\xe6].{0,2}\x00\x02.{4}"
-    rb"|[\x12\x32\x52\x72\x92\xb2\xd2\xf2].{0,2}(?:\x01\x02|\x00\x0a).{16})"
-    rb"\xcf\x19.{16}\x82..)+(?:[\x80-\xff][\x00\x80])*",
-    re.DOTALL,
-)
 _TAG_FIELDS = struct.Struct("<QQQQ")
 
 
@@ -32,10 +23,10 @@ def seal(worker: bytes) -> bytes:
 def unseal(address: bytes, own: bytes) -> bytes:
     """Return the worker address that was given to `seal`, for UCX to parse.
 
-    UCX trusts what it parses: it aborts at a version of the format that it does not have, reads on
-    where an address is cut off, and may crash at parts that do not belong together. WireError is
-    raised if the address is damaged, or begins otherwise than `own`, this side's, or if that has
-    the form of plain TCP and this has not. Behind it are bytes that say that it ends.
+    UCX trusts what it parses: it aborts at a version of the format that it does not have, and reads
+    on where an address is cut off. WireError is raised if the address is damaged, or begins
+    otherwise than `own`, this side's; bytes that say that it ends are appended. What a peer forges
+    within an address may still end the process: that is a part of `trusted_network=True`.
     """
     worker = address[8:]
     if not worker or len(worker) > _MAX_ADDRESS or seal(worker) != address:
@@ -44,11 +35,6 @@ def unseal(address: bytes, own: bytes) -> bytes:
         raise WireError(
             f"an address of UCX in format {worker[0]:#x}, this side's is {own[8]:#x}; use the "
             "same version of UCX, and of UCX_ADDRESS_VERSION, on both sides"
-        )
-    if _PLAIN_TCP.fullmatch(own, 8) and not _PLAIN_TCP.fullmatch(worker):
-        raise WireError(
-            "an address of UCX with more than TCP in it, which this side does not use; give both "
-            "sides the same ucx_tls"
         )
     return worker + _END
 

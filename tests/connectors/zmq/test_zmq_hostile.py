@@ -71,7 +71,7 @@ class HostileProducer:
         return decode(first)
 
     def has_message(self, seconds: float) -> bool:
-        return bool(self._socket.poll(1000 * seconds))
+        return bool(self._socket.poll(int(1000 * seconds)))
 
     def receive_until(self, kind: type[Message]) -> Message:
         while not isinstance(message := self.receive(), kind):
