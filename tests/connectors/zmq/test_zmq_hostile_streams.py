@@ -126,7 +126,7 @@ def hostile() -> Iterator[HostileProducer]:
 def reader(hostile: HostileProducer) -> Iterator[KVConsumer]:
     thread = threading.Thread(target=hostile.greet)
     thread.start()
-    with KVLink.connect(hostile.url, timeout=60, quota=16 << 20, insecure=True) as link:
+    with KVLink.connect(hostile.url, timeout=60, quota=16 << 20) as link:
         thread.join()
         yield link
 
