@@ -130,7 +130,7 @@ class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
     Then `release` is called once, in any thread: it must neither block nor take a lock. The outcome
-    is "unread" if nobody took the region.
+    is "unread" if it is dropped before anybody took the region.
 
     Attributes:
         key: of the payload.
@@ -188,14 +188,16 @@ class Delivery:
             self._finalizer()
 
     def release(self) -> None:
-        """Drop the region; the lease ends when the last view made from it is freed, too."""
+        """Drop the region, as read; the lease ends when the last view of it is freed, too."""
+        if self._region is not None and self._outcome[0][0] == "unread":
+            self._outcome[0] = "read", ""
         self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
 
     def release_unread(self) -> None:
         """Do what `release` does, and let another reader have the payload, unless it is bad."""
         if self._outcome[0][0] == "read":
             self._outcome[0] = "unread", ""
-        self.release()
+        self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
 
     def _drop_region(self, error: KVLinkError) -> None:
         self._region = None
