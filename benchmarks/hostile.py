@@ -6,9 +6,11 @@ Each pair transfers in a loop, first alone, then beside an attacker of another u
 this is root, else of the same user, which is said. The attacker finds every port and socket of both
 processes. It connects, sends random bytes, speaks ZMTP 1, 2 and 3 with forged routing ids, leaves
 handshakes unfinished, sends frames that are too long and messages that do not end, and tries to
-open the processes' memory. Exit status 1 if a process ended, a byte was wrong, a transfer failed,
-memory was opened, the producer grew by more than 32 MiB, an attempt that reached it is in none of
-its counters, or the 99th percentile of the transfers is more than 3 times what it was alone.
+open the processes' memory. Of a `ucx://` link it finds the control port alone: whoever reaches
+UCX's own ports may write into the process, as `trusted_network=True` says. Exit status 1 if a
+process ended, a byte was wrong, a transfer failed, memory was opened, the producer grew by more
+than 32 MiB, an attempt that reached it is in none of its counters, or the 99th percentile of the
+transfers is more than 3 times what it was alone.
 """
 
 from __future__ import annotations
@@ -365,6 +367,8 @@ def settings(name: str, folder: str) -> tuple[str, dict[str, Any], dict[str, Any
         server = own | {"keys": f"{folder}/producer.secret", "peers": allowed}
         client = own | {"keys": f"{folder}/reader.secret", "peers": f"{folder}/producer.public"}
         return "zmq+tcp://127.0.0.1:0", server, client
+    if name == "ucx":
+        own["trusted_network"] = True
     return f"{name}://127.0.0.1:0", own, own
 
 
@@ -398,8 +402,8 @@ def memory_of(pid: int, field: str) -> float:
 
 
 @contextlib.contextmanager
-def pair(name: str) -> Iterator[tuple[Process, Process]]:
-    """A producer and a reader that is connected."""
+def pair(name: str) -> Iterator[tuple[Process, Process, str]]:
+    """A producer, a reader that is connected, and their URL."""
     processes = list[Process]()
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         url, server, client = settings(name, folder)
@@ -408,7 +412,7 @@ def pair(name: str) -> Iterator[tuple[Process, Process]]:
             bound = processes[0].receive()["url"]
             processes.append(Process(consume, bound, client))
             processes[1].receive()
-            yield processes[0], processes[1]
+            yield processes[0], processes[1], bound
         finally:
             for process in processes:
                 process.kill()
@@ -418,13 +422,15 @@ def measure(name: str, seconds: float, rate: float) -> dict[str, Any]:
     """Run a pair alone, then beside the attacker; return one result."""
     result: dict[str, Any] = {"connector": name, "problems": []}
     problems: list[str] = result["problems"]
-    with pair(name) as (producer, reader):
+    with pair(name) as (producer, reader, url):
         producer.send(str(max(0.2, seconds / 4)))  # warm
         producer.receive(), producer.receive()
         producer.send(str(seconds / 2))
         alone = producer.receive()
         before = producer.receive()["refused"]
         ports, paths = sockets_of([producer.pid, reader.pid])
+        if name == "ucx":
+            ports = [int(url.rpartition(":")[2])]
         Path(f"/proc/{producer.pid}/clear_refs").write_text("5")  # the peak counts from here on
         resident = memory_of(producer.pid, "VmRSS")
         targets = {"ports": ports, "paths": paths, "pids": [producer.pid, reader.pid]}

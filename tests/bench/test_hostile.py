@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,8 +13,13 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hostile.py"
 
 
-@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", "zmq+tcp-keys"])
+TCP = ("zmq+tcp", "zmq+tcp-keys", "ucx", "auto")
+
+
+@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", *TCP])
 def test_an_honest_pair_beside_an_attacker(tmp_path: Path, connector: str) -> None:
+    if connector == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed: make test-ucx")
     document = tmp_path / "hostile.json"
     options = ["--connector", connector, "--minutes", "0.03", "--no-times"]
     command = [sys.executable, str(SCRIPT), *options, "--json", str(document)]
@@ -23,5 +29,5 @@ def test_an_honest_pair_beside_an_attacker(tmp_path: Path, connector: str) -> No
     assert done.returncode == 0
     assert row["read"]["right"] > 0
     assert sum(row["made"]["reached"].values()) + sum(row["made"]["denied"].values()) > 0
-    if connector == "zmq+tcp-keys":
+    if connector in TCP:
         assert row["made"]["reached"]["ZMTP 2"] > 0

@@ -56,13 +56,13 @@ class EventLoop:
         tick: Callable[[float], float] = _never,
         crashed: Callable[[BaseException], None] = _ignore,
     ):
+        self._wake = self._wake_left = -1  # the second: could not be closed yet
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._writers: deque[None] = deque()  # threads that write to it now
-        self._wake_left = -1  # it could not be closed yet
         self._sleeps_until = 0.0
         self._running = True
         self._pid = os.getpid()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -39,6 +42,27 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 other_pipe = pipe
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_no_descriptor_for_a_loop(left: int) -> None:
+    """An OSError, and no other one when the loop that was not started is freed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    plugs, highest = list[int](), max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                plugs.append(os.dup(2))
+        for _ in range(left):
+            os.close(plugs.pop())
+        with pytest.raises(OSError) as raised:
+            EventLoop("t")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for plug in plugs:
+            os.close(plug)
+    assert raised.value.errno == errno.EMFILE
 
 
 def test_call_runs_in_the_loop() -> None:
