@@ -31,7 +31,7 @@ PYTEST = (
     "test-vllm",
     "test-vllm-omni",
 )
-OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo", "fuzz", "mutants")
+OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo", "fuzz")
 PACKAGES = (
     "native-aarch64",
     "wheel",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from zmq_fixtures import start_garbage_collection
 
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing import faults
@@ -95,10 +96,4 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def zmq_started() -> None:
     """Start pyzmq's garbage-collection thread, which stays until the process ends."""
-    import zmq
-
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
-        one.bind("inproc://first")
-        two.connect("inproc://first")
-        one.send(memoryview(bytearray(1 << 20)), copy=False)
-        two.recv()
+    start_garbage_collection()

@@ -29,6 +29,17 @@ def free_port() -> int:
             return port
 
 
+def start_garbage_collection() -> None:
+    """Start pyzmq's thread that frees sent messages, which stays until the process ends."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        one.bind("inproc://first")
+        two.connect("inproc://first")
+        one.send(memoryview(bytearray(1 << 20)), copy=False)
+        two.recv()
+
+
 def fresh_url(transport: str, directory: str) -> str:
     """Return the URL of a link over "tcp", "ipc" or "ucx"."""
     if transport != "ipc":

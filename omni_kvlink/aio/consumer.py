@@ -25,6 +25,7 @@ from omni_kvlink.link import (
     check_verify,
     open_delivery,
     open_stream,
+    verify_first,
 )
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class _AsyncGet:
 
 
 class _Verification:
-    """`Received.verify` in a thread; after a cancellation the payload is released unread."""
+    """`verify_first` in a thread; after a cancellation the payload is released unread."""
 
     def __init__(self, received: Received):
         self._received = received
@@ -226,7 +227,7 @@ class _Verification:
         self._began = True
         try:
             if not self._cancelled:
-                self._received.verify()
+                verify_first(self._received)
         finally:
             self._ended = True
             if self._cancelled:  # not before: its memory could be reused while it is hashed

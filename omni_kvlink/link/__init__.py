@@ -15,6 +15,7 @@ from omni_kvlink.link.consumer import can_retry as can_retry
 from omni_kvlink.link.consumer import check_verify as check_verify
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream
+from omni_kvlink.link.consumer import verify_first as verify_first
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer

@@ -131,8 +131,8 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
         receipt = producer.put(data)
         reader.call("stream_get", key=recipe.key, timeout=60)
         for (branch, layer), views in layers_of(data).items():
-            assert wait_layer(reader, recipe.key, layer, 0.0, branch=branch) == hash_tensors(views)
-        assert reader.peer.call("wait_stream", key=recipe.key, timeout=0) == fingerprint(data)
+            assert wait_layer(reader, recipe.key, layer, 60, branch=branch) == hash_tensors(views)
+        assert reader.peer.call("wait_stream", key=recipe.key, timeout=60) == fingerprint(data)
         reader.peer.call("release", key=recipe.key)
         receipt.wait(timeout=60)
 

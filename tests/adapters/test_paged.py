@@ -266,7 +266,7 @@ def value(layer: int, make: Callable[[torch.Tensor], Any]) -> Callable[[PagedCac
         (value(1, lambda pool: pool.as_strided((8, 4, 2, 3), (23, 6, 3, 1))),
          ["layer 1, V", "(23, 6, 3, 1)", "overlaps itself"]),
         (lambda target: dataclasses.replace(target, value_cache=target.key_cache),
-         ["layer 0, V", "layer 0, K", "share memory"]),
+         [", V", ", K", "share memory"]),
         (changed(key_cache=[torch.zeros(8, 4, 2, 3)]), ["K: 1 pools", "2 layers"]),
         (changed(value_cache=[torch.zeros(8, 4, 2, 3)] * 3), ["V: 3 pools", "2 layers"]),
     ],

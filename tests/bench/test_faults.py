@@ -13,10 +13,12 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", "zmq+tcp"])
-def test_kills_and_freezes(tmp_path: Path, connector: str) -> None:
+@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "auto"])
+def test_random_faults(tmp_path: Path, connector: str) -> None:
     document = tmp_path / "faults.json"
     options = ["--connector", connector, "--faults", "4", "--kind", "kill", "--kind", "freeze"]
+    if connector != "zmq+ipc":
+        options += ["--kind", "descriptors"]
     command = [sys.executable, str(SCRIPT), *options, "--json", str(document)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (run,) = json.loads(document.read_text())["results"]["runs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -27,7 +28,7 @@ from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, ending_checks
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
-from omni_kvlink.testing.rig import Rig, expect
+from omni_kvlink.testing.rig import Rig, expect, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -273,3 +274,29 @@ def test_encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         a.put(Recipe("k").make())
         with b.get("k", timeout=60):
             assert b.stats()["transport"] == "zmq"
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_consumer_leaves_no_descriptor(sockets: str) -> None:
+    """Also where the cyclic garbage collector is off, as servers have it."""
+    with KVLink.serve(fresh_url(), directory=sockets, quota=8 << 20) as producer:
+
+        def receive() -> None:
+            producer.put(Recipe("k").make())
+            options = {"directory": sockets, "quota": 8 << 20, "trusted_network": True}
+            with KVLink.connect(producer.url, timeout=PATIENCE, **options) as reader:
+                reader.get("k", timeout=PATIENCE).release()
+
+        receive()
+        gc.collect()
+        gc.disable()
+        try:
+            until(lambda: not any(one["readers"] for one in producer.stats()["listeners"]), "gone")
+            before = count_descriptors()
+            receive()
+            until(lambda: count_descriptors() <= before, "its descriptors are closed", PATIENCE)
+        finally:
+            gc.enable()

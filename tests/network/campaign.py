@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +36,12 @@ DOUBT = 0.3
 
 FREEZE = 1.0
 """Seconds that a process is stopped at most; its peers go on waiting for it."""
-KINDS = ("kill", "freeze", "descriptors")
-"""A process is killed and restarted, stopped for a while, or has no free descriptor for a while."""
+STARVED = 0.3
+STARVED_NBYTES = 256 << 10
+"""Seconds that a process gets little more memory, and less than so much."""
+KINDS = ("kill", "freeze", "descriptors", "memory")
+"""A process is killed and restarted, stopped for a while, or has no free descriptor for a while, or
+so little memory that the kernel may end it."""
 Fault: TypeAlias = tuple[str, str]
 """One of `KINDS`, and the name of a process."""
 
@@ -47,8 +52,50 @@ def address(transport: str, directory: str) -> str:
         return "shm://campaign"
     if transport == "zmq+ipc":
         return f"zmq+ipc://{directory}/campaign.sock"
+    if transport == "auto":
+        return f"auto://campaign?tcp=127.0.0.1:{free_port()}"
     query = "?trusted_network=1" if transport == "ucx" else ""
     return f"{transport}://127.0.0.1:{free_port()}{query}"
+
+
+def memory_controller() -> Path | None:
+    """Where control groups limit memory, if this process may make one there."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    if os.geteuid() or not os.access(second, os.W_OK):
+        return None
+    if (first / "memory.limit_in_bytes").exists():
+        return first if os.access(first, os.W_OK) else None
+    enabled = second / "cgroup.subtree_control"
+    return second if enabled.exists() and "memory" in enabled.read_text().split() else None
+
+
+class MemoryGroup:
+    """A control group of one process, without a limit at first."""
+
+    def __init__(self, controller: Path, pid: int):
+        self._folder = controller / f"kvlink-{pid}"
+        self._folder.mkdir()
+        names = "limit_in_bytes", "usage_in_bytes", "oom_control"
+        if not (self._folder / f"memory.{names[0]}").exists():  # version 2
+            names = "max", "current", "events"
+        self._limit, self._usage, self._events = (self._folder / f"memory.{one}" for one in names)
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, nbytes: int) -> None:
+        """Let the process use so many bytes more than it does."""
+        self._limit.write_text(str(int(self._usage.read_text()) + nbytes))
+
+    def lift(self) -> None:
+        """End the limit."""
+        self._limit.write_text("max" if self._limit.name == "memory.max" else "-1")
+
+    def has_killed(self) -> bool:
+        """Whether the kernel has ended the process."""
+        return " ".join(re.findall(r"^oom_kill (\d+)", self._events.read_text(), re.M)) != "0"
+
+    def close(self) -> None:
+        """Remove the group; its process has ended."""
+        self._folder.rmdir()
 
 
 class Forker:
@@ -91,6 +138,7 @@ class Campaign:
             f"k{n}": list(READERS) if n % 5 == 4 else [READERS[n % 2]] for n in range(keys)
         }
         self._counts: dict[Path, tuple[int, int]] = {}
+        self._groups: dict[int, MemoryGroup] = {}
 
     def run(self, rng: random.Random, faults: Sequence[Fault]) -> list[Record]:
         """Do this to these processes at random times; return the logs of all processes."""
@@ -107,12 +155,14 @@ class Campaign:
                 os.kill(self._pids[name], signal.SIGSTOP)
                 time.sleep(FREEZE * rng.random())
                 os.kill(self._pids[name], signal.SIGCONT)
+            elif kind == "memory":
+                self._starve(name, rng.randrange(STARVED_NBYTES))
             else:
                 os.kill(self._pids[name], signal.SIGUSR1)
         until(self._ended, "everybody ended", 3 * PATIENCE)
         for name in (*READERS, PRODUCER):
             os.kill(self._pids[name], signal.SIGTERM)
-            assert self._forker.reap(self._pids.pop(name)) == 0, f"{name} failed while it exited"
+            assert self._reap(name) == 0, f"{name} failed while it exited"
         return self.records()
 
     def close(self) -> None:
@@ -120,6 +170,8 @@ class Campaign:
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
             self._forker.reap(pid)
+        for group in self._groups.values():
+            group.close()
 
     def records(self) -> list[Record]:
         return [
@@ -173,9 +225,29 @@ class Campaign:
         return all(path.exists() and path.read_bytes().endswith(b"- end -1\n") for path in last)
 
     def _kill(self, peer: str) -> None:
-        pid = self._pids.pop(peer)
-        os.kill(pid, signal.SIGKILL)
-        assert self._forker.reap(pid) == -signal.SIGKILL, f"{peer} had ended already"
+        os.kill(self._pids[peer], signal.SIGKILL)
+        self._reap_killed(peer)
+
+    def _starve(self, peer: str, nbytes: int) -> None:
+        """Let a process have so much more memory for a while; restart it if that killed it."""
+        controller = memory_controller()
+        assert controller, "nobody may limit memory here"
+        pid = self._pids[peer]
+        group = self._groups[pid] = self._groups.get(pid) or MemoryGroup(controller, pid)
+        group.limit(nbytes)
+        end = time.monotonic() + STARVED
+        while not group.has_killed() and time.monotonic() < end:
+            time.sleep(0.01)
+        group.lift()
+        if group.has_killed():
+            self._reap_killed(peer)
+            self._begin(peer)
+
+    def _reap(self, peer: str) -> int:
+        return self._forker.reap(self._pids.pop(peer))
+
+    def _reap_killed(self, peer: str) -> None:
+        assert self._reap(peer) == -signal.SIGKILL, f"{peer} had ended already"
         self._killed.add(self._logs[peer][-1])
         time.sleep(RESTART)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -18,6 +19,10 @@ import time
 import traceback
 from collections import deque
 from typing import Any
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from zmq_fixtures import start_garbage_collection
 
 from omni_kvlink import (
     CapacityError,
@@ -39,7 +44,7 @@ SIZES = (2_000, 40_000, 300_000, 1_500_000)
 """Bytes of payloads: inline, in one chunk, in several."""
 TTL = 5.0
 PATIENCE = 60.0
-"""Seconds until memory that is still in use is a leak."""
+"""Seconds until what is still in use is a leak."""
 EXHAUSTED = 0.3
 """Seconds that a process is left without a free descriptor."""
 was_exhausted = threading.Event()
@@ -126,6 +131,30 @@ def check_memory(link: KVProducer | KVConsumer, log: Log) -> None:
         time.sleep(0.01)
 
 
+def resources() -> dict[str, str]:
+    """Descriptors of this process, and shared memory that it maps."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    with open("/proc/self/maps") as maps:
+        mapped = (line.split(maxsplit=5) for line in maps)
+        return found | {row[0]: row[5].strip() for row in mapped if row[5:6] and "memfd:" in row[5]}
+
+
+def check_resources(before: dict[str, str], log: Log) -> None:
+    """Log as leaks what this process has more than before, its links being closed."""
+    deadline = time.monotonic() + PATIENCE
+    gc.collect()
+    while left := {what for key, what in resources().items() if before.get(key) != what}:
+        if time.monotonic() > deadline:
+            for what in left:
+                log.write(what.replace(" ", "_"), "LEAK")
+            return
+        time.sleep(0.01)
+        gc.collect()
+
+
 def exhaust_when_told() -> None:
     """At each SIGUSR1, leave this process without a free descriptor for a while."""
     while True:
@@ -192,8 +221,11 @@ def wait_for_term(log: Log) -> None:
 
 def run_incarnation(incarnation: Incarnation) -> None:
     log = Log(incarnation.log)
+    start_garbage_collection()
+    before = resources()
     try:
         (produce if incarnation.role == "producer" else read)(incarnation, log)
+        check_resources(before, log)
     except BaseException:
         log.write("-", "BROKE")
         raise

@@ -56,7 +56,8 @@ class EventLoop:
         tick: Callable[[float], float] = _never,
         crashed: Callable[[BaseException], None] = _ignore,
     ):
-        self._wake = self._wake_left = -1  # the second: could not be closed yet
+        self._wake = -1
+        self._ended_wake: deque[int] = deque()  # the descriptor, from the end until it is closed
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -120,9 +121,12 @@ class EventLoop:
         if os.getpid() != self._pid:
             return
         self._writers.append(None)
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+        wake = self._wake
+        if wake >= 0:
+            os.eventfd_write(wake, 1)
         self._writers.pop()
+        if self._ended_wake:
+            self._close_wake()
 
     def _on_wake(self, events: int) -> None:
         os.eventfd_read(self._wake)
@@ -144,22 +148,22 @@ class EventLoop:
             self._selector.close()
             self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
             self._calls.clear()
+            wake, self._wake = self._wake, -1  # for each `call` that begins now
+            self._ended_wake.append(wake)
             self._close_wake()
 
     def _close_wake(self) -> None:
         """Close the descriptor, unless a late `call` may write to it: its number could be reused.
 
-        A `call` that begins now finds -1. One that an exception ended stays a writer; `__del__`
-        closes the descriptor then.
+        The last of them closes it. One that an exception ended stays a writer; `__del__` closes the
+        descriptor then.
         """
-        wake, self._wake = self._wake, -1
-        if self._writers:
-            self._wake_left = wake
-        else:
-            os.close(wake)
+        if not self._writers:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                os.close(self._ended_wake.pop())
 
     def __del__(self) -> None:
-        for descriptor in {self._wake, self._wake_left} - {-1}:
+        for descriptor in {self._wake, *self._ended_wake} - {-1}:
             os.close(descriptor)
 
     def _sleep(self, seconds: float) -> None:

@@ -135,15 +135,15 @@ def test_an_interrupted_wait(offered: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """The offer that came meanwhile is released."""
     table = Table()
     get_state = table.request("k")
-    result = get_state.future.result
+    exception = get_state.future.exception
 
     def interrupt(timeout: float | None = None) -> Any:
-        monkeypatch.setattr(get_state.future, "result", result)
+        monkeypatch.setattr(get_state.future, "exception", exception)
         if offered:
             table.on_message(OFFER)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(get_state.future, "result", interrupt)
+    monkeypatch.setattr(get_state.future, "exception", interrupt)
     with pytest.raises(KeyboardInterrupt):
         table.wait(get_state, 60.0)
     assert table.sent == [Get(1, "k"), UNREAD if offered else Cancel(1)]
@@ -153,14 +153,14 @@ def test_an_offer_at_the_very_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken."""
     table = Table()
     get_state = table.request("k")
-    result = get_state.future.result
+    exception = get_state.future.exception
 
     def time_out(timeout: float | None = None) -> Any:
-        monkeypatch.setattr(get_state.future, "result", result)
+        monkeypatch.setattr(get_state.future, "exception", exception)
         table.on_message(OFFER)
         raise TimeoutError
 
-    monkeypatch.setattr(get_state.future, "result", time_out)
+    monkeypatch.setattr(get_state.future, "exception", time_out)
     assert table.wait(get_state, 60.0) == OFFER
     assert table.sent == [Get(1, "k")]
 

@@ -65,6 +65,18 @@ def test_no_descriptor_for_a_loop(left: int) -> None:
     assert raised.value.errno == errno.EMFILE
 
 
+def test_the_last_call_that_meets_the_end_closes_the_descriptor() -> None:
+    """Not the collector, which servers switch off: the loop may be part of a reference cycle."""
+    loop = EventLoop("t")
+    wake = f"/proc/self/fd/{loop._wake}"
+    loop._writers.append(None)  # a call of another thread, that has read the descriptor's number
+    loop.close()
+    assert "eventfd" in os.readlink(wake)
+    loop._writers.pop()
+    loop.call(lambda: None)
+    assert not os.path.exists(wake)
+
+
 def test_call_runs_in_the_loop() -> None:
     loop, done, where = EventLoop("t"), threading.Event(), list[bool]()
     loop.call(in_order(lambda: where.append(loop.is_own_thread), done.set))

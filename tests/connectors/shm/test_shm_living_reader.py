@@ -15,6 +15,7 @@ from frozen_processes import freeze
 
 from omni_kvlink import (
     CapacityError,
+    ClosedError,
     KVCacheTransferData,
     KVLink,
     KVProducer,
@@ -80,7 +81,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         else:
             disconnect_reader(producer)
             with pytest.raises(PeerLostError):
-                session.get_table.request("b").future.result(60)
+                session.request("b", streamed=False).wait(timeout=60)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
             first.wait(timeout=60)
@@ -170,7 +171,7 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> No
     url = f"shm://living?directory={socket_dir}"
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=60) as other:
         reader, busy = KVLink.connect(url, timeout=60), threading.Event()
-        begin_get(reader, "a", timeout=60)
+        pending = begin_get(reader, "a", timeout=60)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
         assert isinstance(producer._end, PooledProducer)
         producer._end.loop.call(partial(wait, busy))
@@ -180,6 +181,8 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> No
         other.get("a", timeout=60).release()
         receipt.wait(timeout=60)
         until_freed(producer)
+        with pytest.raises(ClosedError):
+            pending.wait(timeout=60)
 
 
 def test_another_reader_gets_what_a_disconnected_one_still_reads(socket_dir: str) -> None:
