@@ -55,6 +55,13 @@ def test_a_payload_that_nobody_looked_at(outcomes: Outcomes) -> None:
     assert outcomes == [("unread", "")]
 
 
+def test_a_payload_that_was_released_unseen(outcomes: Outcomes) -> None:
+    """Who released it has had it: no other reader is offered it."""
+    delivery = deliver(outcomes)
+    delivery.release()
+    assert outcomes == [("read", "")]
+
+
 def test_a_payload_that_was_read(outcomes: Outcomes) -> None:
     delivery = deliver(outcomes)
     view = view_of(delivery)
