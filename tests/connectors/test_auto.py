@@ -286,8 +286,8 @@ def test_a_closed_consumer_leaves_no_descriptor(sockets: str) -> None:
 
         def receive() -> None:
             producer.put(Recipe("k").make())
-            options = {"directory": sockets, "quota": 8 << 20, "trusted_network": True}
-            with KVLink.connect(producer.url, timeout=PATIENCE, **options) as reader:
+            url = producer.url + TRUSTED
+            with KVLink.connect(url, timeout=PATIENCE, directory=sockets, quota=8 << 20) as reader:
                 reader.get("k", timeout=PATIENCE).release()
 
         receive()
