@@ -61,6 +61,13 @@ def put_once_awaited(producer: KVProducer, receipts: list[Receipt], ended: threa
     receipts.append(producer.put(DATA))
 
 
+def received_nbytes(consumer: KVConsumer) -> int:
+    """Bytes in use of the memory that a consumer has of its own."""
+    memory = consumer.stats().get("memory", {"used": 0})
+    assert isinstance(memory, dict)
+    return int(memory["used"])
+
+
 def is_committed(receipt: Receipt) -> bool:
     return receipt.state == "committed"
 
@@ -118,6 +125,7 @@ def test_a_get_interrupted_at_each_line(
             del data
             receipts[0].wait(timeout=60)
             until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
             if not was_interrupted:
                 break
         assert number > 30

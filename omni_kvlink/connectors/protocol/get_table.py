@@ -233,6 +233,7 @@ class GetState:
         verify: bool,
     ):
         self.offer: Offer | None = None
+        self.is_dropped = False  # a weak reference is alive while the finalizer runs
         self.ready = ready
         self.get_id, self.key, self.streamed, self.verify = get_id, key, streamed, verify
         self.inbound: object = None
@@ -281,7 +282,8 @@ class GetTable:
         self._send, self._post = send, post
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: weakref.WeakValueDictionary[int, GetState] = weakref.WeakValueDictionary()
+        # Who removes a get from here ends it: its answer, `cancel`, or its finalizer.
+        self._waiting: dict[int, weakref.ref[GetState]] = {}
         self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
@@ -313,7 +315,7 @@ class GetTable:
             get_state = GetState(
                 self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
             )
-            self._waiting[self._last_id] = get_state
+            self._waiting[self._last_id] = weakref.ref(get_state)
         self._send(Get(get_state.get_id, key, streamed or early))
         return get_state
 
@@ -352,7 +354,8 @@ class GetTable:
     def find(self, get_id: int) -> GetState | None:
         """Return a get that has no answer yet."""
         with self._lock:
-            return self._waiting.get(get_id)
+            ref = self._waiting.get(get_id)
+            return None if ref is None else ref()
 
     def release(self, get_id: int, epoch: int, outcome: Outcome, reason: str = "") -> None:
         """End the lease of a get; callable from finalizers."""
@@ -367,9 +370,9 @@ class GetTable:
         must not send the message.
         """
         if isinstance(message, Status):
-            with self._lock:
-                if message.get_id in self._waiting:
-                    self._waiting[message.get_id].phase = message.phase
+            waiting = self.find(message.get_id)
+            if waiting is not None:
+                waiting.phase = message.phase
         elif isinstance(message, Offer):
             get_state = self._take(message.get_id)
             if message.get_id in self._leased:
@@ -383,6 +386,8 @@ class GetTable:
                     self._streams[message.get_id] = get_state.key, get_state.progress
                 get_state.offer = message
                 get_state.future.set_result(message)
+                if get_state.is_dropped:  # its finalizer ran meanwhile, and saw no offer
+                    self.release(message.get_id, message.epoch, "unread")
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
@@ -405,7 +410,7 @@ class GetTable:
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail every waiting get of one key, and every stream of it."""
         with self._lock:
-            waiting = [get_state for get_state in self._waiting.values() if get_state.key == key]
+            waiting = [get_state for get_state in self._alive() if get_state.key == key]
             for get_state in waiting:
                 self._waiting.pop(get_state.get_id, None)
         for get_state in waiting:
@@ -418,7 +423,7 @@ class GetTable:
             if self._error is None:
                 # Without its traceback, whose frames hold the session and its last payload.
                 self._error = type(error)(str(error))
-            waiting = list(self._waiting.values())
+            waiting = self._alive()
             self._waiting.clear()
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
@@ -440,14 +445,20 @@ class GetTable:
         """For finalizers: takes no lock."""
         if os.getpid() != self._pid:
             return
-        if get_state.offer is None:
+        if self._waiting.pop(get_state.get_id, None) is not None:
             self._post(Cancel(get_state.get_id))
-        else:
+            return
+        get_state.is_dropped = True
+        if get_state.offer is not None:
             self.release(get_state.get_id, get_state.offer.epoch, "unread")
+
+    def _alive(self) -> list[GetState]:
+        return [state for ref in list(self._waiting.values()) if (state := ref()) is not None]
 
     def _take(self, get_id: int) -> GetState | None:
         with self._lock:
-            return self._waiting.pop(get_id, None)
+            ref = self._waiting.pop(get_id, None)
+            return None if ref is None else ref()
 
 
 def _ignore(message: Message) -> None:
