@@ -71,7 +71,7 @@ docs: .venv-docs/.ready
 # Not in `test`: ucxx and its libraries are 250 MB.
 test-ucx: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/connectors tests/network tests/lookup \
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/connectors tests/network tests/lookup tests/bench \
 		tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
 
 # An environment which sees the torch of $(VENV), and all else that is there.

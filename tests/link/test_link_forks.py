@@ -33,7 +33,6 @@ URLS = {
     "sealed": "shm://fork-{n}?mode=sealed",
     "zmq": "zmq+ipc://{root}/{n}.sock",
     "auto": "auto://fork-{n}",
-    "ucx": "ucx://127.0.0.1:0",
 }
 _numbers = itertools.count()
 SMALL = Recipe("small").make()

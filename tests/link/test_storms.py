@@ -34,7 +34,6 @@ URLS = {
     "inproc": "inproc://storm-{n}",
     "shm": "shm://storm-{n}",
     "zmq": "zmq+ipc://{root}/{n}.sock",
-    "ucx": "ucx://127.0.0.1:0",
 }
 _numbers = itertools.count()
 DATA = Recipe("k", layers=2).make()
@@ -177,7 +176,7 @@ def test_a_forgotten_link_is_collected_in_any_lock(opened: Ends, collector: Coll
 
 @pytest.mark.slow
 # Not zmq: once in ten runs or more libzmq aborted in zmq_ctx_term, and the cause is not known.
-@pytest.mark.parametrize("opened", ["inproc", "shm", "ucx"], indirect=True)
+@pytest.mark.parametrize("opened", ["inproc", "shm"], indirect=True)
 def test_a_forgotten_link_is_collected_in_every_lock(opened: Ends, collector: Collector) -> None:
     assert collect_at_every_lock(opened, collector, step=1) > 20
 

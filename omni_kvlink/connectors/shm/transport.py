@@ -293,8 +293,8 @@ class ShmListener(Listener):
         try:
             self._add_peer(sock)
         except OSError:
-            sock.close()  # it will try again
             self._pause()
+            sock.close()  # it will try again
 
     def _pause(self) -> None:
         """Accept nothing for a while: there is no free descriptor, and trying again would spin."""
