@@ -64,7 +64,7 @@ class TransferParams:
 
 
 def _flag(given: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
-    """Whether a flag is set; a value that is no boolean is an error, and set."""
+    """Return whether a flag is set. Another value than a boolean is an error, and counts as set."""
     value = given.get(name)
     if not isinstance(value, (bool, type(None))):
         errors.append(_wrong(name, value, "true or false"))
