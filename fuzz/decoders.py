@@ -78,6 +78,7 @@ def message_seeds() -> list[bytes]:
         messages.Status(1, "announced"),
         messages.Failed(1, "why", "expired"),
         messages.Release(1, 3, "rejected", "why"),
+        messages.Reject(1, 3, "why"),
         messages.FetchRange(1, 3, 0, 100),
         messages.Chunk(1, 3, 0),
         messages.TransportAddress(b"address", b"secret"),
@@ -129,6 +130,9 @@ def feed_producer(data: bytes) -> None:
             elif isinstance(message, messages.Release):
                 get_id, epoch, outcome = message.get_id, message.epoch, message.outcome
                 table.on_release(peer, get_id, epoch, outcome, message.reason, number)
+            elif isinstance(message, messages.Reject):
+                get_id, epoch = message.get_id, message.epoch
+                table.on_reject(peer, get_id, epoch, message.reason, number)
             elif isinstance(message, messages.Abort):
                 table.fail(message.key, message.reason, "aborted", number)
             elif isinstance(message, messages.FetchRange):
@@ -147,6 +151,7 @@ def producer_seeds() -> list[bytes]:
     calls: list[list[messages.Message]] = [
         [get, release, get, release],
         [get, stream, messages.Cancel(1), rejected],
+        [stream, messages.Reject(2, 2, "why"), get, messages.Reject(1, 1, "why"), release],
         [get, messages.Abort("k", "why"), messages.FetchRange(1, 1, 0, 10), release, release],
     ]
     return [joined([messages.encode(one) for one in some]) for some in calls]

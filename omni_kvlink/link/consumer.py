@@ -494,7 +494,10 @@ def _scatter(
         copier.scatter(manifest, region_of(delivery), targets)
     except WireError as error:
         delivery.reject(str(error))
-        raise error.with_traceback(None) from None  # its frames would keep the payload's memory
+        error.__context__ = (
+            None  # its frames, and those of its traceback, keep the payload's memory
+        )
+        raise error.with_traceback(None) from None
     ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)

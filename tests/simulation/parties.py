@@ -20,6 +20,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
     Outcome,
+    Reject,
     Release,
 )
 from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
@@ -94,6 +95,10 @@ class Producer:
         elif isinstance(message, Release):
             self.transfers.on_release(
                 peer, message.get_id, message.epoch, message.outcome, "", self.clock.now
+            )
+        elif isinstance(message, Reject):
+            self.transfers.on_reject(
+                peer, message.get_id, message.epoch, message.reason, self.clock.now
             )
         elif isinstance(message, Abort):
             self.transfers.fail(message.key, message.reason, "aborted", self.clock.now)
@@ -327,6 +332,13 @@ class WaitingGet:
         assert found == expected, f"{self._reader.name} sees {found}, offered was {expected[:1]}"
 
     def _release(self, offer: Offer, layers: range, outcome: str = "read") -> None:
+        if self._connection.holds and self._clock.chance.random() < 0.05:
+            self._connection.get_table.reject(self._get_state.get_id, offer.epoch, "")
+            self._clock.soon(partial(self._end_lease, offer, layers, outcome), 0.3)
+        else:
+            self._end_lease(offer, layers, outcome)
+
+    def _end_lease(self, offer: Offer, layers: range, outcome: str) -> None:
         if self._connection.holds:  # the consumer's process is alive
             self._check(offer, layers)
             self._connection.holds -= 1

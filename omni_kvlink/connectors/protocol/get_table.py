@@ -21,6 +21,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
     Outcome,
+    Reject,
     Release,
     Status,
     shorten,
@@ -130,7 +131,8 @@ class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
     Then `release` is called once, in any thread: it must neither block nor take a lock. The outcome
-    is "unread" if it is dropped before anybody took the region.
+    is "unread" if it is dropped before anybody took the region. `reject`, which must not block, is
+    called before it if the payload is rejected while views of it are in use.
 
     Attributes:
         key: of the payload.
@@ -147,6 +149,7 @@ class Delivery:
         key: str,
         region: Region,
         release: Callable[[Outcome, str], None],
+        reject: Callable[[str], None],
         *,
         draft: bytes = b"",
         progress: Progress | None = None,
@@ -157,6 +160,7 @@ class Delivery:
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
+        self._reject = reject
         self._pid = os.getpid()
         # Replaced in place: the finalizer must not keep this object.
         self._outcome: list[tuple[Outcome, str]] = [("unread", "")]
@@ -175,17 +179,20 @@ class Delivery:
         return self._region
 
     def reject(self, reason: str, *, at_once: bool = False) -> None:
-        """Release a payload that is not what was committed; the producer's receipt says so.
+        """Release a payload that is not what was committed; the producer learns it at once.
 
         Views that were handed out stay valid: the lease ends with the last of them. With `at_once`
         it ends now, because nobody has a view that will be used.
         """
+        is_first = self._outcome[0][0] != "rejected"
         self._outcome[0] = "rejected", shorten(reason)
         self._drop_region(
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )
         if at_once:
             self._finalizer()
+        elif is_first and self._finalizer.alive and os.getpid() == self._pid:
+            self._reject(shorten(reason))
 
     def release(self) -> None:
         """Drop the region, as read; the lease ends when the last view of it is freed, too."""
@@ -362,6 +369,10 @@ class GetTable:
         self._streams.pop(get_id, None)
         self._leased.discard(get_id)
         self._post(Release(get_id, epoch, outcome, reason))
+
+    def reject(self, get_id: int, epoch: int, reason: str) -> None:
+        """Tell the producer that a payload is not what was committed; its lease goes on."""
+        self._post(Reject(get_id, epoch, reason))
 
     def on_message(self, message: Message) -> None:
         """Handle a message of the producer: wake the get that it is for.

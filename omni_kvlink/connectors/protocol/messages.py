@@ -157,6 +157,14 @@ class Release(_Message, frozen=True, array_like=True, tag=True):
     reason: Text = ""
 
 
+class Reject(_Message, frozen=True, array_like=True, tag=True):
+    """Consumer: the payload is not what was committed; the lease goes on until its Release."""
+
+    get_id: Number
+    epoch: Number
+    reason: Text
+
+
 class FetchRange(_Message, frozen=True, array_like=True, tag=True):
     """Consumer without shared memory: requests bytes of an offered payload.
 
@@ -194,7 +202,7 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
     reason: Text
 
 
-FromConsumer: TypeAlias = Get | Cancel | Release | FetchRange | Abort
+FromConsumer: TypeAlias = Get | Cancel | Release | Reject | FetchRange | Abort
 FromProducer: TypeAlias = (
     Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk
 )

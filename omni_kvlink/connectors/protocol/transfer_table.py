@@ -504,9 +504,20 @@ class TransferTable:
             else:
                 self.counters["stale"] += 1
             return
-        if outcome == "rejected" and not transfer.state.is_final:
-            self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
+        if outcome == "rejected":
+            self.on_reject(peer, get_id, epoch, reason, now)
         self._end_lease(transfer, (peer, get_id), redeliver=outcome == "unread")
+
+    def on_reject(self, peer: Peer, get_id: int, epoch: int, reason: str, now: float) -> None:
+        """A consumer found wrong bytes: the transfer fails; the lease goes on until `on_release`.
+
+        A stale message changes nothing.
+        """
+        transfer = self._leased.get(epoch)
+        if transfer is None or (peer, get_id) not in transfer.leases:
+            self.counters["stale"] += 1
+        elif not transfer.state.is_final:
+            self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
 
     def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
         """The bytes `start` to `stop` were sent to a reader."""

@@ -135,7 +135,8 @@ class MappedGet(SessionGet):
                 get_state.settle()
             raise  # an interrupt: the get's finalizer releases it unread
         progress = get_state.progress
-        delivery = Delivery(get_state.key, region, release, draft=header, progress=progress)
+        reject = partial(get_table.reject, get_state.get_id, offer.epoch)
+        delivery = Delivery(get_state.key, region, release, reject, draft=header, progress=progress)
         get_state.settle()
         return delivery
 

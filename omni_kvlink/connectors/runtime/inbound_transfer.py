@@ -33,6 +33,7 @@ class InboundTransfer:
 
     Methods are called in the loop's thread, except those under "For any thread". `release` tells
     the producer the outcome and leads to `close`; it is called in any thread and never blocks.
+    `reject` tells the producer that a delivered payload is bad, which is released later.
     `fetch_more` is called with this object whenever `plan` may have ranges to request. A stream's
     layers are delivered one by one, as they arrive (`progress`). `inline_bytes`: the first bytes
     that are needed, if they travelled with the offer. `ready` completes when the payload may be
@@ -49,6 +50,7 @@ class InboundTransfer:
         offer: Offer,
         receive_pool: ReceivePool,
         release: Callable[[Outcome, str], None],
+        reject: Callable[[str], None],
         fetch_more: Callable[[InboundTransfer], None],
         inline_bytes: bytes,
         chunk: int,
@@ -60,7 +62,8 @@ class InboundTransfer:
         self.progress = Progress() if self.streamed else None
         assert get_state.ready is not None
         self.ready = get_state.ready
-        self._receive_pool, self._release, self._fetch_more = receive_pool, release, fetch_more
+        self._receive_pool, self._fetch_more = receive_pool, fetch_more
+        self._release, self._tell_rejected = release, reject
         self._inline_bytes = inline_bytes
         self._block: Block | None = None
         self._region: Region | None = None
@@ -111,7 +114,8 @@ class InboundTransfer:
         return Delivery(
             self.key,
             region,
-            self._release_delivered,
+            self._release,
+            self._tell_rejected,
             progress=self.progress,
             manifest=manifest,
             copies=1,
@@ -385,12 +389,8 @@ class InboundTransfer:
         self.plan.cancel()
         if self.fail(error):
             self._release("rejected", self._error_text)
-
-    def _release_delivered(self, outcome: Outcome, reason: str) -> None:
-        """Release a delivered payload; in any thread, also in a finalizer."""
-        if outcome == "read" and self._error_text:
-            outcome, reason = "rejected", self._error_text
-        self._release(outcome, reason)
+        else:
+            self._tell_rejected(self._error_text)
 
 
 def _digests(manifest: Manifest, numbers: range) -> tuple[bytes, ...]:

@@ -23,6 +23,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Location,
     Message,
+    Reject,
     Release,
     own_hello,
     unexpected,
@@ -153,6 +154,8 @@ class PooledProducer(Producer):
                 self.transfers.on_release(
                     peer, message.get_id, message.epoch, message.outcome, message.reason, now
                 )
+            elif isinstance(message, Reject):
+                self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
             elif isinstance(message, Abort):
                 self.transfers.fail(message.key, message.reason, "aborted", now)
             else:

@@ -221,12 +221,14 @@ class RemoteSession(Session):
         if get_state is None:
             return  # cancelled; the get table releases the payload
         release = partial(self.get_table.release, offer.get_id, offer.epoch)
+        reject = partial(self.get_table.reject, offer.get_id, offer.epoch)
         chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
             get_state,
             offer,
             self._receive_pool,
             release,
+            reject,
             self._fetch_more,
             inline_bytes,
             chunk,

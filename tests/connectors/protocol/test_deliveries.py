@@ -41,7 +41,12 @@ def outcomes() -> Outcomes:
 def deliver(outcomes: Outcomes) -> Delivery:
     memory = np.zeros(100, np.uint8)
     region = Region(memory.ctypes.data, 100, memory)
-    return Delivery("k", region, lambda outcome, reason: outcomes.append((outcome, reason)))
+    return Delivery(
+        "k",
+        region,
+        lambda outcome, reason: outcomes.append((outcome, reason)),
+        lambda reason: outcomes.append(("reported", reason)),
+    )
 
 
 def view_of(delivery: Delivery) -> memoryview:
@@ -74,18 +79,19 @@ def test_a_payload_that_was_read(outcomes: Outcomes) -> None:
 
 @pytest.mark.parametrize("then", ["nothing", "release", "unread"])
 def test_a_rejected_payload_stays_with_its_views(outcomes: Outcomes, then: str) -> None:
-    """Its memory would be reused under them; a later release changes nothing."""
+    """Its memory would be reused under them; its producer is told at once, and once."""
     delivery = deliver(outcomes)
     view = view_of(delivery)
     delivery.reject("bad")
     {"nothing": lambda: None, "release": delivery.release, "unread": delivery.release_unread}[
         then
     ]()
-    assert outcomes == []
+    delivery.reject("again")
+    assert outcomes == [("reported", "bad")]
     del view
-    assert outcomes == [("rejected", "bad")]
+    assert outcomes == [("reported", "bad"), ("rejected", "again")]
     del delivery
-    assert len(outcomes) == 1
+    assert len(outcomes) == 2
 
 
 def test_a_rejection_at_once(outcomes: Outcomes) -> None:

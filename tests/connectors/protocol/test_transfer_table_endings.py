@@ -221,6 +221,22 @@ def test_rejection_fails_it_for_all(bench: Bench) -> None:
     assert bench.freed == [transfer]
 
 
+def test_a_reported_rejection_fails_it_for_all_and_the_lease_stays(bench: Bench) -> None:
+    transfer = bench.put("k", readers=3)
+    for peer in "ab":
+        bench.request(peer, 1, "k")
+    bench.transfers.on_reject("c", 1, transfer.epoch, "no lease", 0.0)
+    assert transfer.state.value == "leased"
+    for reason in ("bad", "bad again"):
+        bench.transfers.on_reject("a", 1, transfer.epoch, reason, 0.0)
+    assert transfer.state.value == "failed"
+    assert transfer.reason == "a reader rejected it: bad"
+    bench.release("b", 1, transfer)
+    assert bench.freed == []
+    bench.release("a", 1, transfer)
+    assert bench.freed == [transfer]
+
+
 def test_abort_while_it_is_written(bench: Bench) -> None:
     """The writer still owns the memory: its commit raises, its abort frees the memory."""
     transfer = bench.transfers.reserve("k")
