@@ -143,7 +143,7 @@ def test_no_page_faults_when_warm(producer: KVProducer) -> None:
     assert done.returncode == 0, done.stderr
     faults = [int(line) for line in done.stdout.split()]
     pages = 48 * MIB // 4096
-    assert faults[0] > pages // 8, "its memory is new"
+    assert faults[0] > 200, "its memory is new, be it in huge pages"
     assert statistics.median(faults[2:]) < 100, faults
     assert sum(faults[2:]) < pages // 2, faults  # the window once, which then stays mapped
 
