@@ -117,10 +117,11 @@ def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, 
             disconnect_reader(producer, how="_finish")
         until(lambda: session.is_closed, "the session ended")
         with KVLink.connect(url, timeout=60) as other:  # nothing is reused for it
-            producer.put(cache("other", 99))
+            theirs = producer.put(cache("other", 99))
             with other.get("other", timeout=60) as data:
                 assert int(first_tensor(data).min()) == 99
             del data
+            theirs.wait(timeout=60)
         for number, tensor in enumerate(seen):
             assert int(tensor.min()) == int(tensor.max()) == number
         key = "leased" if side == "reader" else "pinned"
