@@ -131,7 +131,8 @@ test-vllm: .venv-vllm/.ready
 OMNI := .venv-vllm-omni
 
 test-vllm-omni: $(OMNI)/.ready
-	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/vllm_omni $(ARGS)
+	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/vllm_omni \
+		tests/bench/test_fault_comparison.py::test_a_campaign_of_vllm_omni $(ARGS)
 
 $(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt
 	$(PYTHON) -m venv $(OMNI)

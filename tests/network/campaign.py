@@ -39,9 +39,11 @@ FREEZE = 1.0
 STARVED = 0.3
 STARVED_NBYTES = 256 << 10
 """Seconds that a process gets little more memory, and less than so much."""
+PEER_PROCESS = Path(__file__).with_name("peer_process.py")
 KINDS = ("kill", "freeze", "descriptors", "memory")
 """A process is killed and restarted, stopped for a while, or has no free descriptor for a while, or
 so little memory that the kernel may end it."""
+_END = re.compile(b" (read|TransferTimeout) ")
 Fault: TypeAlias = tuple[str, str]
 """One of `KINDS`, and the name of a process."""
 
@@ -99,12 +101,11 @@ class MemoryGroup:
 
 
 class Forker:
-    """Forks processes from one that has imported everything."""
+    """Forks processes of a script from one that has imported everything."""
 
-    def __init__(self) -> None:
-        script = str(Path(__file__).with_name("peer_process.py"))
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen([sys.executable, script], stdin=pipe, stdout=pipe)
+    def __init__(self, script: Path = PEER_PROCESS) -> None:
+        pipe, command = subprocess.PIPE, [sys.executable, str(script)]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
 
     def begin(self, incarnation: Incarnation) -> int:
         """Fork a process; return its pid."""
@@ -126,16 +127,30 @@ class Forker:
 
 
 class Campaign:
-    """A producer P, readers A and B, and keys of which each fifth is for both readers."""
+    """A producer P, readers A and B, and keys; if `shared`, each fifth is for both readers.
 
-    def __init__(self, forker: Forker, root: Path, url: str, options: dict[str, Any], keys: int):
-        self._forker, self._root = forker, root
+    `patience`: seconds that a reader waits for a payload.
+    """
+
+    def __init__(
+        self,
+        forker: Forker,
+        root: Path,
+        url: str,
+        options: dict[str, Any],
+        keys: int,
+        *,
+        shared: bool = True,
+        patience: float = PATIENCE,
+    ):
+        self._forker, self._root, self._patience = forker, root, patience
         self._url, self._options = url, options
         self._pids: dict[str, int] = {}
         self._logs: dict[str, list[Path]] = {name: [] for name in (PRODUCER, *READERS)}
         self._killed: set[Path] = set()
         self.orders = {
-            f"k{n}": list(READERS) if n % 5 == 4 else [READERS[n % 2]] for n in range(keys)
+            f"k{n}": list(READERS) if shared and n % 5 == 4 else [READERS[n % 2]]
+            for n in range(keys)
         }
         self._counts: dict[Path, tuple[int, int]] = {}
         self._groups: dict[int, MemoryGroup] = {}
@@ -205,7 +220,7 @@ class Campaign:
         doubtful = {key for incarnation in incarnations[-1:] for key, _ in incarnation.reads[-1:]}
         mine = [key for key, readers in self.orders.items() if peer in readers]
         again = [(key, DOUBT) for key in mine if key in doubtful and self._is_over(key)]
-        return again + [(key, PATIENCE) for key in mine if key not in had]
+        return again + [(key, self._patience) for key in mine if key not in had]
 
     def _is_over(self, key: str) -> bool:
         """Whether every other reader has it: else a get could take another one's share."""
@@ -213,11 +228,11 @@ class Campaign:
         return all((name, key) in had for name in self.orders[key])
 
     def _reads(self) -> int:
-        """How often a payload was read; only logs that have grown are read again."""
+        """How often a payload was read, or waited for in vain; reads only logs that have grown."""
         for path in (path for name in READERS for path in self._logs[name]):
             size = path.stat().st_size if path.exists() else 0
             if self._counts.get(path, (0, 0))[0] != size:
-                self._counts[path] = size, path.read_bytes().count(b" read ")
+                self._counts[path] = size, len(_END.findall(path.read_bytes()))
         return sum(count for _, count in self._counts.values())
 
     def _ended(self) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -39,6 +39,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import sized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZES = (2_000, 40_000, 300_000, 1_500_000)
 """Bytes of payloads: inline, in one chunk, in several."""
@@ -231,7 +234,8 @@ def run_incarnation(incarnation: Incarnation) -> None:
         raise
 
 
-def main() -> None:
+def main(run: Callable[[Incarnation], None] = run_incarnation) -> None:
+    """Fork a process that calls `run` for each incarnation on standard input."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     for line in sys.stdin:
         command = json.loads(line)
@@ -243,7 +247,7 @@ def main() -> None:
         else:
             os.close(0)
             try:
-                run_incarnation(Incarnation(**command))
+                run(Incarnation(**command))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
