@@ -88,13 +88,13 @@ def outcome(orders: Mapping[str, Sequence[str]], records: Sequence[Record]) -> C
         for entry in record.entries
         if entry.event in ("failed", "expired", "refused")
     }
-    wanted = [(name, key) for key, names in orders.items() for name in names]
+    ordered = [(name, key) for key, names in orders.items() for name in names]
     return Counter(
         killed=sum(record.killed for record in records),
         put=events["put"],
         read=len(had),
-        lost=sum(each not in had and each[1] not in said_no for each in wanted),
-        denied=sum(each not in had and each[1] in said_no for each in wanted),
+        lost=sum(each not in had and each[1] not in said_no for each in ordered),
+        denied=sum(each not in had and each[1] in said_no for each in ordered),
         wrong=events["WRONG"],
         again=sum(times > 1 for times in completed.values()),
         broke=events["BROKE"],

@@ -446,8 +446,8 @@ class GatherQueue:
     def join(self) -> None:
         """Wait until all copies have ended and were reported. Raises what one of them raised."""
         pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        while pending:  # an error's traceback keeps this frame, which must not keep the error
+            pending.pop(0).result()
 
     def call_when_drained(self, function: Callable[[], None]) -> None:
         """Call this once no copy writes to the payload any more, in any thread; for finalizers."""

@@ -18,7 +18,14 @@ import pytest
 import zmq
 from zmq_fixtures import free_port, secure_as_user
 
-from omni_kvlink import ClosedError, ConnectorError, KVLink, KVLinkError, TransferTimeout
+from omni_kvlink import (
+    ClosedError,
+    ConnectorError,
+    KVLink,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+)
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.auto import AutoConsumer
 from omni_kvlink.connectors.base import Options
@@ -300,3 +307,47 @@ def test_a_closed_consumer_leaves_no_descriptor(sockets: str) -> None:
             until(lambda: count_descriptors() <= before, "its descriptors are closed", PATIENCE)
         finally:
             gc.enable()
+
+
+def count_eventfds() -> int:
+    """Of this process; a consumer has one, from `connect` until it is deleted."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            found += "eventfd" in os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def test_a_consumer_that_cannot_reconnect_leaves_no_descriptor(sockets: str) -> None:
+    """Its errors make no reference cycle, which the collector would have to find."""
+    peer = ProcessPeer()
+    producer = RemoteLink(peer, "producer")
+    gc.collect()
+    gc.disable()
+    try:
+        before = count_eventfds()
+        url = f"auto://{next(_numbers)}?tcp=127.0.0.1:{free_port()}"
+        producer.call("serve", url=url, directory=sockets)
+        be_lost(url, sockets, peer)
+        until(lambda: count_eventfds() == before, "its descriptor is closed", PATIENCE)
+    finally:
+        gc.enable()
+        peer.close()
+        for left in Path(sockets).iterdir():  # the killed producer's
+            left.unlink()
+
+
+def be_lost(url: str, sockets: str, producer: ProcessPeer) -> None:
+    """Kill the producer while a `get` waits."""
+    with KVLink.connect(url, timeout=PATIENCE, directory=sockets) as reader:
+
+        def kill() -> None:
+            until(lambda: reader.stats()["waiting"] == 1, "it waits")
+            producer.process.kill()
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        with contextlib.suppress(PeerLostError):
+            reader.get("never", timeout=PATIENCE)
+            pytest.fail("there is no such payload")
+        killing.join()

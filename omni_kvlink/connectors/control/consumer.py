@@ -13,6 +13,7 @@ import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.security import find_credentials
+from omni_kvlink.connectors.protocol.get_table import result_of
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,
@@ -72,7 +73,7 @@ class ControlConsumer(RemoteConsumer):
             raise closed_here(self._url)
         self._loop.call(session.connect)
         try:
-            session.ready.result(max(0.0, timeout))
+            result_of(session.ready, max(0.0, timeout))
         except BaseException as error:
             self._disconnect(session)
             if isinstance(error, FutureTimeout) and not isinstance(error, TransferTimeout):

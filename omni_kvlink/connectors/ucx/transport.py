@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from omni_kvlink.connectors.protocol.get_table import result_of
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
@@ -89,7 +90,7 @@ class UcxTransport:
         self._loop = EventLoop("kvlink-ucx", self._tick, self._crashed)
         self._loop.call(lambda: self._open(opened))
         try:
-            self.address, self._facts = opened.result()
+            self.address, self._facts = result_of(opened)
         except BaseException:
             self._loop.close()
             raise
