@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -85,7 +86,16 @@ class MemoryGroup:
 
     def limit(self, nbytes: int) -> None:
         """Let the process use so many bytes more than it does."""
-        self._limit.write_text(str(int(self._usage.read_text()) + nbytes))
+        until(lambda: self._try_limit(nbytes), "its memory is limited")
+
+    def _try_limit(self, nbytes: int) -> bool:
+        try:
+            self._limit.write_text(str(int(self._usage.read_text()) + nbytes))
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # version 1: it uses more by now
+                raise
+            return False
+        return True
 
     def lift(self) -> None:
         """End the limit."""
