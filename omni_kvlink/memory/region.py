@@ -283,9 +283,9 @@ class Mapping:
 
     def close_file(self) -> None:
         """Close the descriptor; the memory stays mapped."""
-        if getattr(self, "fd", -1) >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = getattr(self, "fd", -1), -1  # first: its number is another's once closed
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close_file()

@@ -407,9 +407,9 @@ class ControlListener(Listener):
         self._given_up_at = now
 
     def _close_spare(self) -> None:
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
 
     def _on_idle(self) -> None:
         """Remove disconnected peers, now that their last messages have been read."""
