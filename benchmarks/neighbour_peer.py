@@ -172,6 +172,7 @@ def _remainder(key: str) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(ImportError):  # before the first fork
+    # Before the first fork; vLLM's log goes to what is standard output then.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
         import vllm_omni.distributed.omni_connectors.connectors.shm_connector  # noqa: F401
     main(run)
