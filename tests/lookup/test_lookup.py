@@ -303,6 +303,8 @@ def test_a_question_that_failed_fails_no_other(shm: LookupStages) -> None:
     insert(shm.stores[0], TOKENS)
     lookup.select(TOKENS, timeout=60).release()
     store = lookup._stores[0]
+    assert store._last_question is not None
+    store._last_question.wait(timeout=60)
     store._last_question = lookup._link.put(message_payload("other", LookupHello("x", "y")))
     lookup._link.fail("other", "rejected")
     with lookup.select(TOKENS, timeout=60) as match:
