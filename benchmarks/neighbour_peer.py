@@ -161,6 +161,8 @@ def run(incarnation: Incarnation) -> None:
     try:
         with opened(incarnation) as system:
             (produce if incarnation.role == "producer" else read)(system, incarnation, log)
+            # Python's tracker of shared memory unblocks it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             wait_for_term(log)
     except BaseException:
         log.write("-", "BROKE")
