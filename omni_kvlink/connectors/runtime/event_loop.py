@@ -60,15 +60,22 @@ class EventLoop:
         self._ended_wake: deque[int] = deque()  # the descriptor, from the end until it is closed
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._writers: deque[None] = deque()  # threads that write to it now
+        self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
         self._running = True
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            self._thread.start()
+        except BaseException:  # selector and thread are in reference cycles
+            self._selector.close()
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
+            raise
         _loops.add(self)
 
     def call(self, function: Callable[[], None]) -> None:

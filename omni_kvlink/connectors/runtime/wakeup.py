@@ -52,9 +52,9 @@ class WakeupFifo:
     def close(self) -> None:
         """Wait no longer. Others who wait are woken, since the FIFO is removed."""
         if self._fd >= 0:
+            self._close()  # first: it may be the only descriptor that `wake` can have
             with contextlib.suppress(ConnectorError):  # a later `wake` removes it
                 wake(self._path)
-        self._close()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1

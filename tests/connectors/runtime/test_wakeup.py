@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -63,6 +65,24 @@ def test_who_leaves_takes_the_fifo_along_and_wakes_the_others(path: str) -> None
         assert wait_readable(0.0, fd) == []
         wake(path)
         assert wait_readable(60.0, fd) == [fd]
+
+
+def test_who_leaves_without_a_free_descriptor(path: str) -> None:
+    fifo = WakeupFifo(path)
+    fd = fifo.arm()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
+    plugs = list[int]()
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                plugs.append(os.dup(2))
+        fifo.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for plug in plugs:
+            os.close(plug)
+    assert not os.path.exists(f"{path}.wait")
 
 
 def test_nobody_misses_a_file(path: str) -> None:
