@@ -54,7 +54,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             SchemaError: the pools have an unknown layout.
         """
         settings = self._settings
-        pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings.model)
+        pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
         self._layers = {name: index for index, name in enumerate(pools.layers)}
         self._meter = Meter()
         if self._produces:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,17 @@ import vllm
 
 from omni_kvlink import BlockTable, BundleBranch, KVCacheBundle, PagedTensor, TensorTransferData
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.integrations.vllm.identity import model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
     from omni_kvlink.integrations.vllm.step import PromptCache
     from omni_kvlink.lowlevel import Manifest
+
+log = logging.getLogger(f"vllm.{__name__}")
 
 HEAD, LAST = "head", "last"
 """The branches: the blocks before that of the prompt's last token, if any; and that block."""
@@ -38,14 +44,23 @@ class BlockFormat:
     layout: str  # vLLM's name of the pools' layout
     isa: str  # the instruction set for which the CPU attention kernel packs a block
     layers: list[str]  # the layers' names, in order
+    revision: str = ""  # of the model
+    quantization: str = ""  # of the weights
+    rope: str = ""  # the rotary embedding's parameters, as JSON
+    compute_dtype: str = ""  # of the model's activations
+    cache_dtype: str = ""  # as vLLM's option of that name
 
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """An engine's KV pools: one per layer, uint8 `[num_blocks, block_size, row]`."""
+    """An engine's KV pools: one per layer, uint8 `[num_blocks, block_size, row]`.
+
+    Caches of the versions of vLLM in `compatible_with` are accepted, too.
+    """
 
     format: BlockFormat
     layers: Mapping[str, torch.Tensor]
+    compatible_with: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -53,9 +68,9 @@ class Pools:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
-        model: str,
+        settings: VllmSettings,
     ) -> Pools:
-        """The pools of an engine; `model` names its weights, the engine's own name if empty.
+        """The pools of an engine.
 
         Raises:
             UnavailableError: a pool is not in host memory.
@@ -75,8 +90,8 @@ class Pools:
         context = vllm_config.compilation_config.static_forward_context
         isas = {str(getattr(context.get(name), "isa", "")) for name in layers}
         format = BlockFormat(
+            **model_identity(vllm_config, settings.model),
             vllm=vllm.__version__,
-            model=model or str(vllm_config.model_config.model),
             kind=kinds[0],
             dtype=str(spec.dtype).removeprefix("torch."),
             block_size=spec.block_size,
@@ -87,7 +102,7 @@ class Pools:
             isa=",".join(sorted(isas)),
             layers=list(layers),
         )
-        return cls(format, layers)
+        return cls(format, layers, settings.compatible_with)
 
     def head(self, cache: PromptCache) -> int:
         """The number of blocks before the last token's block."""
@@ -115,12 +130,23 @@ class Pools:
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
         """Describe a cache in the pools as a payload: per branch, the rows of whole blocks."""
-        metadata = {"format": dataclasses.asdict(self.format), **_prompt(cache)}
+        metadata = {"format": dataclasses.asdict(self.format), "inputs": cache.inputs}
         branches: dict[str, BundleBranch] = {}
         for name, blocks in self.split(cache).items():
             views = dict(zip(self.layers, self.views(blocks), strict=True))
             branches[name] = TensorTransferData(cache.key, views, metadata)
         return KVCacheBundle(cache.key, branches)
+
+    def _expected(self, theirs: Mapping[str, Any], peer: str) -> dict[str, Any]:
+        """This engine's format, with the peer's version of vLLM if the settings accept it."""
+        mine, version = dataclasses.asdict(self.format), theirs.get("vllm")
+        if version != mine["vllm"] and version in self.compatible_with:
+            _warn_once(
+                f"{peer} has vLLM {version}, this engine {mine['vllm']}: its caches are read "
+                "because compatible_with names it"
+            )
+            mine["vllm"] = version
+        return mine
 
     def check(self, manifest: Manifest, cache: PromptCache, *, peer: str) -> None:
         """Check that a received cache belongs to the prompt and has this engine's block format.
@@ -132,11 +158,11 @@ class Pools:
             theirs = branch.extra.get("format")
             if not isinstance(theirs, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
-            if wrong := _differences(dataclasses.asdict(self.format), theirs):
+            if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
-            if wrong := _differences(_prompt(cache), branch.extra):
+            if wrong := ", ".join(_other_inputs(cache, branch.extra)):
                 key = manifest.request_id
-                raise SchemaError(f"{peer} computed {key!r} from another prompt: {wrong}")
+                raise SchemaError(f"{peer} computed {key!r} from another prompt: other {wrong}")
         rows = {
             branch.name: {spec.shape[0] for spec in manifest.tensors_of(branch)}
             for branch in manifest.branches
@@ -193,8 +219,18 @@ def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) 
     return flat.as_strided((num_blocks, block_size, row), strides, start)
 
 
-def _prompt(cache: PromptCache) -> dict[str, Any]:
-    return {"tokens": cache.tokens, "prompt": cache.prompt}
+def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
+    """The names of the inputs that differ; of each only digests are known."""
+    found = theirs.get("inputs")
+    if not isinstance(found, Mapping):
+        return ["inputs, which it does not name"]
+    names = sorted({*cache.inputs, *found})
+    return [name for name in names if cache.inputs.get(name) != found.get(name)]
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
 from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.identity import prompt_identity
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
@@ -230,16 +230,8 @@ class SchedulerCalls(KVConnectorBase_V1):
 
     def _cache(self, request: Request, block_ids: list[int]) -> PromptCache:
         params, tokens, blocks = self._params_of(request), request.num_prompt_tokens, [*block_ids]
-        digest = prompt_digest(request)
-        return PromptCache(request.request_id, params.key, digest, tokens, blocks, params.readers)
-
-
-def prompt_digest(request: Request) -> str:
-    """SHA-256 of the inputs that a cache depends on besides the weights: tokens, media, LoRA."""
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    media = [feature.identifier for feature in request.mm_features]
-    text = repr((list(request.prompt_token_ids or ()), media, adapter))
-    return hashlib.sha256(text.encode()).hexdigest()
+        inputs = prompt_identity(request)
+        return PromptCache(request.request_id, params.key, inputs, tokens, blocks, params.readers)
 
 
 def _has_failed(request: Request, params: TransferParams) -> bool:

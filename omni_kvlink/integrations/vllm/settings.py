@@ -19,6 +19,7 @@ class VllmSettings:
     peers: tuple[str, ...] = ()  # URLs that a consumer may read from; the first is the default
     load: str = "async"  # or "sync": during the request's own forward pass
     model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
+    compatible_with: tuple[str, ...] = ()  # other versions of vLLM whose caches are read
     timeout: float = 30.0  # seconds within which a cache must be loaded
     ttl: float = 60.0  # seconds for which a finished prefill stays available to its readers
     delay_free: bool = True  # keep a request's blocks until every reader has released the cache
@@ -36,10 +37,11 @@ class VllmSettings:
         unknown = sorted(set(extra) - set(names))
         if unknown:
             raise _error(f"has no {', '.join(unknown)}; there are {', '.join(names)}")
-        peers = extra.get("peers", ())
-        if not isinstance(peers, (list, tuple)):
-            raise _error('peers is a list of URLs, such as ["shm://prefill-0"]')
-        settings = cls(**{**extra, "peers": tuple(peers)})
+        lists = {"peers": 'URLs, such as ["shm://prefill-0"]', "compatible_with": "versions"}
+        for name, what in lists.items():
+            if not isinstance(extra.get(name, ()), (list, tuple)):
+                raise _error(f"{name} is a list of {what}")
+        settings = cls(**{**extra, **{name: tuple(extra.get(name, ())) for name in lists}})
         if settings.load not in ("sync", "async"):
             raise _error(f"load {settings.load!r}; wanted 'sync' or 'async'")
         if not (settings.timeout > 0 and settings.ttl > 0):

@@ -13,7 +13,7 @@ class PromptCache:
 
     request_id: str  # the engine's
     key: str  # the payload's request id on the link, equal on both sides
-    prompt: str  # the digest of the inputs that the cache depends on; see `prompt_digest`
+    inputs: dict[str, str]  # digests of what the cache depends on; see `prompt_identity`
     tokens: int  # prompt tokens
     blocks: list[int]  # the request's blocks in this engine, in token order
     readers: int  # the number of consumers that read the cache

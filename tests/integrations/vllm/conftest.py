@@ -31,6 +31,32 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+TTL = 3600
+"""Blocks that come back by themselves would come back after an hour."""
+
+
+@pytest.fixture
+def engine(model: Path, sockets: str) -> Iterator[Callable[..., Any]]:
+    """`engine(role, …)`: the stepped engine `p`, or one that reads from it."""
+    from vllm_steps import SteppedEngine  # not where vLLM is absent
+
+    opened = []
+
+    def engine(role: str, policy: str = "fail", caching: bool = True, **extra: Any) -> Any:
+        directory, settings = {"directory": sockets}, {"ttl": TTL, **extra}
+        if role != "consumer":
+            settings = {"url": "shm://p", "serve": directory, **settings}
+        if role != "producer":
+            settings = {"peers": ["shm://p"], "connect": directory, "timeout": 60, **settings}
+        made = SteppedEngine(str(model), transfer(role, policy, **settings), caching=caching)
+        opened.append(made)
+        return made
+
+    yield engine
+    for made in reversed(opened):
+        made.close()
+
+
 Start = Callable[..., EngineProcess]
 
 

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from vllm_fixtures import prompt, transfer
+from vllm_fixtures import prompt
 from vllm_steps import BLOCK, SAMPLED, SteppedEngine
 
 from omni_kvlink import KVLink
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-TTL = 3600
-"""Blocks that come back by themselves would come back after an hour."""
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 USED = 4
 """Blocks of `TOKENS`."""
 
 Open = Callable[..., SteppedEngine]
-
-
-@pytest.fixture
-def engine(model: Path, sockets: str) -> Iterator[Open]:
-    """`engine(role, …)`: the engine `p`, or one that reads from it."""
-    opened = []
-
-    def engine(role: str, policy: str = "fail", caching: bool = True, **extra: Any) -> Any:
-        directory, settings = {"directory": sockets}, {"ttl": TTL, **extra}
-        if role != "consumer":
-            settings = {"url": "shm://p", "serve": directory, **settings}
-        if role != "producer":
-            settings = {"peers": ["shm://p"], "connect": directory, "timeout": 60, **settings}
-        made = SteppedEngine(str(model), transfer(role, policy, **settings), caching=caching)
-        opened.append(made)
-        return made
-
-    yield engine
-    for made in reversed(opened):
-        made.close()
 
 
 def fetch(key: str, **params: Any) -> dict[str, Any]:

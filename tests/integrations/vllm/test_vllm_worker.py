@@ -86,7 +86,8 @@ def halves(sockets: str, leaves_nothing: None) -> Iterator[Halves]:
     halves.close()
 
 
-CACHE = PromptCache("r", "key", "digest", TOKENS, [5, 2, 7], 1)
+INPUTS = {"tokens": "digest"}
+CACHE = PromptCache("r", "key", INPUTS, TOKENS, [5, 2, 7], 1)
 
 
 def load(blocks: list[int], **changed: Any) -> Load:
@@ -143,7 +144,7 @@ def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
 def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
     """A block that the pool does not have: nobody waits, the next cache goes out."""
     halves.loader.start([load([1, 3, 8])])
-    halves.saver.begin([PromptCache("q", "key", "digest", TOKENS, [5, 2, BLOCKS], 1)])
+    halves.saver.begin([PromptCache("q", "key", INPUTS, TOKENS, [5, 2, BLOCKS], 1)])
     halves.saver.commit()
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == {1, 3, 8}
@@ -158,7 +159,7 @@ def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
 def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
     """The second cache of one name fails, and does not take the first one with it."""
     for request in ("r", "again"):
-        halves.send(PromptCache(request, "key", "digest", TOKENS, [5, 2, 7], 1))
+        halves.send(PromptCache(request, "key", INPUTS, TOKENS, [5, 2, 7], 1))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == set()
@@ -217,6 +218,7 @@ def test_pools_that_are_not_known() -> None:
     [
         ({"urls": []}, "has no urls; there are url, peers"),
         ({"peers": "shm://p"}, "peers is a list"),
+        ({"compatible_with": "0.30.0"}, "compatible_with is a list"),
         ({"peers": ["shm://p"]}, "url is missing"),
         ({"url": "shm://p"}, "peers is missing"),
         ({"url": "shm://p", "peers": ["shm://p"], "load": "soon"}, "load 'soon'"),
@@ -314,7 +316,7 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
         halves.loader.cancel(CancelledLoad(name, name, "", 1, "not needed", declines=True))
         until(partial(is_requested, halves, name), "it is requested")
     for name in names:
-        halves.send(PromptCache(name, name, "digest", TOKENS, [5, 2, 7], 1))
+        halves.send(PromptCache(name, name, INPUTS, TOKENS, [5, 2, 7], 1))
     halves.saver.hold(set(names))
     released: set[str] = set()
 

@@ -69,11 +69,15 @@ class SteppedEngine:
         self.cached: dict[str, int] = {}  # tokens that were not computed
         self.counts: dict[str, int] = {}
 
-    def add(self, name: str, prompt: list[int], params: object, *, tokens: int = 1) -> None:
+    def add(
+        self, name: str, prompt: list[int], params: object, *, tokens: int = 1, **inputs: Any
+    ) -> None:
+        """Add a request; `inputs` are those of vLLM's `Request`, such as `cache_salt`."""
         extra = {} if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra)
         hasher = self._hasher
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+        request = Request(name, prompt, sampling, None, block_hasher=hasher, **inputs)
+        self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -126,9 +130,11 @@ class SteppedEngine:
         self.step_until(lambda: all(name in self.ended for name in names))
         return [self.ended[name][0] for name in names]
 
-    def prefill(self, name: str, prompt: list[int], **params: Any) -> dict[str, Any]:
+    def prefill(
+        self, name: str, prompt: list[int], *, inputs: Mapping[str, Any] = {}, **params: Any
+    ) -> dict[str, Any]:
         """Compute a prompt and send its cache; what the consumer's request needs."""
-        self.add(name, prompt, {"do_remote_decode": True, **params})
+        self.add(name, prompt, {"do_remote_decode": True, **params}, **inputs)
         self.run(name)
         answer: dict[str, Any] = self.ended[name][1]
         return answer

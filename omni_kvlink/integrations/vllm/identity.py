@@ -1,0 +1,62 @@
+"""What the values of a KV cache depend on: the inputs of a request, and the engine's model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def prompt_identity(request: Request) -> dict[str, str]:
+    """By name, SHA-256 of each input that a prompt's cache depends on; equal on both sides.
+
+    `extra` are the keys of vLLM's own prefix cache: what a version of vLLM adds to them counts.
+    """
+    adapter, tokens = request.lora_request, request.num_prompt_tokens
+    extra, _ = generate_block_hash_extra_keys(request, 0, tokens, 0)
+    inputs = {
+        "tokens": list(request.prompt_token_ids or ()),
+        "media": [
+            (each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features or ()
+        ],
+        "salt": request.cache_salt,
+        "adapter": adapter and (adapter.lora_name, adapter.lora_path, adapter.lora_int_id),
+        "extra": extra,
+    }
+    return {
+        name: hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()
+        for name, value in inputs.items()
+    }
+
+
+def model_identity(vllm_config: VllmConfig, name: str) -> dict[str, Any]:
+    """What an engine's caches depend on besides the inputs, as `BlockFormat` has it.
+
+    `name` names the weights in place of the model's path and revision, if it is not empty.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text: Any = model.hf_text_config
+    rope = {each: getattr(text, each, None) for each in _ROPE}
+    return {
+        "model": name or str(model.model),
+        "revision": "" if name else str(model.revision or ""),
+        "quantization": str(model.quantization or ""),
+        "rope": json.dumps(_without_none(rope), sort_keys=True, default=str),
+        "compute_dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": str(cache.cache_dtype),
+    }
+
+
+def _without_none(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,184 @@
+"""A cache is loaded only for the inputs, and by the model, that it was computed with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+from vllm_fixtures import prompt
+from vllm_steps import BLOCK, SteppedEngine
+
+from omni_kvlink.integrations.vllm import identity, pools
+from omni_kvlink.integrations.vllm.identity import model_identity, prompt_identity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = prompt(2 * BLOCK + 7, seed=3)
+OTHER = [*TOKENS[:-1], TOKENS[-1] + 1]
+Open = Callable[..., SteppedEngine]
+
+
+def media(identifier: str = "cat", offset: int = 3, length: int = 4) -> list[MultiModalFeatureSpec]:
+    position = PlaceholderRange(offset=offset, length=length)
+    return [MultiModalFeatureSpec(None, "image", identifier, position)]
+
+
+INPUTS: dict[str, Any] = {"cache_salt": "a", "lora_request": LoRARequest("l", 1, "/l")}
+"""Of a scheduled request; media would need an encoder."""
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "salt": {"cache_salt": "b"},
+    "no salt": {"cache_salt": None},
+    "adapter's name": {"lora_request": LoRARequest("m", 1, "/l")},
+    "adapter's path": {"lora_request": LoRARequest("l", 1, "/m")},
+    "adapter's number": {"lora_request": LoRARequest("l", 2, "/l")},
+    "no adapter": {"lora_request": None},
+}
+MEDIA: dict[str, dict[str, Any]] = {
+    "media's content": {"mm_features": media("dog")},
+    "media's position": {"mm_features": media(offset=4)},
+    "media's length": {"mm_features": media(length=5)},
+    "no media": {"mm_features": None},
+}
+
+
+def field_of(change: str) -> str:
+    return change.removeprefix("no ").partition("'")[0]
+
+
+def request(tokens: list[int] = TOKENS, **inputs: Any) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, **inputs)
+
+
+@pytest.mark.parametrize("change", [*CHANGED, *MEDIA, "tokens"])
+def test_each_input_counts(change: str) -> None:
+    """In a field of its own, beside vLLM's keys, which have only some of them."""
+    inputs = {**INPUTS, "mm_features": media()}
+    tokens = OTHER if change == "tokens" else TOKENS
+    other = request(tokens, **{**inputs, **{**CHANGED, **MEDIA}.get(change, {})})
+    here, there = prompt_identity(request(**inputs)), prompt_identity(other)
+    changed = {name for name in here if here[name] != there[name]}
+    assert changed - {"extra"} == {field_of(change)}
+    assert prompt_identity(request(**inputs)) == here
+
+
+def test_what_a_version_of_vllm_adds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = prompt_identity(request())
+    monkeypatch.setattr(identity, "generate_block_hash_extra_keys", lambda *_: (("new",), 0))
+    there = prompt_identity(request())
+    assert {name for name in here if here[name] != there[name]} == {"extra"}
+
+
+@pytest.mark.parametrize("change", [*CHANGED, "tokens"])
+def test_a_cache_of_other_inputs_is_refused(
+    engine: Open, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """By the name of the field; a request with the same inputs beside it has its cache."""
+    producer, consumer = engine("producer"), engine("consumer")
+    wrong = producer.prefill("wrong", TOKENS, inputs=INPUTS)
+    right = producer.prefill("right", TOKENS, inputs=INPUTS)
+    tokens = OTHER if change == "tokens" else TOKENS
+    consumer.add("wrong", tokens, wrong, **{**INPUTS, **CHANGED.get(change, {})})
+    assert consumer.run("wrong") == ["error"]
+    (text,) = {one.getMessage() for one in caplog.records if "another prompt" in one.getMessage()}
+    assert field_of(change) in text.partition("from another prompt: other ")[2].split(", ")
+    consumer.add("right", TOKENS, right, **INPUTS)
+    assert consumer.run("right") == ["length"]
+    assert consumer.counts["received"] == 1
+    consumer.settle()
+    producer.settle()
+    assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
+
+
+MODEL = {
+    "revision": "main",
+    "quantization": "fp8",
+    "rope": "{}",
+    "compute_dtype": "bfloat16",
+    "cache_dtype": "fp8_e5m2",
+    "model": "another",
+}
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_a_cache_of_another_model_is_refused(
+    engine: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def changed(*arguments: Any) -> dict[str, Any]:
+        return {**model_identity(*arguments), name: MODEL[name]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "model_identity", changed)
+        producer = engine("producer")
+    consumer = engine("consumer")
+    consumer.add("r", TOKENS, producer.prefill("r", TOKENS))
+    assert consumer.run("r") == ["error"]
+    assert f"{name} is {MODEL[name]!r} there and" in caplog.text
+
+
+def test_what_the_model_is(model: Path) -> None:
+    """Each part of vLLM's settings that decides a cache's values, in a field of its own."""
+
+    def config() -> VllmConfig:
+        return VllmConfig(
+            model_config=ModelConfig(model=str(model), max_model_len=512, dtype="float32"),
+            cache_config=CacheConfig(block_size=BLOCK),
+        )
+
+    def changed(change: Callable[[VllmConfig], object]) -> set[str]:
+        other = config()
+        change(other)
+        here, there = model_identity(config(), ""), model_identity(other, "")
+        return {name for name in here if here[name] != there[name]}
+
+    assert changed(lambda it: None) == set()
+    assert changed(lambda it: setattr(it.model_config, "model", "m")) == {"model"}
+    assert changed(lambda it: setattr(it.model_config, "revision", "r")) == {"revision"}
+    assert changed(lambda it: setattr(it.model_config, "quantization", "q")) == {"quantization"}
+    assert changed(lambda it: setattr(it.model_config, "dtype", torch.half)) == {"compute_dtype"}
+    assert changed(lambda it: setattr(it.cache_config, "cache_dtype", "fp8")) == {"cache_dtype"}
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
+    assert changed(lambda it: setattr(it.model_config.hf_text_config, "rope_parameters", rope)) == {
+        "rope"
+    }
+    named = config()
+    named.model_config.revision = "r"
+    assert model_identity(named, "w")["model"] == "w"
+    assert model_identity(named, "w")["revision"] == "", "the name says which weights"
+
+
+def test_another_version_of_vllm(
+    engine: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, unless the settings accept it; the log says that they do, once."""
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.__version__", "0.29.9")
+        producer = engine("producer")
+    refusing = engine("consumer")
+    refusing.add("r", TOKENS, producer.prefill("r", TOKENS))
+    assert refusing.run("r") == ["error"]
+    assert "vllm is '0.29.9' there and" in caplog.text
+    pools._warn_once.cache_clear()
+    caplog.clear()
+    accepting = engine("consumer", compatible_with=["0.29.9"])
+    for name in ("first", "second"):
+        accepting.add(name, TOKENS, producer.prefill(name, TOKENS))
+        assert accepting.run(name) == ["length"]
+        accepting.settle()
+        accepting.scheduler.reset_prefix_cache()
+    assert accepting.counts["received"] == 2
+    warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+    (line,) = [one.getMessage() for one in warnings if "compatible_with" in one.getMessage()]
+    assert "shm://p has vLLM 0.29.9" in line
