@@ -70,7 +70,7 @@ class EventLoop:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
             self._thread.start()
-        except BaseException:  # selector and thread are in reference cycles
+        except (OSError, RuntimeError):  # no thread runs; the selector is in a reference cycle
             self._selector.close()
             wake, self._wake = self._wake, -1
             if wake >= 0:
