@@ -128,7 +128,7 @@ class PrefixStore:
         """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
         With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
-        decode before prefill. Tokens, roi and namespace are as for `insert`. TransferFailed if `fail` was
+        decode before prefill. The other arguments are as for `insert`. TransferFailed if `fail` was
         called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         deadline = time.monotonic() + check_timeout(timeout)
