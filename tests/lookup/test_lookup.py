@@ -470,8 +470,8 @@ def test_a_question_of_an_earlier_version_has_no_namespace(shm: LookupStages) ->
     lookup = shm.start()
     insert_as(shm.stores[0], "a", TOKENS)
     insert_as(shm.stores[0], "", TOKENS[:30])
-    words = torch.tensor(TOKENS, dtype=torch.int32).numpy().astype(">u4").tobytes()
-    tokens = {"tokens": torch.tensor(list(words), dtype=torch.uint8)}
+    encoded = torch.tensor(TOKENS, dtype=torch.int32).numpy().astype(">u4").tobytes()
+    tokens = {"tokens": torch.tensor(list(encoded), dtype=torch.uint8)}
     question = {"answer": "k", "timeout": 60.0, "wait": False, "probe": False}
     lookup._link.put(TensorTransferData(shm.producers[0]._inbox, tokens, question))
     with lookup._stores[0].link.get("k", timeout=60) as data:
@@ -483,8 +483,8 @@ def test_a_question_of_an_earlier_version_has_no_namespace(shm: LookupStages) ->
 @pytest.mark.parametrize("name", ["", "a"])
 def test_a_question_brings_the_namespace(name: str) -> None:
     prompt = encode(TOKENS, None, name)
-    asked = Question("k", 1.0, namespace=prompt[:32].hex() if name else "")
-    payload = message_payload("x", asked, prompt)
+    question = Question("k", 1.0, namespace=prompt[:32].hex() if name else "")
+    payload = message_payload("x", question, prompt)
     assert payload.tensors()[0].nbytes == 4 * len(TOKENS)
     assert read_prompt(payload, read_message(payload, Question)) == prompt
 

@@ -285,10 +285,10 @@ def test_what_is_no_namespace_is_refused(namespace: Any) -> None:
     assert store.stats()["prompts"] == 0
 
 
-@pytest.mark.parametrize("place", range(DIGEST_SIZE))
-def test_every_byte_of_the_digest_counts(place: int) -> None:
+@pytest.mark.parametrize("position", range(DIGEST_SIZE))
+def test_every_byte_of_the_digest_counts(position: int) -> None:
     key, index = encode([1, 2, 3], None, "a"), PrefixIndex()
-    other = bytes(byte ^ (number == place) for number, byte in enumerate(key))
+    other = bytes(byte ^ (number == position) for number, byte in enumerate(key))
     assert common(key, other) == 0
     index.add(other)
     assert index.longest(key) == (0, b"")
