@@ -199,7 +199,7 @@ SCALES: dict[str, Callable[[Any], object]] = {
 
 
 def test_each_scale_of_a_quantized_cache_counts(scales_of: Callable[..., str]) -> None:
-    """vLLM's own attention layers, as its loader of weights would leave them."""
+    """Of vLLM's own attention layers, as its loader of weights would leave them."""
     plain = scales_of("fp8")
     assert len(plain) == 64
     assert scales_of("fp8") == plain
