@@ -21,13 +21,15 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.lookup import Match, PrefixStore
+from omni_kvlink.lookup import PrefixStore
 from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE, digest
 from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from omni_kvlink.lookup import Match
 
 BIG = 1 << 30
 Prompt = tuple[str, tuple[int, ...]]
