@@ -94,7 +94,8 @@ class SteppedEngine:
         role = KVConnectorRole.WORKER
         self.worker: Any = KVConnectorFactory.create_connector(config, role, pools)
         self._layers = layers_of(groups, BLOCKS)
-        self._tables = {name: table for table, each in enumerate(groups) for name in each.layer_names}
+        names = enumerate(each.layer_names for each in groups)
+        self._tables = {name: table for table, layers in names for name in layers}
         self.wrong: set[str] = set()  # requests that read other than they or theirs had written
         self.worker.register_kv_caches({name: each.pool for name, each in self._layers.items()})
         self.ended: dict[str, tuple[str, Any]] = {}  # the reason, and the kv_transfer_params
@@ -119,9 +120,9 @@ class SteppedEngine:
         plan = self.scheduler.schedule()
         for new in plan.scheduled_new_reqs:
             self.cached[new.req_id] = new.num_computed_tokens
-        for layer in self._layers.values():
-            if isinstance(layer, AttentionLayer):
-                layer.pool[plan.new_block_ids_to_zero or []] = 0.0
+        for each in self._layers.values():
+            if isinstance(each, AttentionLayer):
+                each.pool[plan.new_block_ids_to_zero or []] = 0.0
         self.worker.bind_connector_metadata(plan.kv_connector_metadata)
         if plan.has_sync_kv_loads:
             self.worker.start_load_kv(None)
