@@ -41,6 +41,7 @@ def make_lfm2(path: Path, tokenizer: Path) -> None:
         **COMMON,
         num_hidden_layers=4,
         layer_types=["conv", "full_attention"] * 2,
+        conv_L_cache=4,  # the only width of the CPU kernel
         block_auto_adjust_ff_dim=False,
         conv_dim=256,
         block_dim=256,
