@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
-from vllm_models import make_deepseek, make_gemma3, make_lfm2
+from vllm_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -142,10 +143,13 @@ def test_without_the_hybrid_cache_manager(start: Any, model: Path, directory: Pa
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_recurrent_states(start: Any, model: Path, directory: Path, caching: bool) -> None:
-    """Short convolutions: the producer leaves the last token to the consumer."""
-    path = directory / "lfm2"
-    make_lfm2(path, model)
+@pytest.mark.parametrize("make", [make_mamba2, make_falcon_h1])
+def test_recurrent_states(
+    start: Any, model: Path, directory: Path, make: Callable[[Path, Path], None], caching: bool
+) -> None:
+    """Alone, and beside attention: the producer leaves the last token to the consumer."""
+    path = directory / make.__name__
+    make(path, model)
     options = {"model": path, "enable_prefix_caching": caching, "dtype": "bfloat16"}
     producer, consumer = start("p", "producer", **options), start("d", "consumer", **options)
     try:
@@ -170,18 +174,21 @@ def test_recurrent_states(start: Any, model: Path, directory: Path, caching: boo
 )
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_latent_attention(start: Any, model: Path, directory: Path, load: str) -> None:
-    """MLA: one latent for each token, in blocks like those of full attention."""
+    """MLA: one latent for each token. An asynchronous load is compared where one token is left.
+
+    vLLM's decoding of latents differs from its prefill by more than roundings.
+    """
     path = directory / "deepseek"
     make_deepseek(path, model)
     options = {"model": path, "dtype": "bfloat16"}
     producer = start("p", "producer", **options)
     consumer = start("d", "consumer", extra={"load": load}, **options)
     try:
-        for length in LENGTHS:
+        for length in LENGTHS if load == "sync" else (BLOCK + 1, 2 * BLOCK + 1, 5 * BLOCK + 1):
             tokens = prompt(length, seed=length)
             expected = oracle(consumer, tokens)
             got = consumer.generate(tokens, producer.prefill(tokens))
-            check_alike(got, expected, load, most=ROUNDING)
+            check_alike(got, expected, "sync")
             assert consumer.call("forget")
         assert consumer.count("load_failed") == 0
     finally:
