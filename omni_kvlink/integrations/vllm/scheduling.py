@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.identity import prompt_identity
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
+from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url, rank_url
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import (
@@ -56,12 +57,16 @@ class SchedulerCalls(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_single_rank(vllm_config)
+        self._rank = EngineRank.of(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._settings = VllmSettings.read(
+        settings = VllmSettings.read(
             transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
         )
+        url = engine_url(settings.url, vllm_config)
+        self._settings = dataclasses.replace(settings, url=url)
+        for each in (url, *settings.peers):
+            rank_url(each, self._rank.world_size - 1)  # raises if the ranks have no URLs
         self._is_async = self._settings.load == "async"
         self._block_size: int = vllm_config.cache_config.block_size
         self._planned = StepMetadata()
@@ -150,8 +155,12 @@ class SchedulerCalls(KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the loads that the worker reports as ended, with or without success."""
+        """Record the loads that all ranks report as ended, and end those that one failed at."""
         self._loading.difference_update(connector_output.finished_recving or ())
+        failed = connector_output.kv_connector_worker_meta
+        if isinstance(failed, FailedLoads):
+            for name in failed.request_ids & self._loading:
+                self._end_load(name, self._params[name])
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -163,6 +172,8 @@ class SchedulerCalls(KVConnectorBase_V1):
                 self._give_up(request, "the request ended before it was scheduled")
             elif name in self._loading and not _has_failed(request, params):
                 self._give_up(request, "the request ended while its cache was loaded")
+            elif name in self._loading and not params.error:
+                self._end_load(name, params)
             self._loading.discard(name)
             self._requested.discard(name)
         reads = self._reads_of(request)
@@ -228,6 +239,13 @@ class SchedulerCalls(KVConnectorBase_V1):
             load = (request.request_id, params.key, params.url, params.readers, reason)
             self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
 
+    def _end_load(self, name: str, params: TransferParams) -> None:
+        """End a load that one rank failed at on the others; a rank that has ended it ignores it."""
+        if self._rank.world_size > 1:
+            load = (name, params.key, params.url, params.readers)
+            reason = "another rank could not load its part"
+            self._planned.cancelled.append(CancelledLoad(*load, reason, declines=True))
+
     def _cache(self, request: Request, block_ids: list[int]) -> PromptCache:
         params, tokens, blocks = self._params_of(request), request.num_prompt_tokens, [*block_ids]
         inputs = prompt_identity(request)
@@ -242,15 +260,3 @@ def _has_failed(request: Request, params: TransferParams) -> bool:
 def _is_loading(request: Request) -> bool:
     """Whether an asynchronous load of the request has not ended, for the scheduler."""
     return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
-
-
-def _check_single_rank(vllm_config: VllmConfig) -> None:
-    """Refuse an engine of several ranks: each rank would need a link of its own."""
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        raise UnavailableError(
-            f"this engine has {parallel.world_size} ranks (tensor parallel "
-            f"{parallel.tensor_parallel_size}, pipeline parallel "
-            f"{parallel.pipeline_parallel_size}); this connector supports one: "
-            "--tensor-parallel-size 1 --pipeline-parallel-size 1"
-        )

@@ -22,6 +22,7 @@ class VllmSettings:
     compatible_with: tuple[str, ...] = ()  # other versions of vLLM whose caches are read
     timeout: float = 30.0  # seconds within which a cache must be loaded
     ttl: float = 60.0  # seconds for which a finished prefill stays available to its readers
+    peer_tp: int = 0  # tensor-parallel size of the engines on the other side; 0: as this one
     delay_free: bool = True  # keep a request's blocks until every reader has released the cache
     serve: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `KVLink.serve`
     connect: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of `KVLink.connect`
@@ -46,6 +47,8 @@ class VllmSettings:
             raise _error(f"load {settings.load!r}; wanted 'sync' or 'async'")
         if not (settings.timeout > 0 and settings.ttl > 0):
             raise _error(f"timeout {settings.timeout}, ttl {settings.ttl}: more than 0 s")
+        if type(settings.peer_tp) is not int or settings.peer_tp < 0:
+            raise _error(f"peer_tp {settings.peer_tp!r}: the other side's tensor-parallel size")
         if produces and not settings.url:
             raise _error('url is missing: what this producer serves, such as "shm://prefill-0"')
         if consumes and not settings.peers:
