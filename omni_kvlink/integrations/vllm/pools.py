@@ -23,6 +23,7 @@ from omni_kvlink.integrations.vllm.groups import (
     spec_of,
 )
 from omni_kvlink.integrations.vllm.identity import model_identity
+from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +89,7 @@ class Pools:
     pools: Sequence[Mapping[str, torch.Tensor]]
     layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
+    part: RankPart = RankPart(EngineRank())
 
     @classmethod
     def of(
@@ -127,7 +129,8 @@ class Pools:
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
+        layers, part = places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
+        return cls(format, groups, pools, layers, settings.compatible_with, part)
 
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
         """For each group the numbers of the blocks that are sent, by part.
@@ -184,7 +187,11 @@ class Pools:
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
         """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
-        metadata = {"format": dataclasses.asdict(self.format), "inputs": cache.inputs}
+        metadata = {
+            "rank": self.part.describe(),
+            "format": dataclasses.asdict(self.format),
+            "inputs": cache.inputs,
+        }
         branches: dict[str, BundleBranch] = {}
         for group, parts in enumerate(self.sent(cache)):
             for part, blocks in parts.items():
@@ -227,6 +234,11 @@ class Pools:
             theirs = branch.extra.get("format")
             if not isinstance(theirs, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
+            if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
+                raise SchemaError(
+                    f"{peer} is another rank, or of another engine, than the one to read from: "
+                    f"{wrong}; peer_tp is the tensor-parallel size of the other side"
+                )
             if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
@@ -369,8 +381,10 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _differences(mine: Mapping[str, Any], theirs: object) -> str:
     """The fields of `mine` that differ, each with both values; "" if none does."""
+    if not isinstance(theirs, Mapping):
+        return f"it sent {theirs!r:.100}"
     found = []
     for name, value in mine.items():
         other = theirs.get(name)

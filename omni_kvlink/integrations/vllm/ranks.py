@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError, UnavailableError
 from omni_kvlink.topology import Topology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from omni_kvlink.integrations.vllm.settings import VllmSettings
+    from omni_kvlink.integrations.vllm.step import PromptCache
 
 MAX_KEY = 1024
 """Characters of a key on a link."""
@@ -56,6 +59,26 @@ class EngineRank:
         """The number of the engine's ranks."""
         return self.pp_size * self.tp_size
 
+    def check(self, settings: VllmSettings, *, produces: bool, consumes: bool) -> None:
+        """Check an engine's settings for its number of ranks.
+
+        Raises:
+            SchemaError: a rank has no URL, or a cache could be sent before another rank's load of
+                it has failed.
+        """
+        is_other = settings.peer_tp not in (0, self.tp_size)
+        peer_world = self.pp_size * (settings.peer_tp or self.tp_size)
+        for url in (settings.url,) if produces else ():
+            rank_url(url, self.world_size - 1)
+        for url in settings.peers if consumes else ():
+            rank_url(url, peer_world - 1)
+        if produces and consumes and settings.load == "sync" and is_other:
+            raise SchemaError(
+                'kv_connector_extra_config: load "sync" in an engine that also sends, with peer_tp '
+                f"{settings.peer_tp} and {self.tp_size} ranks here: a rank would send what it "
+                'computed from a part that another one failed to load; set "load": "async"'
+            )
+
     def sent(self, heads: int, peer_tp: int) -> tuple[RankPart, ...]:
         """The parts of a cache that this rank sends to each consumer; may be none.
 
@@ -96,6 +119,16 @@ class RankPart:
     sender: EngineRank
     heads: tuple[int, int] | None = None  # as numbered in the model; None: its blocks, unchanged
     readers: int = 1  # ranks of one consumer
+
+    def describe(self) -> dict[str, Any]:
+        """Its fields as JSON values, which are sent with the part and checked by its readers."""
+        heads = None if self.heads is None else list(self.heads)
+        return {**dataclasses.asdict(self.sender), "heads": heads}
+
+    def cache(self, cache: PromptCache) -> PromptCache:
+        """This part of a cache that is sent."""
+        readers = cache.readers * self.readers
+        return dataclasses.replace(cache, key=self.key(cache.key), readers=readers)
 
     def key(self, key: str) -> str:
         """The key of this part of a cache, on the sender's link."""

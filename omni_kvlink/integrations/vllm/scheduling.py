@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.identity import prompt_identity
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
-from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url, rank_url
+from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import (
@@ -65,8 +65,7 @@ class SchedulerCalls(KVConnectorBase_V1):
         )
         url = engine_url(settings.url, vllm_config)
         self._settings = dataclasses.replace(settings, url=url)
-        for each in (url, *settings.peers):
-            rank_url(each, self._rank.world_size - 1)  # raises if the ranks have no URLs
+        self._rank.check(self._settings, produces=self._produces, consumes=self._consumes)
         self._is_async = self._settings.load == "async"
         self._block_size: int = vllm_config.cache_config.block_size
         self._planned = StepMetadata()
