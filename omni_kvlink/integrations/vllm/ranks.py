@@ -72,7 +72,8 @@ class EngineRank:
             rank_url(url, self.world_size - 1)
         for url in settings.peers if consumes else ():
             rank_url(url, peer_world - 1)
-        if produces and consumes and settings.load == "sync" and is_other:
+        is_relay = produces and consumes and settings.load == "sync"
+        if is_relay and is_other and self.world_size > 1:
             raise SchemaError(
                 'kv_connector_extra_config: load "sync" in an engine that also sends, with peer_tp '
                 f"{settings.peer_tp} and {self.tp_size} ranks here: a rank would send what it "
