@@ -132,6 +132,11 @@ class Pools:
         layers, part = places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
         return cls(format, groups, pools, layers, settings.compatible_with, part)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.numel() for pools in self.pools for pool in pools.values())
+
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
         """For each group the numbers of the blocks that are sent, by part.
 
