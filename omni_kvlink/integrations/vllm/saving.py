@@ -78,17 +78,21 @@ class CacheSave:
 class Saver:
     """The saves of a producer's worker; called by the engine's thread only."""
 
-    def __init__(self, link: KVProducer, pools: Pools, settings: VllmSettings, meter: Meter):
+    def __init__(
+        self, link: KVProducer, pools: Sequence[Pools], settings: VllmSettings, meter: Meter
+    ):
         self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
         self._saves: list[CacheSave] = []
         self._jobs: list[Future[None]] = []
-        self._receipts: dict[str, Receipt] = {}
+        self._receipts: dict[tuple[str, str], Receipt] = {}  # by request and key
         self._held: set[str] = set()
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
         """Announce the caches that the coming forward pass computes."""
-        self._saves = [CacheSave(cache, self._pools) for cache in caches]
+        self._saves = [
+            CacheSave(pools.part.cache(cache), pools) for cache in caches for pools in self._pools
+        ]
         for save in self._saves:
             self._enqueue(save, partial(save.open, self._link, self._ttl))
 
@@ -113,7 +117,7 @@ class Saver:
             job.result()
         for save in self._saves:
             if save.receipt is not None:
-                self._receipts[save.cache.request_id] = save.receipt
+                self._receipts[save.cache.request_id, save.cache.key] = save.receipt
         self._saves = []
 
     def hold(self, request_ids: set[str]) -> None:
@@ -122,21 +126,26 @@ class Saver:
 
     def released(self) -> set[str]:
         """Held requests whose caches were released by all readers, failed or expired."""
-        for request_id, receipt in list(self._receipts.items()):
+        for name, receipt in list(self._receipts.items()):
             if receipt.done:
-                del self._receipts[request_id]
+                del self._receipts[name]
                 self._report(receipt)
-        over = self._held - self._receipts.keys()
+        over = self._held - {request_id for request_id, _ in self._receipts}
         self._held -= over
         return over
 
     def fail(self, failed: FailedSave) -> None:
         """Fail a cache that was announced to a consumer and will not be computed."""
-        receipts = {name: each for name, each in self._receipts.items() if each.key == failed.key}
-        if failed.request_id not in receipts:
-            self._meter.count("send_failed")  # else the receipt is counted
-        if receipts.keys() <= {failed.request_id}:  # else the key is another request's
-            self._link.fail(failed.key, failed.reason)
+        for key in (pools.part.key(failed.key) for pools in self._pools):
+            requests = {request_id for request_id, each in self._receipts if each == key}
+            if failed.request_id not in requests:
+                self._meter.count("send_failed")  # else the receipt is counted
+            if requests <= {failed.request_id}:  # else the key is another request's
+                self._link.fail(key, failed.reason)
+
+    def disconnect(self) -> None:
+        """Close the link, from any thread: readers know at once that they get no more."""
+        self._link.close()
 
     def close(self) -> None:
         """Wait for queued copies, then close the link."""
