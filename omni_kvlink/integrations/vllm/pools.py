@@ -200,7 +200,7 @@ class Pools:
         branches: dict[str, BundleBranch] = {}
         for group, parts in enumerate(self.sent(cache)):
             for part, blocks in parts.items():
-                if not blocks:
+                if not (blocks and self.pools[group]):
                     continue
                 views = self.views(group, self.block_ids(cache, group, blocks))
                 branches[branch_name(group, part)] = TensorTransferData(
@@ -252,7 +252,7 @@ class Pools:
         self._check_rows(manifest, peer)
         for group, blocks in enumerate(self.needed(load)):
             there = {number for part in self.received(manifest)[group].values() for number in part}
-            if not there.issuperset(blocks):
+            if self.pools[group] and not there.issuperset(blocks):
                 raise SchemaError(
                     f"{peer} sent the blocks {sorted(there)} of group {group}, and {blocks} are "
                     'needed: the last forward pass of its prefill began behind them; set "load": '
@@ -355,7 +355,7 @@ def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
 def _group_format(
     group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]
 ) -> GroupFormat:
-    spec = spec_of(spec, group.layers[0])
+    spec = spec_of(spec, next(iter(group.layers), ""))
     dtypes = spec.dtypes if group.is_state else (spec.dtype,)
     pool = next(iter(layers.values()), None)
     return GroupFormat(

@@ -92,6 +92,10 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def tables(self) -> int:
+        """Groups of caches, each with a block table of its own."""
+        return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
+
     def waiting(self) -> int:
         """Readers that wait, at each rank's link, for a cache that is not there yet."""
         return int(min(self.llm.collective_rpc(waiting)))
