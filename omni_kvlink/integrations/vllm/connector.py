@@ -62,7 +62,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             options = {"quota": max(Options.quota, nbytes), **settings.serve}
             self._saver = Saver(KVLink.serve(settings.url, **options), pools, settings, self._meter)
         if self._consumes:
-            peers = Peers(settings.peers, settings.connect)
+            peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
             self._loader = Loader(pools, peers, self._meter, timeout=settings.timeout)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -120,7 +120,10 @@ class OmniKVLinkConnector(SchedulerCalls):
         return self._meter.take() if self._meter is not None else None
 
     def shutdown(self) -> None:
-        """Close the links; unread caches fail at their readers, and unfinished loads here."""
-        for part in (self._saver, self._loader):
+        """Close the links; caches that are unread after `drain` seconds fail at their readers.
+
+        Unfinished loads of this engine fail at once.
+        """
+        for part in (self._loader, self._saver):
             if part is not None:
                 part.close()

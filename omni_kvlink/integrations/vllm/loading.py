@@ -29,6 +29,9 @@ log = logging.getLogger(f"vllm.{__name__}")
 THREADS = 4
 """Threads that copy caches; a cache that has not arrived yet occupies none."""
 
+CONNECTING_THREADS = 16
+"""Threads that wait for producers to be there: one that is gone delays no copy."""
+
 
 class CacheLoad:
     """The load of one cache: a pool thread requests it; none waits; a pool thread copies it.
@@ -216,8 +219,9 @@ class Loader:
     def __init__(self, pools: Pools, peers: Peers, meter: Meter, *, timeout: float):
         self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
-        self._decliner = Decliner(peers, self._submit, timeout)
+        self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
         self._loading: dict[str, CacheLoad] = {}
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
@@ -234,7 +238,9 @@ class Loader:
             else:
                 if load.readers == 1:  # the read that was declined is needed again
                     self._decliner.withdraw(load.url, load.key)
-                self._submit(loading.request)
+                is_connected = self._peers.is_connected(load.url)
+                pool = self._pool if is_connected else self._connecting_pool
+                pool.submit(loading.request)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -257,6 +263,7 @@ class Loader:
         ended = [loading for loading in self._loading.values() if loading.done.is_set()]
         for loading in ended:
             self._end(loading)
+        self._peers.close_unused({loading.load.url for loading in self._loading.values()})
         return {loading.load.request_id for loading in ended}
 
     def take_invalid_blocks(self) -> set[int]:
@@ -283,6 +290,7 @@ class Loader:
             loading.cancel(CancelledLoad(*cache, 0, reason, declines=True))
         self._decliner.close()
         self._peers.close()
+        self._connecting_pool.shutdown()
         self._pool.shutdown()
 
     def _take_spent(self, url: str, key: str) -> bool:

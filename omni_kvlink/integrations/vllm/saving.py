@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.errors import (
+    DuplicateKeyError,
+    KVLinkError,
+    TransferFailed,
+    TransferTimeout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +72,8 @@ class Saver:
     """The saves of a producer's worker; called by the engine's thread only."""
 
     def __init__(self, link: KVProducer, pools: Pools, settings: VllmSettings, meter: Meter):
-        self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
+        self._link, self._pools, self._meter = link, pools, meter
+        self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
         self._saves: list[CacheSave] = []
         self._jobs: list[Future[None]] = []
@@ -126,9 +133,15 @@ class Saver:
             self._link.fail(failed.key, failed.reason)
 
     def close(self) -> None:
-        """Wait for queued copies, then close the link."""
+        """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
-        self._link.close()
+        deadline = time.monotonic() + self._drain
+        try:
+            for receipt in self._receipts.values():
+                with contextlib.suppress(TransferFailed, TransferTimeout):
+                    receipt.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self._link.close()
 
     def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> None:
         self._jobs.append(self._thread.submit(self._run, save, step))
