@@ -74,6 +74,7 @@ class CacheLoad:
     def request(self) -> None:
         """Request the cache from its producer; runs in the pool."""
         try:
+            self._check_cancelled()
             self._link = self._peers.link(self.load.url, timeout=self._left())
             self._check_cancelled()
             pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
@@ -81,9 +82,9 @@ class CacheLoad:
             self._complete(error)
             return
         with self._changed:
-            self._pending = pending
-        if self.cancelled is not None:
-            self.cancel(self.cancelled)
+            self._pending, is_cancelled = pending, self._is_claimed
+        if is_cancelled:
+            pending.cancel()
         else:
             pending.future.add_done_callback(lambda future: self._begin_copy())
 
@@ -96,13 +97,14 @@ class CacheLoad:
         """Cancel the load; a copy that has begun ends at the next layer."""
         with self._changed:
             self.cancelled = cancelled
-        if self._pending is None:
-            return
-        if self._claim():
-            self._pending.cancel()
+            pending, is_first = self._pending, self._claim()
+        if is_first:
+            if pending is not None:
+                pending.cancel()
             self._complete(TransferFailed(cancelled.reason, key=self.load.key))
-        elif cancelled.declines and cancelled.readers == 1 and not self.done.is_set():
-            self._submit(self._abort)
+        elif pending is not None and cancelled.declines and cancelled.readers == 1:
+            if not self.done.is_set():
+                self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 
+_ATTEMPT = 5.0
+"""Seconds of one attempt to connect, after which a `close` is noticed."""
+
+
 class PeerLink:
     """The link to one producer, while it is open, and the calls that open or wait for it."""
 
@@ -92,16 +96,22 @@ class Peers:
                 link.close()
 
     def _open(self, url: str, peer: PeerLink, timeout: float) -> KVConsumer:
-        started = time.monotonic()
+        deadline = time.monotonic() + timeout
         if not peer.lock.acquire(timeout=max(0.0, timeout)):
             raise TransferTimeout(f"{url}: no connection after {timeout:g} s", waited=timeout)
         try:
-            if self._closed:
-                raise ClosedError("the connector was shut down")
-            if peer.link is None:
-                left = max(0.0, timeout - (time.monotonic() - started))
-                peer.link = KVLink.connect(url, timeout=left, **self._options)
-            return peer.link
+            while True:
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+                if peer.link is not None:
+                    return peer.link
+                left = max(0.0, deadline - time.monotonic())
+                try:
+                    limit = min(left, _ATTEMPT)
+                    peer.link = KVLink.connect(url, timeout=limit, **self._options)
+                except TransferTimeout:
+                    if left <= _ATTEMPT:
+                        raise
         finally:
             peer.lock.release()
 
