@@ -73,7 +73,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             link = KVLink.serve(url, **{**options, **settings.serve})
             self._saver = Saver(link, sent, settings, self._meter)
         if self._consumes:
-            peers = Peers(settings.peers, settings.connect)
+            peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
             self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._disconnect)
@@ -148,8 +148,11 @@ class OmniKVLinkConnector(SchedulerCalls):
         return FailedLoads(failed) if failed and self._rank.world_size > 1 else None
 
     def shutdown(self) -> None:
-        """Close the links; unread caches fail at their readers, and unfinished loads here."""
-        for part in (self._siblings, self._saver, self._loader):
+        """Close the links; caches that are unread after `drain` seconds fail at their readers.
+
+        Unfinished loads of this engine fail at once.
+        """
+        for part in (self._siblings, self._loader, self._saver):
             if part is not None:
                 part.close()
 

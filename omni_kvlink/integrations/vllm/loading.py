@@ -31,6 +31,9 @@ log = logging.getLogger(f"vllm.{__name__}")
 THREADS = 4
 """Threads that copy caches; a cache that has not arrived yet occupies none."""
 
+CONNECTING_THREADS = 16
+"""Threads that wait for producers to be there: one that is gone delays no copy."""
+
 
 class Target(NamedTuple):
     """The rows of a received branch that are written, and each layer's blocks for them."""
@@ -78,6 +81,8 @@ class CacheLoad:
     def request(self) -> None:
         """Request the cache from its producer; runs in the pool."""
         try:
+            if self.cancelled is not None:
+                return
             rank = self._pools.part.sender.index
             self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
             if self.cancelled is not None:
@@ -93,6 +98,11 @@ class CacheLoad:
             pending.cancel()
         else:
             pending.future.add_done_callback(lambda future: self._begin_copy())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `request` would not wait for the producer."""
+        return self._peers.is_connected(self.load.url, self._pools.part.sender.index)
 
     def to_decline(self) -> CancelledLoad | None:
         """The read that this load leaves unused, and that no other request takes."""
@@ -276,10 +286,11 @@ class RankLoad:
         """Whether a part was read."""
         return any(part.has_used_read for part in self.parts)
 
-    def request(self) -> None:
-        """Request all parts; does not block."""
+    def request(self, connect: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Request all parts; does not block. `connect` runs what may wait for a producer."""
         for part in self.parts:
-            self._submit(part.request)
+            submit = self._submit if part.is_connected else connect
+            submit(part.request)
 
     def fail(self, error: Exception) -> None:
         """End a load that is not attempted."""
@@ -331,8 +342,9 @@ class Loader:
     def __init__(self, pools: Sequence[Pools], peers: Peers, meter: Meter, *, timeout: float):
         self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
-        self._decliner = Decliner(peers, self._submit, timeout)
+        self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
         self._loading: dict[str, RankLoad] = {}
         self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
@@ -353,7 +365,7 @@ class Loader:
                 if load.readers == 1:  # the read that was declined is needed again
                     for part in loading.parts:
                         self._decliner.withdraw(load.url, part.load.key)
-                loading.request()
+                loading.request(self._connecting_pool.submit)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -378,6 +390,7 @@ class Loader:
             self._end(loading)
             if not loading.is_forgotten:
                 self._ended[loading.load.request_id] = loading.has_used_read
+        self._peers.close_unused({loading.load.url for loading in self._loading.values()})
         return {loading.load.request_id for loading in ended}
 
     def forget(self, request_ids: set[str]) -> None:
@@ -439,6 +452,7 @@ class Loader:
             loading.cancel(CancelledLoad(*cache, 0, reason, declines=True))
         self._decliner.close()
         self._peers.close()
+        self._connecting_pool.shutdown()
         self._pool.shutdown()
 
     def _take_spent(self, url: str, key: str) -> bool:

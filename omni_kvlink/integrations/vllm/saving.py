@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -9,7 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.errors import (
+    DuplicateKeyError,
+    KVLinkError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.integrations.vllm.groups import HEAD, LAST
 from omni_kvlink.integrations.vllm.pools import branch_name
 
@@ -81,7 +87,8 @@ class Saver:
     def __init__(
         self, link: KVProducer, pools: Sequence[Pools], settings: VllmSettings, meter: Meter
     ):
-        self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
+        self._link, self._pools, self._meter = link, pools, meter
+        self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
         self._saves: list[CacheSave] = []
         self._jobs: list[Future[None]] = []
@@ -148,9 +155,15 @@ class Saver:
         self._link.close()
 
     def close(self) -> None:
-        """Wait for queued copies, then close the link."""
+        """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
-        self._link.close()
+        deadline = time.monotonic() + self._drain
+        try:
+            for receipt in self._receipts.values():
+                with contextlib.suppress(TransferFailed, TransferTimeout):
+                    receipt.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self._link.close()
 
     def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> None:
         self._jobs.append(self._thread.submit(self._run, save, step))

@@ -63,7 +63,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     - do_remote_prefill: load the prompt's cache from a producer.
     - transfer_id: the cache's key; the producer's request id by default. A router that gives both
       requests the same id may send them at the same time.
-    - remote_url: the peer that has the cache; the first of `peers` by default.
+    - remote_url: the peer that has the cache; the first URL of `peers` by default.
     - readers: the number of requests that will read the cache; 1 by default.
 
     A wrong value is the error of its request alone: a consumer reports its load as failed, a
@@ -101,7 +101,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """Read what the request wants, before it is scheduled."""
         params = TransferParams.read(request, produces=self._produces, consumes=self._consumes)
         if not params.url:
-            params = dataclasses.replace(params, url=next(iter(self._settings.peers), ""))
+            params = dataclasses.replace(params, url=self._settings.default_peer)
         if params.fetches and request.prompt_token_ids is None:
             params = dataclasses.replace(params, fetches=False)  # embeddings have no token digest
         if params.sends and self._groups.has_state and request.prompt_token_ids is not None:
