@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.integrations.vllm.declining import Decliner
-from omni_kvlink.integrations.vllm.pools import HEAD, LAST, Pools
+from omni_kvlink.integrations.vllm.pools import Pools, branch_name
 from omni_kvlink.integrations.vllm.step import CancelledLoad
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
 
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import Load
+    from omni_kvlink.lowlevel import Manifest
 
 log = logging.getLogger(f"vllm.{__name__}")
 
 THREADS = 4
 """Threads that copy caches; a cache that has not arrived yet occupies none."""
+
+
+class Target(NamedTuple):
+    """The rows of a received branch that are written, and each layer's blocks for them."""
+
+    branch: str
+    views: list[PagedTensor]
+    rows: slice
 
 
 class CacheLoad:
@@ -177,31 +186,45 @@ class CacheLoad:
             stream.delivery.reject(str(error))  # the producer's receipt reports the reason
             raise
         self.nbytes = stream.manifest.nbytes
-        targets = self._targets()
-        for layer in range(len(self._pools.layers)):
-            for branch, (views, skip) in targets.items():
+        targets = self._targets(stream.manifest)
+        for layer, (_, group, index) in enumerate(self._pools.layers):
+            for branch, views, rows in targets[group]:
                 self._check_cancelled()
-                received = stream.wait_for_layer(layer, branch=branch, timeout=self._left())
-                if not skip:
-                    received.scatter(views[layer])
+                received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
+                if rows == slice(0, received.key.shape[0]):
+                    received.scatter(views[index])
                     continue
                 scratch = torch.empty_like(received.key)  # digests cover all blocks
                 received.scatter(scratch)
-                write(views[layer], scratch[skip * self._pools.format.block_size :])
+                write(views[index], scratch[rows])
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
         stream.wait(timeout=self._left())  # until the commit
 
-    def _targets(self) -> dict[str, tuple[list[PagedTensor], int]]:
-        """By branch, each layer's blocks to fill and the number of leading blocks present."""
-        split, skip = self._pools.split(self.load), self.load.skip
-        found = {}
-        if len(split.get(HEAD, ())) > skip:
-            found[HEAD] = (self._pools.views(split[HEAD][skip:]), skip)
-        if self.load.is_async:  # "sync": the engine computes it, as after a local hit
-            found[LAST] = (self._pools.views(split[LAST]), 0)
-        return found
+    def _targets(self, manifest: Manifest) -> list[list[Target]]:
+        """For each group, what of the received branches is written, and where."""
+        return [
+            [
+                target
+                for part, sent in parts.items()
+                if (target := self._target(group, part, sent, needed)) is not None
+            ]
+            for group, (parts, needed) in enumerate(
+                zip(
+                    self._pools.received(manifest), self._pools.needed(self.load), strict=True
+                )
+            )
+        ]
+
+    def _target(self, group: int, part: str, sent: range, needed: range) -> Target | None:
+        blocks = range(max(sent.start, needed.start), min(sent.stop, needed.stop))
+        if not blocks:
+            return None
+        views = self._pools.views(group, self._pools.block_ids(self.load, group, blocks))
+        size = views[0].block_table.block_size  # rows of a block
+        rows = slice((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
+        return Target(branch_name(group, part), views, rows)
 
     def _complete(self, error: Exception | None) -> None:
         with self._changed:
@@ -221,6 +244,7 @@ class Loader:
         self._loading: dict[str, CacheLoad] = {}
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block."""
@@ -263,6 +287,15 @@ class Loader:
         """Blocks of loads that failed since the last call."""
         blocks, self._invalid = self._invalid, set()
         return blocks
+
+    def take_failed(self) -> set[str]:
+        """Requests whose asynchronous load failed since the last call.
+
+        Only where blocks cannot say so: vLLM would compute a request again from its first invalid
+        block on, and a window or a state before that block would not be there.
+        """
+        requests, self._failed = self._failed, set()
+        return requests
 
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel a load, and tell the producer, unless another request takes the read."""
@@ -311,8 +344,10 @@ class Loader:
             if cancelled.declines and not loading.has_used_read:
                 self._decliner.decline(cancelled)
             return
-        needed = len(load.blocks) if load.is_async else self._pools.head(load)
-        self._invalid.update(load.blocks[load.skip : needed])
+        if load.is_async and not self._pools.groups.is_single:
+            self._failed.add(load.request_id)
+        else:
+            self._invalid |= self._pools.invalid(load)
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")

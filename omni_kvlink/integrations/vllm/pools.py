@@ -6,13 +6,22 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
 
 from omni_kvlink import BlockTable, BundleBranch, KVCacheBundle, PagedTensor, TensorTransferData
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.integrations.vllm.groups import (
+    HEAD,
+    LAST,
+    NULL_BLOCK,
+    CacheGroup,
+    CacheGroups,
+    present,
+    spec_of,
+)
 from omni_kvlink.integrations.vllm.identity import model_identity
 
 if TYPE_CHECKING:
@@ -20,13 +29,34 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from omni_kvlink.integrations.vllm.settings import VllmSettings
-    from omni_kvlink.integrations.vllm.step import PromptCache
+    from omni_kvlink.integrations.vllm.step import Load, PromptCache
     from omni_kvlink.lowlevel import Manifest
 
 log = logging.getLogger(f"vllm.{__name__}")
 
-HEAD, LAST = "head", "last"
-"""The branches: the blocks before that of the prompt's last token, if any; and that block."""
+
+class LayerPlace(NamedTuple):
+    """Where a layer is: its group, and its index among the layers of the group."""
+
+    name: str
+    group: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFormat:
+    """What decides how the bytes of a block of one group of layers are read."""
+
+    kind: str  # the class of vLLM's KV cache spec
+    dtype: str  # torch's names, with commas: a recurrent state may have several
+    block_size: int  # tokens per block
+    kv_heads: int  # per layer
+    head_size: int  # elements
+    block_nbytes: int  # bytes of one block of one layer
+    layers: list[str]  # the layers' names, in the order of the model
+    window: int = 0  # tokens that a token sees; 0: all
+    chunk: int = 0  # tokens
+    state: str = ""  # the shapes of a recurrent state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +65,9 @@ class BlockFormat:
 
     vllm: str  # vLLM's version; it decides the layout inside a block
     model: str  # the name of the weights
-    kind: str  # the class of vLLM's KV cache spec
-    dtype: str  # torch's name
-    block_size: int  # tokens per block
-    kv_heads: int  # per layer
-    head_size: int  # elements
-    block_nbytes: int  # bytes of one block of one layer
     layout: str  # vLLM's name of the pools' layout
     isa: str  # the instruction set for which the CPU attention kernel packs a block
-    layers: list[str]  # the layers' names, in order
+    groups: list[GroupFormat]
     revision: str = ""  # of the model
     quantization: str = ""  # of the weights
     rope: str = ""  # the rotary embedding's parameters, as JSON
@@ -53,13 +77,16 @@ class BlockFormat:
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """An engine's KV pools: one per layer, uint8 `[num_blocks, block_size, row]`.
+    """An engine's KV pools: one per layer, uint8 `[num_blocks, rows, row]`.
 
-    Caches of the versions of vLLM in `compatible_with` are accepted, too.
+    `pools` has them by group, and by the layers' names; `layers` all of them in the order of the
+    model. Caches of the versions of vLLM in `compatible_with` are accepted, too.
     """
 
     format: BlockFormat
-    layers: Mapping[str, torch.Tensor]
+    groups: CacheGroups
+    pools: Sequence[Mapping[str, torch.Tensor]]
+    layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
 
     @classmethod
@@ -74,68 +101,110 @@ class Pools:
 
         Raises:
             UnavailableError: a pool is not in host memory.
-            SchemaError: there are windows or states, which are not whole blocks of a prompt, or a
-                pool has an unknown layout.
+            SchemaError: a group of caches is of an unknown kind, or a pool has an unknown layout.
         """
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        kinds = [type(spec).__name__ for spec in specs]
-        if kinds != ["FullAttentionSpec"]:
-            raise SchemaError(
-                f"the engine's cache is {kinds}; this connector moves one group of full attention"
-            )
-        spec: Any = specs[0]
-        layers = byte_pools(
-            kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=spec.block_size
-        )
+        groups = CacheGroups.of(kv_cache_config)
         context = vllm_config.compilation_config.static_forward_context
-        isas = {str(getattr(context.get(name), "isa", "")) for name in layers}
+        order = {name: number for number, name in enumerate([*context, *kv_caches])}
+        ordered = dict(sorted(kv_caches.items(), key=lambda each: order[each[0]]))
+        pools = [
+            byte_pools(
+                {name: cache for name, cache in ordered.items() if name in group.layers},
+                num_blocks=kv_cache_config.num_blocks,
+                block_size=group.block_size,
+            )
+            for group in groups.groups
+        ]
+        tables = kv_cache_config.kv_cache_groups
+        isas = {str(getattr(context.get(name), "isa", "")) for name in ordered}
         format = BlockFormat(
             **model_identity(vllm_config, settings.model),
             vllm=vllm.__version__,
-            kind=kinds[0],
-            dtype=str(spec.dtype).removeprefix("torch."),
-            block_size=spec.block_size,
-            kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            block_nbytes=next(iter(layers.values()))[0].numel(),
             layout=str(vllm_config.cache_config.get_resolved_kv_cache_layout()),
             isa=",".join(sorted(isas)),
-            layers=list(layers),
+            groups=[
+                _group_format(group, tables[group.table].kv_cache_spec, layers)
+                for group, layers in zip(groups.groups, pools, strict=True)
+            ],
         )
-        return cls(format, layers, settings.compatible_with)
+        return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
 
-    def head(self, cache: PromptCache) -> int:
-        """The number of blocks before the last token's block."""
-        return (cache.tokens - 1) // self.format.block_size
-
-    def split(self, cache: PromptCache) -> dict[str, list[int]]:
-        """The cache's block ids by branch; a branch without blocks is left out.
+    def sent(self, cache: PromptCache) -> list[dict[str, range]]:
+        """For each group the numbers of the blocks that are sent, by part.
 
         Raises:
             SchemaError: the cache has fewer blocks than its tokens need.
         """
-        head = self.head(cache)
-        if len(cache.blocks) <= head:
-            raise SchemaError(
-                f"{len(cache.blocks)} blocks for {cache.tokens} tokens; {head + 1} are needed"
+        return [
+            {
+                part: _present(group, cache.blocks[group.table], blocks)
+                for part, blocks in parts.items()
+            }
+            for group, parts in zip(
+                self.groups.groups, self.groups.sent(cache.tokens), strict=True
             )
-        parts = {HEAD: cache.blocks[:head], LAST: cache.blocks[head : head + 1]}
-        return {name: blocks for name, blocks in parts.items() if blocks}
+        ]
 
-    def views(self, blocks: Sequence[int]) -> list[PagedTensor]:
-        """All rows of these blocks in each layer's pool."""
-        size = self.format.block_size
-        table = BlockTable.of_blocks(blocks, block_size=size, tokens=len(blocks) * size)
-        return [PagedTensor(pool, table, f"layer {name}") for name, pool in self.layers.items()]
+    def needed(self, load: Load) -> list[range]:
+        """For each group the numbers of the blocks that a load fills."""
+        return self.groups.needed(load.tokens, is_async=load.is_async, local=load.local)
+
+    def block_ids(self, cache: PromptCache, group: int, blocks: range) -> list[int]:
+        """The pools' blocks that have these numbers in a cache of a group.
+
+        Raises:
+            SchemaError: the cache does not have them.
+        """
+        table = cache.blocks[self.groups.groups[group].table]
+        found = table[blocks.start : blocks.stop]
+        if len(found) < len(blocks) or NULL_BLOCK in found:
+            raise SchemaError(
+                f"{len(table)} blocks for {cache.tokens} tokens; the numbers {blocks.start} to "
+                f"{blocks.stop - 1} of group {group} are needed"
+            )
+        return found
+
+    def invalid(self, load: Load) -> set[int]:
+        """The blocks of a load that has failed, in all groups."""
+        return {
+            block
+            for group, blocks in enumerate(self.needed(load))
+            for block in load.blocks[self.groups.groups[group].table][blocks.start : blocks.stop]
+        }
+
+    def views(self, group: int, block_ids: Sequence[int]) -> list[PagedTensor]:
+        """All rows of these blocks in the pool of each of a group's layers."""
+        found = []
+        for name, pool in self.pools[group].items():
+            size = pool.shape[1]
+            tokens = len(block_ids) * size
+            table = BlockTable.of_blocks(block_ids, block_size=size, tokens=tokens)
+            found.append(PagedTensor(pool, table, f"layer {name}"))
+        return found
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
-        """Describe a cache in the pools as a payload: per branch, the rows of whole blocks."""
+        """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
         metadata = {"format": dataclasses.asdict(self.format), "inputs": cache.inputs}
         branches: dict[str, BundleBranch] = {}
-        for name, blocks in self.split(cache).items():
-            views = dict(zip(self.layers, self.views(blocks), strict=True))
-            branches[name] = TensorTransferData(cache.key, views, metadata)
+        for group, parts in enumerate(self.sent(cache)):
+            for part, blocks in parts.items():
+                if not blocks:
+                    continue
+                views = self.views(group, self.block_ids(cache, group, blocks))
+                branches[branch_name(group, part)] = TensorTransferData(
+                    cache.key,
+                    dict(zip(self.pools[group], views, strict=True)),
+                    {**metadata, "blocks": [blocks.start, blocks.stop]},
+                )
         return KVCacheBundle(cache.key, branches)
+
+    def received(self, manifest: Manifest) -> list[dict[str, range]]:
+        """For each group the numbers of the blocks in a received cache, by part; see `check`."""
+        found: list[dict[str, range]] = [{} for _ in self.groups.groups]
+        for branch in manifest.branches:
+            part, _, group = branch.name.rpartition("-")
+            found[int(group)][part] = range(*branch.extra["blocks"])
+        return found
 
     def _expected(self, theirs: Mapping[str, Any], peer: str) -> dict[str, Any]:
         """This engine's format, with the peer's version of vLLM if the settings accept it."""
@@ -148,8 +217,8 @@ class Pools:
             mine["vllm"] = version
         return mine
 
-    def check(self, manifest: Manifest, cache: PromptCache, *, peer: str) -> None:
-        """Check that a received cache belongs to the prompt and has this engine's block format.
+    def check(self, manifest: Manifest, load: Load, *, peer: str) -> None:
+        """Check that a received cache belongs to the prompt, and has the blocks that it needs.
 
         Raises:
             SchemaError: it does not; the error gives both values.
@@ -160,18 +229,51 @@ class Pools:
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
             if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
-            if wrong := ", ".join(_other_inputs(cache, branch.extra)):
+            if wrong := ", ".join(_other_inputs(load, branch.extra)):
                 key = manifest.request_id
                 raise SchemaError(f"{peer} computed {key!r} from another prompt: other {wrong}")
-        rows = {
-            branch.name: {spec.shape[0] for spec in manifest.tensors_of(branch)}
-            for branch in manifest.branches
-        }
-        size = self.format.block_size
-        here = {name: {len(blocks) * size} for name, blocks in self.split(cache).items()}
-        trees = [list(branch.tree or ()) for branch in manifest.branches]
-        if rows != here or any(tree != self.format.layers for tree in trees):
-            raise SchemaError(f"{peer} sent rows {rows}; expected {here} of each layer")
+        self._check_rows(manifest, peer)
+        for group, blocks in enumerate(self.needed(load)):
+            there = {number for part in self.received(manifest)[group].values() for number in part}
+            if not there.issuperset(blocks):
+                raise SchemaError(
+                    f"{peer} sent the blocks {sorted(there)} of group {group}, and {blocks} are "
+                    'needed: the last forward pass of its prefill began behind them; set "load": '
+                    '"async", or prefill in larger chunks (max_num_batched_tokens)'
+                )
+
+    def _check_rows(self, manifest: Manifest, peer: str) -> None:
+        """Check that each branch has the rows of the blocks that it names, for each layer."""
+        for branch in manifest.branches:
+            part, _, group = branch.name.rpartition("-")
+            blocks = branch.extra.get("blocks")
+            is_range = isinstance(blocks, list) and [type(each) for each in blocks] == [int, int]
+            known = [branch_name(number, part) for number in range(len(self.pools))]
+            if branch.name not in known or not (is_range and 0 <= blocks[0] < blocks[1]):
+                raise SchemaError(f"{peer} sent the blocks {blocks!r:.100} as {branch.name!r:.100}")
+            pools = self.pools[int(group)]
+            here = [(blocks[1] - blocks[0]) * pool.shape[1] for pool in pools.values()]
+            there = [spec.shape[0] for spec in manifest.tensors_of(branch)]
+            if there != here or list(branch.tree or ()) != list(pools):
+                raise SchemaError(
+                    f"{peer} sent rows {there} of the layers {list(branch.tree or ())}; expected "
+                    f"{here} of {list(pools)}"
+                )
+
+
+def branch_name(group: int, part: str) -> str:
+    """The name of a payload's branch: the blocks of one part of a group."""
+    return f"{part}-{group}"
+
+
+def places(pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]) -> list[LayerPlace]:
+    """The layers of all groups, in the order of the model."""
+    found = {
+        name: LayerPlace(name, group, index)
+        for group, layers in enumerate(pools)
+        for index, name in enumerate(layers)
+    }
+    return [found[name] for name in order if name in found]
 
 
 def byte_pools(
@@ -180,8 +282,8 @@ def byte_pools(
     """View each layer's pool, `[num_blocks, …]` with any strides, as bytes, without a copy.
 
     The order of the bytes inside a block is opaque: a row is one of `block_size` equal slices of
-    the block, and only whole blocks have a meaning. Of layers that share a pool, the first is
-    returned.
+    the block, or all of it, and only whole blocks have a meaning. Of layers that share a pool, the
+    first is returned.
 
     Raises:
         UnavailableError: a pool is not in host memory.
@@ -201,6 +303,8 @@ def byte_pools(
 
 
 def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) -> torch.Tensor:
+    if cache.shape[0] > num_blocks and cache.shape[0] % num_blocks == 0:
+        cache = cache.unflatten(0, (num_blocks, -1))  # a kernel may have smaller blocks
     nbytes = size = cache.element_size()
     for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
         if length > 1 and stride * size != nbytes:
@@ -208,15 +312,47 @@ def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) 
                 f"layer {name}: a block with strides {cache.stride()} is not contiguous"
             )
         nbytes *= length
-    if cache.shape[0] != num_blocks or nbytes % block_size or cache.stride(0) * size < nbytes:
+    if cache.shape[0] != num_blocks or cache.stride(0) * size < nbytes:
         raise SchemaError(
             f"layer {name}: a pool {list(cache.shape)} of {num_blocks} blocks "
             f"of {block_size} tokens has an unknown layout"
         )
     flat = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    row, start = nbytes // block_size, int(cache.storage_offset()) * size
+    rows = 1 if nbytes % block_size else block_size
+    row, start = nbytes // rows, int(cache.storage_offset()) * size
     strides = (cache.stride(0) * size, row, 1)
-    return flat.as_strided((num_blocks, block_size, row), strides, start)
+    return flat.as_strided((num_blocks, rows, row), strides, start)
+
+
+def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
+    """The blocks of a part that a producer has; only the first ones of a window may be gone."""
+    found = present(table, blocks)
+    if found != blocks and (group.is_whole or group.is_state or not found):
+        raise SchemaError(
+            f"{len(table)} blocks of a {group.kind}; the numbers {blocks.start} to "
+            f"{blocks.stop - 1} are needed"
+        )
+    return found
+
+
+def _group_format(
+    group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]
+) -> GroupFormat:
+    spec = spec_of(spec, group.layers[0])
+    dtypes = spec.dtypes if group.is_state else (spec.dtype,)
+    pool = next(iter(layers.values()), None)
+    return GroupFormat(
+        kind=group.kind,
+        dtype=",".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        block_size=group.block_size,
+        kv_heads=0 if group.is_state else spec.num_kv_heads,
+        head_size=0 if group.is_state else spec.head_size,
+        block_nbytes=0 if pool is None else pool[0].numel(),
+        layers=list(layers),
+        window=group.window,
+        chunk=group.chunk,
+        state=str(spec.shapes) if group.is_state else "",
+    )
 
 
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
@@ -235,8 +371,19 @@ def _warn_once(text: str) -> None:
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The fields of `mine` that differ, each with both values; "" if none does."""
-    return "; ".join(
-        f"{name} is {theirs.get(name)!r:.200} there and {value!r:.200} here"
-        for name, value in mine.items()
-        if theirs.get(name) != value
-    )
+    found = []
+    for name, value in mine.items():
+        other = theirs.get(name)
+        if name == "groups" and _are_alike(value, other):
+            for number, pair in enumerate(zip(value, other, strict=True)):
+                if wrong := _differences(*pair):
+                    found.append(f"of group {number} {wrong}")
+        elif other != value:
+            found.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
+    return "; ".join(found)
+
+
+def _are_alike(mine: list[Any], theirs: Any) -> bool:
+    """Whether these are as many groups, which can be compared one by one."""
+    is_list = isinstance(theirs, list) and len(theirs) == len(mine)
+    return is_list and all(isinstance(each, Mapping) for each in theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.integrations.vllm.groups import HEAD, LAST
+from omni_kvlink.integrations.vllm.pools import branch_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +34,7 @@ class CacheSave:
         self.receipt: Receipt | None = None
         self._stream: PutStream | None = None
         self._views: dict[str, list[TensorView]] = {}
+        self._unwritten = set(range(len(pools.layers)))
         self._started = time.perf_counter()
 
     def open(self, link: KVProducer, ttl: float) -> None:
@@ -41,14 +45,23 @@ class CacheSave:
         self._stream = link.stream_put(bundle, readers=self.cache.readers, ttl=ttl, timeout=0.0)
 
     def write(self, layer: int) -> None:
-        """Copy one layer of every branch into the payload."""
+        """Copy one layer's blocks into the payload."""
         assert self._stream is not None
-        for name, views in self._views.items():
-            self._stream.write_layer(layer, views[layer], branch=name)
+        _, group, index = self._pools.layers[layer]
+        for part in (HEAD, LAST):
+            name = branch_name(group, part)
+            if name in self._views:
+                self._stream.write_layer(index, self._views[name][index], branch=name)
+        self._unwritten.discard(layer)
 
     def commit(self, meter: Meter) -> None:
-        """Commit the payload; `receipt` is set afterwards."""
+        """Commit the payload; `receipt` is set afterwards.
+
+        Layers that vLLM does not report, as those with a recurrent state, are copied first.
+        """
         assert self._stream is not None
+        for layer in sorted(self._unwritten):
+            self.write(layer)
         self.receipt = self._stream.commit()
         seconds = time.perf_counter() - self._started
         meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
@@ -87,7 +100,7 @@ class Saver:
     def fail_blocks(self, blocks: set[int]) -> None:
         """Fail every cache that contains one of these blocks, which were not loaded correctly."""
         for save in self._saves:
-            wrong = blocks.intersection(save.cache.blocks)
+            wrong = blocks.intersection(itertools.chain(*save.cache.blocks))
             if wrong:
                 self._enqueue(save, partial(_refuse, save.cache, wrong))
 

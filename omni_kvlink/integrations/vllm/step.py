@@ -15,7 +15,7 @@ class PromptCache:
     key: str  # the payload's request id on the link, equal on both sides
     inputs: dict[str, str]  # digests of what the cache depends on; see `prompt_identity`
     tokens: int  # prompt tokens
-    blocks: list[int]  # the request's blocks in this engine, in token order
+    blocks: list[list[int]]  # in this engine: by vLLM's groups, and in token order
     readers: int  # the number of consumers that read the cache
 
 
@@ -24,8 +24,8 @@ class Load(PromptCache):
     """A cache to load from a producer."""
 
     url: str = ""  # the producer's; the first of `peers` if empty
-    skip: int = 0  # leading blocks that the local prefix cache already holds
-    is_async: bool = True  # load the last token's block, too; no forward pass waits
+    local: int = 0  # leading tokens that the local prefix cache already holds
+    is_async: bool = True  # load what is behind whole blocks, too; no forward pass waits
     error: str = ""  # why the load fails without an attempt
 
 

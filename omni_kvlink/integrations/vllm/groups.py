@@ -1,0 +1,197 @@
+"""Groups of layers with one kind of cache, and which blocks of a prompt each of them needs.
+
+Without I/O; the same in the scheduler's process and in the worker's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+HEAD, LAST = "head", "last"
+"""The parts of a group's blocks: those that a local prefix-cache hit would give; and the rest."""
+
+NULL_BLOCK = 0
+"""vLLM's block for positions of which a group holds nothing."""
+
+STATE = "MambaSpec"
+KINDS = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+    STATE,
+)
+"""The classes of vLLM's KV cache specs whose blocks are sent; subclasses are other kinds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers of one spec that share a block table."""
+
+    kind: str  # the class of vLLM's KV cache spec
+    table: int  # the number of vLLM's group, and so of the block table
+    block_size: int  # tokens per block
+    layers: tuple[str, ...]
+    window: int = 0  # tokens that a token sees, itself included; 0: all before it
+    chunk: int = 0  # a token sees those of its own chunk of this size; 0: all before it
+    retained: int = 0  # tokens before the window that vLLM keeps, too
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block is a recurrent state instead of tokens."""
+        return self.kind == STATE
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each token needs all tokens before it."""
+        return not (self.is_state or self.window or self.chunk)
+
+    def skipped(self, position: int) -> int:
+        """How many of the first tokens are not needed to compute from `position` on."""
+        if self.is_state:
+            return max(0, position - 1)  # the state after the last one
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        if self.window:
+            return max(0, position - self.window + 1 - self.retained)
+        return 0
+
+    def blocks(self, position: int) -> range:
+        """The numbers of the blocks that are needed to compute from `position` on.
+
+        vLLM allocates exactly these for a load of `position` tokens.
+        """
+        skipped = self.skipped(position)
+        if skipped >= position:
+            return range(0)
+        return range(skipped // self.block_size, -(-position // self.block_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroups:
+    """The groups of an engine; `tables` is the number of block tables of a request."""
+
+    groups: tuple[CacheGroup, ...]
+    tables: int
+
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig) -> CacheGroups:
+        """The groups of an engine. One of vLLM's is split where its layers' specs differ.
+
+        Raises:
+            SchemaError: a spec is of an unknown class.
+        """
+        tables = kv_cache_config.kv_cache_groups
+        groups: list[CacheGroup] = []
+        for table, each in enumerate(tables):
+            by_spec: dict[Any, list[str]] = {}
+            for name in each.layer_names:
+                by_spec.setdefault(spec_of(each.kv_cache_spec, name), []).append(name)
+            groups += [_group(spec, table, layers) for spec, layers in by_spec.items()]
+        return cls(tuple(groups), len(tables))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each group needs all tokens of a prompt."""
+        return all(group.is_whole for group in self.groups)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one block table, and each token needs all tokens before it."""
+        return self.tables == 1 and self.is_whole
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a group has recurrent states."""
+        return any(group.is_state for group in self.groups)
+
+    @property
+    def alignment(self) -> int:
+        """Tokens: a local prefix-cache hit is a multiple of these."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    def prefix(self, tokens: int) -> int:
+        """The longest local prefix-cache hit of a prompt, in tokens."""
+        return (tokens - 1) // self.alignment * self.alignment
+
+    def position(self, tokens: int, *, is_async: bool) -> int:
+        """The tokens of a prompt that a load gives.
+
+        Asynchronous: all but the last one, which the engine computes. Where each group needs all
+        tokens, vLLM itself goes one token back; elsewhere that one's window, or the state before
+        it, would not be there.
+        """
+        if not is_async:
+            return self.prefix(tokens)
+        return tokens if self.is_whole else max(1, tokens - 1)
+
+    def sent(self, tokens: int) -> list[dict[str, range]]:
+        """For each group the numbers of the blocks to send, by part: for either kind of load."""
+        prefix, position = self.prefix(tokens), self.position(tokens, is_async=True)
+        return [_parts(group, prefix, position) for group in self.groups]
+
+    def needed(self, tokens: int, *, is_async: bool, local: int) -> list[range]:
+        """For each group the numbers of the blocks that a load fills.
+
+        `local` tokens are in the local prefix cache already.
+        """
+        position = self.position(tokens, is_async=is_async)
+        ranges = ((group, group.blocks(position)) for group in self.groups)
+        return [
+            range(min(each.stop, max(each.start, local // group.block_size)), each.stop)
+            for group, each in ranges
+        ]
+
+
+def spec_of(spec: Any, layer: str) -> Any:
+    """The spec of a layer: that of its group, or its own where the group has one for each."""
+    return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+
+
+def present(table: Sequence[int], blocks: range) -> range:
+    """Those of these blocks of a block table that are there: the last ones, without a gap.
+
+    A producer may have freed the first blocks of a window before its last forward pass.
+    """
+    start = blocks.stop
+    while start > blocks.start and start <= len(table) and table[start - 1] != NULL_BLOCK:
+        start -= 1
+    return range(start, blocks.stop)
+
+
+def _parts(group: CacheGroup, prefix: int, position: int) -> dict[str, range]:
+    whole = group.blocks(position)
+    if group.is_state:
+        return {LAST: whole}
+    head, border = group.blocks(prefix), prefix // group.block_size
+    last = range(min(whole.stop, max(whole.start, border)), whole.stop)
+    return {name: blocks for name, blocks in ((HEAD, head), (LAST, last)) if blocks}
+
+
+def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:
+    kind = type(spec).__name__
+    if kind not in KINDS:
+        raise SchemaError(
+            f"the layers {', '.join(layers):.200} have a cache of the kind {kind}; this connector "
+            f"sends {', '.join(KINDS)}"
+        )
+    is_window = kind.startswith("SlidingWindow")
+    return CacheGroup(
+        kind,
+        table,
+        int(spec.block_size),
+        tuple(layers),
+        window=spec.sliding_window if is_window else 0,
+        chunk=getattr(spec, "attention_chunk_size", 0) if kind.startswith("Chunked") else 0,
+        retained=spec.extra_retained_tokens if is_window else 0,
+    )
