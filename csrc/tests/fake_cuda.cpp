@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -31,12 +30,9 @@ struct Position {  // in a stream; a stream that waits for it keeps it alive
 
 std::recursive_mutex lock;
 std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
-std::map<char *, size_t> registered, allocated;  // page-locked memory of the host
+std::map<char *, size_t> registered;
 std::map<const void *, int> owners;    // of device memory
 thread_local void *context = nullptr;  // the current one: a device's number plus 1
-thread_local bool watched = false;
-std::mutex holding;
-std::condition_variable released;
 
 int current_device() { return context ? int(reinterpret_cast<uintptr_t>(context)) - 1 : 0; }
 
@@ -76,34 +72,7 @@ cudaError_t push(cudaStream_t stream, std::function<void()> work) {
     return cudaSuccess;
 }
 
-bool is_inside(const std::map<char *, size_t> &spans, const void *memory) {
-    auto after = spans.upper_bound(static_cast<char *>(const_cast<void *>(memory)));
-    if (after == spans.begin()) return false;
-    auto span = std::prev(after);
-    return static_cast<const char *>(memory) < span->first + span->second;
-}
-
-bool is_locked(const void *memory) {
-    return is_inside(registered, memory) || is_inside(allocated, memory);
-}
-
-// Note a copy of which no side is page-locked.
-void check_locked(const void *to, const void *from) {
-    std::lock_guard<std::recursive_mutex> hold(lock);
-    fake_cuda().pageable += !is_locked(to) && !is_locked(from);
-}
-
-void hold_thread() {
-    if (watched) {
-        fake_cuda().waits++;
-        return;
-    }
-    std::unique_lock<std::mutex> guard(holding);
-    released.wait(guard, [] { return !fake_cuda().held; });
-}
-
 cudaError_t allocate(void **memory, size_t nbytes) {
-    if (watched) fake_cuda().allocated += static_cast<int>(nbytes);
     *memory = std::aligned_alloc(256, (nbytes + 255) / 256 * 256);
     return *memory ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -131,9 +100,7 @@ FakeCuda &fake_cuda() {
 int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
-                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
-                     &fake.held,         &fake.waits,                &fake.allocated,
-                     &fake.pageable};
+                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly};
     return fields[number];
 }
 
@@ -186,15 +153,8 @@ cudaError_t cudaMalloc(void **memory, size_t nbytes) {
     owners[*memory] = current_device();
     return status;
 }
-cudaError_t cudaMallocHost(void **memory, size_t nbytes) {
-    std::lock_guard<std::recursive_mutex> hold(lock);
-    cudaError_t status = allocate(memory, nbytes);
-    allocated[static_cast<char *>(*memory)] = nbytes;
-    return status;
-}
+cudaError_t cudaMallocHost(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
 cudaError_t cudaFreeHost(void *memory) {
-    std::lock_guard<std::recursive_mutex> hold(lock);
-    allocated.erase(static_cast<char *>(memory));
     free(memory);
     return cudaSuccess;
 }
@@ -202,7 +162,6 @@ cudaError_t cudaFreeHost(void *memory) {
 cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     if (fake_cuda().refuses_registration) return cudaErrorNotSupported;
-    if (watched) fake_cuda().allocated += static_cast<int>(nbytes);
     fake_cuda().readonly += (flags & cudaHostRegisterReadOnly) != 0;
     bool fresh = registered.try_emplace(static_cast<char *>(memory), nbytes).second;
     return fresh ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered;
@@ -260,7 +219,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    hold_thread();
     std::lock_guard<std::recursive_mutex> hold(lock);
     run(event->position);
     return cudaSuccess;
@@ -274,7 +232,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind,
                             cudaStream_t stream) {
     fake_cuda().copied++;
-    check_locked(to, from);
     return push(stream, [=] { memcpy(to, from, nbytes); });
 }
 cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes,
@@ -288,36 +245,11 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
         void *there = to[i];
         const void *here = from[i];
         size_t nbytes = sizes[i];
-        check_locked(there, here);
         cudaError_t status = push(stream, [=] { memcpy(there, here, nbytes); });
         if (status) return status;
     }
     return cudaSuccess;
 }
-
-void *fake_cuda_record(cudaStream_t stream) {
-    cudaEvent_t event = nullptr;
-    (void)cudaEventCreateWithFlags(&event, 0);
-    (void)cudaEventRecord(event, stream);
-    return event;
-}
-void fake_cuda_forget(void *event) { (void)cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
-void fake_cuda_follow(cudaStream_t stream, void *event) {
-    (void)cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event), 0);
-}
-int fake_cuda_reached(void *event) {
-    return cudaEventQuery(static_cast<cudaEvent_t>(event)) == cudaSuccess;
-}
-void fake_cuda_wait(void *event) { (void)cudaEventSynchronize(static_cast<cudaEvent_t>(event)); }
-void fake_cuda_write(void *to, const void *from, size_t nbytes, cudaStream_t stream) {
-    fake_enqueue(stream, [=] { memcpy(to, from, nbytes); });
-}
-void fake_cuda_release(void) {
-    std::lock_guard<std::mutex> guard(holding);
-    fake_cuda().held = 0;
-    released.notify_all();
-}
-void fake_cuda_watch(int begin) { watched = begin; }
 
 namespace kvlc {
 

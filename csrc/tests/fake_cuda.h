@@ -14,9 +14,6 @@ struct FakeCuda {
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by single calls
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
     int readonly = 0;                                // registrations of that kind
-    int held = 0;  // threads wait for events until it is 0; a watched one does not
-    int waits = 0, allocated = 0;  // by watched threads: events waited for, bytes allocated
-    int pageable = 0;              // copies to or from host memory that is not page-locked
 };
 
 FakeCuda &fake_cuda();
@@ -28,15 +25,3 @@ void fake_run(cudaStream_t stream);
 bool fake_has_context();
 // The int fields, in this order, for tests in Python.
 extern "C" int *fake_cuda_field(int number);
-
-// Streams for tests in Python; any number is a stream of the caller's.
-extern "C" {
-void *fake_cuda_record(cudaStream_t stream);  // an event, to be given to fake_cuda_forget
-void fake_cuda_forget(void *event);
-void fake_cuda_follow(cudaStream_t stream, void *event);
-int fake_cuda_reached(void *event);
-void fake_cuda_wait(void *event);
-void fake_cuda_write(void *to, const void *from, size_t nbytes, cudaStream_t stream);
-void fake_cuda_release(void);     // what was held goes on
-void fake_cuda_watch(int begin);  // the calling thread
-}
