@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.call_checks import check_timeout
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
-    from omni_kvlink.copier import Copier
+    from omni_kvlink.copier import Copier, StreamEvents
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""
+Result = TypeVar("Result")
 
 
 class KVConsumer(LinkEnd):
@@ -303,6 +304,18 @@ class ReceivedLayer:
         """Copy K and V out into the caller's tensors or paged tensors; see `Received.scatter`."""
         self._stream.scatter(self._manifest, targets)
 
+    def begin_scatter(
+        self, *targets: TensorView, rows: range | None = None, after: StreamEvents | None = None
+    ) -> StreamEvents:
+        """Start what `scatter` does; every digest of the layer is checked when this returns.
+
+        Device tensors are written while the caller goes on, behind the work that the current
+        stream holds now, or held when a copier's `record` returned `after`. Until the result
+        was waited for, by the host or by a stream, they must not be read; until its `wait`, the
+        payload must not be released. With `rows`, only these rows of each tensor are copied.
+        """
+        return self._stream.begin_scatter(self._manifest, targets, rows=rows, after=after)
+
     def __repr__(self) -> str:
         return f"<ReceivedLayer {self.index} of {self.branch!r}>"
 
@@ -440,6 +453,26 @@ class ReceivedStream:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
         _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
 
+    def begin_scatter(
+        self,
+        manifest: Manifest,
+        targets: Sequence[TensorView],
+        *,
+        rows: range | None,
+        after: StreamEvents | None,
+    ) -> StreamEvents:
+        """Start to copy the tensors of one layer out; see `ReceivedLayer.begin_scatter`."""
+        copier, delivery = self._copier, self.delivery
+
+        def begin() -> StreamEvents:
+            region, part = region_of(delivery), manifest
+            if rows is not None:
+                copier.verify(manifest, region)
+                part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
+            return copier.begin_scatter(part, region, targets, after=after)
+
+        return _copy_out(begin, copier, delivery, self.ledger)
+
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""
         text = f"{error}; {what} was awaited"
@@ -488,10 +521,21 @@ def _scatter(
     targets: Sequence[TensorView],
     ledger: Ledger,
 ) -> None:
-    """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
+    """Copy tensors of a delivery out."""
+
+    def copy() -> None:
+        copier.scatter(manifest, region_of(delivery), targets)
+
+    _copy_out(copy, copier, delivery, ledger)
+
+
+def _copy_out(
+    copy: Callable[[], Result], copier: Copier, delivery: Delivery, ledger: Ledger
+) -> Result:
+    """Note a copy out of a delivery in the ledger; report a wrong byte to the producer, too."""
     started = time.perf_counter()
     try:
-        copier.scatter(manifest, region_of(delivery), targets)
+        result = copy()
     except WireError as error:
         delivery.reject(str(error))
         error.__context__ = (
@@ -502,6 +546,7 @@ def _scatter(
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
+    return result
 
 
 def region_of(delivery: Delivery) -> Region:
