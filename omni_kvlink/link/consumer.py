@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from omni_kvlink.copier import Copier, StreamEvents
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
+T = TypeVar("T")
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""
-Result = TypeVar("Result")
 
 
 class KVConsumer(LinkEnd):
@@ -253,7 +253,12 @@ class Received:
                 the targets are worthless.
         """
         targets = into if isinstance(into, Sequence) else into.tensors()
-        _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
+        _scatter(
+            self._copier,
+            self._delivery,
+            self.ledger,
+            lambda region: self._copier.scatter(self.manifest, region, targets),
+        )
 
     def release(self) -> None:
         """Release the payload; tensors that are kept elsewhere keep its memory."""
@@ -305,16 +310,16 @@ class ReceivedLayer:
         self._stream.scatter(self._manifest, targets)
 
     def begin_scatter(
-        self, *targets: TensorView, rows: range | None = None, after: StreamEvents | None = None
+        self, *targets: TensorView, after: StreamEvents | None = None
     ) -> StreamEvents:
-        """Start what `scatter` does; every digest of the layer is checked when this returns.
+        """Start what `scatter` does, and return before a device has written its tensors.
 
-        Device tensors are written while the caller goes on, behind the work that the current
-        stream holds now, or held when a copier's `record` returned `after`. Until the result
-        was waited for, by the host or by a stream, they must not be read; until its `wait`, the
-        payload must not be released. With `rows`, only these rows of each tensor are copied.
+        Digests are checked, and tensors of the host written, on return. Those of a device are
+        written behind the calling thread's current stream, or behind `after`, which
+        `KVConsumer.record` returned for them. Keep the result until the end of these copies, which
+        it is: `wait` for it, or let the streams that use the tensors wait (`make_streams_wait`).
         """
-        return self._stream.begin_scatter(self._manifest, targets, rows=rows, after=after)
+        return self._stream.begin_scatter(self._manifest, targets, after)
 
     def __repr__(self) -> str:
         return f"<ReceivedLayer {self.index} of {self.branch!r}>"
@@ -451,27 +456,23 @@ class ReceivedStream:
 
     def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
-        _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
+        _scatter(
+            self._copier,
+            self.delivery,
+            self.ledger,
+            lambda region: self._copier.scatter(manifest, region, targets),
+        )
 
     def begin_scatter(
-        self,
-        manifest: Manifest,
-        targets: Sequence[TensorView],
-        *,
-        rows: range | None,
-        after: StreamEvents | None,
+        self, manifest: Manifest, targets: Sequence[TensorView], after: StreamEvents | None
     ) -> StreamEvents:
         """Start to copy the tensors of one layer out; see `ReceivedLayer.begin_scatter`."""
-        copier, delivery = self._copier, self.delivery
-
-        def begin() -> StreamEvents:
-            region, part = region_of(delivery), manifest
-            if rows is not None:
-                copier.verify(manifest, region)
-                part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
-            return copier.begin_scatter(part, region, targets, after=after)
-
-        return _copy_out(begin, copier, delivery, self.ledger)
+        return _scatter(
+            self._copier,
+            self.delivery,
+            self.ledger,
+            lambda region: self._copier.begin_scatter(manifest, region, targets, after=after),
+        )
 
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""
@@ -515,27 +516,12 @@ def _done() -> Future[None]:
 
 
 def _scatter(
-    copier: Copier,
-    manifest: Manifest,
-    delivery: Delivery,
-    targets: Sequence[TensorView],
-    ledger: Ledger,
-) -> None:
-    """Copy tensors of a delivery out."""
-
-    def copy() -> None:
-        copier.scatter(manifest, region_of(delivery), targets)
-
-    _copy_out(copy, copier, delivery, ledger)
-
-
-def _copy_out(
-    copy: Callable[[], Result], copier: Copier, delivery: Delivery, ledger: Ledger
-) -> Result:
-    """Note a copy out of a delivery in the ledger; report a wrong byte to the producer, too."""
+    copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[[Region], T]
+) -> T:
+    """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
     started = time.perf_counter()
     try:
-        result = copy()
+        result = copy(region_of(delivery))
     except WireError as error:
         delivery.reject(str(error))
         error.__context__ = (

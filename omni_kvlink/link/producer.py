@@ -519,8 +519,8 @@ class PutStream:
         `layer` counts from 0. `key` and `value` are `[tokens, kv_heads, head_dim]`; in layout "ND",
         `key` alone is the latent `[tokens, latent_dim]`. `branch` names a cache of a bundle. A host
         tensor may be modified again when this returns. A device tensor is copied behind the work
-        that its stream holds now, or held when a copier's `record` returned `after`, while
-        the engine computes on: leave it until `commit`.
+        that the calling thread's current stream holds now, or behind `after`, which
+        `KVProducer.record` returned for it, while the engine computes on: leave it until `commit`.
 
         SchemaError if it is not what the plan says, or was written before; nothing was sent then.
         TransferFailed if a reader ended or aborted the transfer.
@@ -534,7 +534,7 @@ class PutStream:
             if fault_points.enabled:
                 fault_points.point("stream.layer")
             if any(map(is_on_device, views)):
-                handle = self._put.copier.begin_gather(views, part, lease.region, after=after)
+                handle = self._begin_gather(views, part, lease.region, after)
                 self._queue.add(tensors, handle)
                 self.ledger.copies = 1
             else:
@@ -599,6 +599,18 @@ class PutStream:
             self._queue.call_when_drained(abort)  # a late copy must not land in another payload
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
+
+    def _begin_gather(
+        self,
+        views: Sequence[TensorView],
+        part: Manifest,
+        region: Region,
+        after: StreamEvents | None,
+    ) -> GatherHandle:
+        copier = self._put.copier
+        if after is None:  # a copier of one's own may not know it
+            return copier.begin_gather(views, part, region)
+        return copier.begin_gather(views, part, region, after=after)
 
     def _check_process(self) -> None:
         check_process(self._pid, f"stream {self.manifest.request_id!r}")
