@@ -16,7 +16,10 @@ from omni_kvlink.lowlevel import Options
 
 if TYPE_CHECKING:
     import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
     from vllm.forward_context import ForwardContext
 
 
@@ -26,10 +29,10 @@ class OmniKVLinkConnector(SchedulerCalls):
     vLLM finds it by `kv_connector` and `kv_connector_module_path`. `kv_connector_extra_config`
     holds the fields of `VllmSettings`; `SchedulerCalls` documents a request's
     `kv_transfer_params`, and has the methods of the scheduler's process; the worker's are here.
-    The hybrid cache manager is not supported: vLLM disables it for this connector.
+    With the hybrid cache manager, each group of layers sends the blocks that it needs.
 
     Raises:
-        SchemaError: a setting is wrong or missing.
+        SchemaError: a setting is wrong or missing, or a group of caches is of an unknown kind.
         UnavailableError: the engine has more than one rank.
     """
 
@@ -55,11 +58,10 @@ class OmniKVLinkConnector(SchedulerCalls):
         """
         settings = self._settings
         pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
-        self._layers = {name: index for index, name in enumerate(pools.layers)}
+        self._layers = {place.name: number for number, place in enumerate(pools.layers)}
         self._meter = Meter()
         if self._produces:
-            nbytes = sum(pool.numel() for pool in pools.layers.values())
-            options = {"quota": max(Options.quota, nbytes), **settings.serve}
+            options = {"quota": max(Options.quota, pools.nbytes), **settings.serve}
             self._saver = Saver(KVLink.serve(settings.url, **options), pools, settings, self._meter)
         if self._consumes:
             peers = Peers(settings.peers, settings.connect)
@@ -110,6 +112,13 @@ class OmniKVLinkConnector(SchedulerCalls):
         """Requests whose blocks may be freed, and those whose asynchronous load has ended."""
         sent = self._saver.released() if self._saver is not None else set[str]()
         return sent, self._loader.finished() if self._loader is not None else set()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As `get_finished`, with the failed loads that their blocks cannot tell."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._loader is not None:
+            results.failed_recving = self._loader.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads since the last call."""

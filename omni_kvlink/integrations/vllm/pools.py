@@ -129,6 +129,11 @@ class Pools:
         )
         return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.numel() for pools in self.pools for pool in pools.values())
+
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
         """For each group the numbers of the blocks that are sent, by part.
 

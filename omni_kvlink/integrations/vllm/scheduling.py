@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.v1.request import RequestStatus
 
-from omni_kvlink.errors import UnavailableError
+from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.integrations.vllm.groups import CacheGroups
 from omni_kvlink.integrations.vllm.identity import prompt_identity
+from omni_kvlink.integrations.vllm.kept import KeptBlocks
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
@@ -23,7 +29,10 @@ from omni_kvlink.integrations.vllm.step import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -35,7 +44,14 @@ log = logging.getLogger(f"vllm.{__name__}")
 _NO_TRANSFER = TransferParams()
 
 
-class SchedulerCalls(KVConnectorBase_V1):
+class Prompt(NamedTuple):
+    """A prompt as its client sent it."""
+
+    tokens: int
+    inputs: dict[str, str]  # see `prompt_identity`
+
+
+class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     """The methods that vLLM calls in the scheduler's process. They decide; the worker's move bytes.
 
     A request's `kv_transfer_params` may have these keys:
@@ -63,10 +79,14 @@ class SchedulerCalls(KVConnectorBase_V1):
             transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
         )
         self._is_async = self._settings.load == "async"
-        self._block_size: int = vllm_config.cache_config.block_size
+        self._groups = CacheGroups.of(kv_cache_config)
+        if self._consumes and not self._is_async:
+            _check_sync(self._groups, transfer.kv_load_failure_policy)
         self._planned = StepMetadata()
         self._params: dict[str, TransferParams] = {}
         self._reads: dict[tuple[str, str], CacheReads] = {}
+        self._shortened: dict[str, Prompt] = {}
+        self._kept = KeptBlocks(self._groups)
         self._sending: dict[str, Request] = {}
         self._sent: dict[str, str] = {}
         self._requested: set[str] = set()
@@ -79,6 +99,12 @@ class SchedulerCalls(KVConnectorBase_V1):
             params = dataclasses.replace(params, url=next(iter(self._settings.peers), ""))
         if params.fetches and request.prompt_token_ids is None:
             params = dataclasses.replace(params, fetches=False)  # embeddings have no token digest
+        if params.sends and self._groups.has_state and request.prompt_token_ids is not None:
+            if params.fetches:
+                text = "a request that loads a recurrent state cannot send one; use two requests"
+                params = dataclasses.replace(params, error=params.error or text)
+            elif not params.error:
+                self._shorten(request)
         self._params[request.request_id] = params
         if params.fetches and not params.error:
             reads = self._reads.setdefault((params.url, params.key), CacheReads())
@@ -99,7 +125,7 @@ class SchedulerCalls(KVConnectorBase_V1):
         if more and reads is not None and not reads.unused:
             if any(map(_is_loading, reads.taken.values())):
                 return None, False
-            if num_computed_tokens >= self._whole_blocks(request):  # the others' blocks are here
+            if num_computed_tokens >= self._prefix(request):  # the others' blocks are here
                 return 0, False
         return more, self._loads_async(request) and more > 0
 
@@ -108,7 +134,6 @@ class SchedulerCalls(KVConnectorBase_V1):
     ) -> None:
         """Plan the transfers of a request whose blocks were allocated."""
         name, params = request.request_id, self._params_of(request)
-        (block_ids,) = blocks.get_block_ids()
         has_tokens = request.prompt_token_ids is not None  # prompt embeddings have no token digest
         if params.sends and not params.error and has_tokens and name not in self._sent:
             self._sending[name] = request
@@ -125,10 +150,10 @@ class SchedulerCalls(KVConnectorBase_V1):
                 f"({', '.join(map(repr, reads.taken)):.200}), and their blocks are not in the "
                 "prefix cache: send each request's cache, or readers= so many"
             )
-        skip = (self._tokens_needed(request) - num_external_tokens) // self._block_size
-        cache = vars(self._cache(request, block_ids))
+        local = self._tokens_needed(request) - num_external_tokens
+        cache = vars(self._cache(request, blocks.get_block_ids()))
         self._planned.loads.append(
-            Load(**cache, url=params.url, skip=skip, is_async=is_async, error=error)
+            Load(**cache, url=params.url, local=local, is_async=is_async, error=error)
         )
         if is_async:
             self._loading.add(name)
@@ -140,21 +165,33 @@ class SchedulerCalls(KVConnectorBase_V1):
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._sending.keys():
             request = self._sending[request_id]
-            if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
+            computed = request.num_computed_tokens + scheduled[request_id]
+            tables = scheduler_output.kv_connector_block_state.resolve_block_ids(request_id)
+            if cache := self._cache_after(request, computed, tables):
                 del self._sending[request_id]
-                state = scheduler_output.kv_connector_block_state
-                cache = self._cache(request, state.resolve_block_ids(request_id)[0])
                 self._sent[request_id] = cache.key
                 self._planned.saves.append(cache)
         step, self._planned = self._planned, StepMetadata()
         return step
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take references to the pool's blocks from now on; see `KeptBlocks`."""
+        self._kept.pool = gpu_block_pool
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the loads that the worker reports as ended, with or without success."""
+        """Record the transfers that the worker reports as ended, with or without success."""
         self._loading.difference_update(connector_output.finished_recving or ())
+        for request_id in connector_output.finished_sending or ():
+            self._kept.release(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for an engine with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks are kept until the worker reports them, and the consumer's params."""
         name, params = request.request_id, self._params_of(request)
@@ -169,7 +206,11 @@ class SchedulerCalls(KVConnectorBase_V1):
         if reads is not None and reads.remove(request):
             del self._reads[params.url, params.key]
         self._params.pop(name, None)
-        return self._end_save(request, params) if params.sends else (False, None)
+        self._shortened.pop(name, None)
+        is_held, answer = self._end_save(request, params) if params.sends else (False, None)
+        if not is_held:
+            self._kept.release(name)
+        return is_held, answer
 
     def _end_save(
         self, request: Request, params: TransferParams
@@ -208,14 +249,27 @@ class SchedulerCalls(KVConnectorBase_V1):
         return self._is_async or bool(self._params_of(request).error)
 
     def _tokens_needed(self, request: Request) -> int:
-        """Tokens to load before the request runs; for "sync" whole blocks, as in a local hit."""
-        tokens: int = request.num_prompt_tokens
-        return tokens if self._loads_async(request) else self._whole_blocks(request)
+        """Tokens to load before the request runs; for "sync" those of a local hit."""
+        is_async = self._loads_async(request)
+        return self._groups.position(request.num_prompt_tokens, is_async=is_async)
 
-    def _whole_blocks(self, request: Request) -> int:
-        """Tokens of the blocks before that of the last token: the most that a local hit has."""
-        tokens: int = request.num_prompt_tokens
-        return (tokens - 1) // self._block_size * self._block_size
+    def _prefix(self, request: Request) -> int:
+        """The most tokens that a local hit has."""
+        return self._groups.prefix(request.num_prompt_tokens)
+
+    def _shorten(self, request: Request) -> None:
+        """Leave the prompt's last token to the consumer, which computes it from the state before.
+
+        vLLM's own connector for recurrent states does the same; the token that is sampled here has
+        no use, and there is only one.
+        """
+        tokens = request.num_prompt_tokens
+        self._shortened[request.request_id] = Prompt(tokens, prompt_identity(request))
+        if tokens > 1:
+            request.prompt_token_ids = request.prompt_token_ids[:-1]  # the list may be the client's
+            request._all_token_ids.pop()
+            request.num_prompt_tokens -= 1
+        request.max_tokens = 1
 
     def _give_up(self, request: Request, reason: str) -> None:
         """Plan what becomes of the read of a request that does not need its cache any more."""
@@ -228,10 +282,26 @@ class SchedulerCalls(KVConnectorBase_V1):
             load = (request.request_id, params.key, params.url, params.readers, reason)
             self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
 
-    def _cache(self, request: Request, block_ids: list[int]) -> PromptCache:
-        params, tokens, blocks = self._params_of(request), request.num_prompt_tokens, [*block_ids]
-        inputs = prompt_identity(request)
-        return PromptCache(request.request_id, params.key, inputs, tokens, blocks, params.readers)
+    def _cache_after(
+        self, request: Request, computed: int, tables: tuple[list[int], ...]
+    ) -> PromptCache | None:
+        """The cache of a prompt, once the pass that ends after `computed` tokens computes it."""
+        shortened = self._shortened.get(request.request_id)
+        tokens = shortened.tokens if shortened else request.num_prompt_tokens
+        prefix, is_over = self._groups.prefix(tokens), computed >= request.num_prompt_tokens
+        positions = [prefix] if computed >= prefix else []
+        if is_over:
+            positions.append(self._groups.position(tokens, is_async=True))
+        blocks = self._kept.keep(request.request_id, tables, positions)
+        return self._cache(request, blocks) if is_over else None
+
+    def _cache(self, request: Request, block_ids: Sequence[Sequence[int]]) -> PromptCache:
+        name, params = request.request_id, self._params_of(request)
+        prompt = self._shortened.get(name)
+        if prompt is None:
+            prompt = Prompt(request.num_prompt_tokens, prompt_identity(request))
+        blocks = [[*table] for table in block_ids]
+        return PromptCache(name, params.key, prompt.inputs, prompt.tokens, blocks, params.readers)
 
 
 def _has_failed(request: Request, params: TransferParams) -> bool:
@@ -242,6 +312,21 @@ def _has_failed(request: Request, params: TransferParams) -> bool:
 def _is_loading(request: Request) -> bool:
     """Whether an asynchronous load of the request has not ended, for the scheduler."""
     return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+
+def _check_sync(groups: CacheGroups, policy: str) -> None:
+    """Refuse the synchronous loads that vLLM cannot take up, or not recover from."""
+    if groups.has_state:
+        raise SchemaError(
+            'kv_connector_extra_config: load "sync": vLLM copies a recurrent state (MambaSpec) '
+            'before it is loaded; set "load": "async"'
+        )
+    if policy == "recompute" and not groups.is_whole:
+        raise SchemaError(
+            'kv_connector_extra_config: load "sync": after a failed load vLLM would compute a '
+            "request without the blocks before its window; set kv_load_failure_policy to "
+            '"fail", or "load": "async"'
+        )
 
 
 def _check_single_rank(vllm_config: VllmConfig) -> None:
