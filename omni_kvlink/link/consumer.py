@@ -310,7 +310,7 @@ class ReceivedLayer:
         self._stream.scatter(self._manifest, targets)
 
     def begin_scatter(
-        self, *targets: TensorView, after: StreamEvents | None = None
+        self, *targets: TensorView, rows: range | None = None, after: StreamEvents | None = None
     ) -> StreamEvents:
         """Start what `scatter` does, and return before a device has written its tensors.
 
@@ -318,8 +318,10 @@ class ReceivedLayer:
         written behind the calling thread's current stream, or behind `after`, which
         `KVConsumer.record` returned for them. Keep the result until the end of these copies, which
         it is: `wait` for it, or let the streams that use the tensors wait (`make_streams_wait`).
+
+        With `rows`, only these tokens are copied; the digests of all are checked.
         """
-        return self._stream.begin_scatter(self._manifest, targets, after)
+        return self._stream.begin_scatter(self._manifest, targets, rows, after)
 
     def __repr__(self) -> str:
         return f"<ReceivedLayer {self.index} of {self.branch!r}>"
@@ -464,15 +466,23 @@ class ReceivedStream:
         )
 
     def begin_scatter(
-        self, manifest: Manifest, targets: Sequence[TensorView], after: StreamEvents | None
+        self,
+        manifest: Manifest,
+        targets: Sequence[TensorView],
+        rows: range | None,
+        after: StreamEvents | None,
     ) -> StreamEvents:
         """Start to copy the tensors of one layer out; see `ReceivedLayer.begin_scatter`."""
-        return _scatter(
-            self._copier,
-            self.delivery,
-            self.ledger,
-            lambda region: self._copier.begin_scatter(manifest, region, targets, after=after),
-        )
+        copier = self._copier
+
+        def begin(region: Region) -> StreamEvents:
+            part = manifest
+            if rows is not None:
+                copier.verify(manifest, region)
+                part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
+            return copier.begin_scatter(part, region, targets, after=after)
+
+        return _scatter(copier, self.delivery, self.ledger, begin)
 
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""
