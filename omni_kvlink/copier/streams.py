@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.payload.views import TensorView
+
+T = TypeVar("T")
 
 
 class DeviceEvent(Protocol):
@@ -106,3 +108,8 @@ class CurrentStreams:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function while they are the calling thread's."""
+        with self.use():
+            return function()

@@ -18,7 +18,7 @@ from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier, GatherHandle, StreamEvents
+from omni_kvlink.copier import Copier, CurrentStreams, GatherHandle, StreamEvents
 from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.end import LinkEnd
@@ -248,8 +248,9 @@ class PutOperation:
     def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""
         receipt = self.producer.receipt(lease, self.ledger)
+        run = partial(CurrentStreams().call, partial(self._run_or_fail, lease, views))
         try:
-            threading.Thread(target=self._run_or_fail, args=(lease, views), daemon=True).start()
+            threading.Thread(target=run, daemon=True).start()
         except BaseException:
             lease.release()
             raise
