@@ -37,18 +37,21 @@ TTL = 3600
 
 @pytest.fixture
 def engine(model: Path, sockets: str) -> Iterator[Callable[..., Any]]:
-    """`engine(role, …)`: the stepped engine `p`, or one that reads from it."""
+    """`engine(role, …)`: the stepped engine `p`, or one that reads from it; see `SteppedEngine`."""
     from vllm_steps import SteppedEngine  # not where vLLM is absent
 
     opened = []
 
-    def engine(role: str, policy: str = "fail", caching: bool = True, **extra: Any) -> Any:
+    def engine(
+        role: str, policy: str = "fail", caching: bool = True, steps: Any = None, **extra: Any
+    ) -> Any:
         directory, settings = {"directory": sockets}, {"ttl": TTL, **extra}
         if role != "consumer":
             settings = {"url": "shm://p", "serve": directory, **settings}
         if role != "producer":
             settings = {"peers": ["shm://p"], "connect": directory, "timeout": 60, **settings}
-        made = SteppedEngine(str(model), transfer(role, policy, **settings), caching=caching)
+        configured = transfer(role, policy, **settings)
+        made = SteppedEngine(str(model), configured, caching=caching, **(steps or {}))
         opened.append(made)
         return made
 

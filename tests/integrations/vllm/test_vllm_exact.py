@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_fixtures import BLOCK, EngineProcess, prompt
+from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,15 +22,6 @@ pytestmark = [
 
 LENGTHS = [5, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 9]
 """Shorter than a block, exactly one, one more, several."""
-
-
-def oracle(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
-    """The engine's output with the prompt in its prefix cache, which is emptied afterwards."""
-    engine.generate(tokens)
-    hit: dict[str, Any] = engine.generate(tokens)
-    assert hit["cached"] == (len(tokens) - 1) // BLOCK * BLOCK
-    assert engine.call("forget")
-    return hit
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -14,9 +14,16 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 from omni_kvlink import KVLink, SchemaError, UnavailableError
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.integrations.vllm import declining
+from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
-from omni_kvlink.integrations.vllm.pools import BlockFormat, Pools, byte_pools
+from omni_kvlink.integrations.vllm.pools import (
+    BlockFormat,
+    GroupFormat,
+    Pools,
+    byte_pools,
+    places,
+)
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
@@ -39,10 +46,13 @@ def engine_pools(*, filled: bool) -> dict[str, torch.Tensor]:
 
 
 def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
-    layers = byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)
+    pools = [byte_pools(caches, num_blocks=BLOCKS, block_size=BLOCK)]
     nbytes = HEADS * BLOCK * ROW * 4
-    fields = ("1", "m", "Full", "float32", BLOCK, HEADS, ROW // 2, nbytes, "L", "vec", LAYERS)
-    return Pools(BlockFormat(*fields), layers)
+    kind = "FullAttentionSpec"
+    group = GroupFormat(kind, "float32", BLOCK, HEADS, ROW // 2, nbytes, LAYERS)
+    groups = CacheGroups((CacheGroup(kind, 0, BLOCK, tuple(LAYERS)),), 1)
+    format = BlockFormat("1", "m", "L", "vec", [group])
+    return Pools(format, groups, pools, places(pools, LAYERS))
 
 
 class Halves:
@@ -87,11 +97,11 @@ def halves(sockets: str, leaves_nothing: None) -> Iterator[Halves]:
 
 
 INPUTS = {"tokens": "digest"}
-CACHE = PromptCache("r", "key", INPUTS, TOKENS, [5, 2, 7], 1)
+CACHE = PromptCache("r", "key", INPUTS, TOKENS, [[5, 2, 7]], 1)
 
 
 def load(blocks: list[int], **changed: Any) -> Load:
-    return Load(**{**vars(CACHE), "blocks": blocks, **changed})
+    return Load(**{**vars(CACHE), "blocks": [blocks], **changed})
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -134,7 +144,7 @@ def test_the_engine_computes_while_a_layer_is_copied(
 
 def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
     halves.send(CACHE)
-    halves.loader.start([load([1, 3, 8], skip=1)])
+    halves.loader.start([load([1, 3, 8], local=BLOCK)])
     assert halves.settled() == {"r"}
     for layer in LAYERS:
         assert halves.same(layer, [2, 7], [3, 8])
@@ -144,7 +154,7 @@ def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
 def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
     """A block that the pool does not have: nobody waits, the next cache goes out."""
     halves.loader.start([load([1, 3, 8])])
-    halves.saver.begin([PromptCache("q", "key", INPUTS, TOKENS, [5, 2, BLOCKS], 1)])
+    halves.saver.begin([PromptCache("q", "key", INPUTS, TOKENS, [[5, 2, BLOCKS]], 1)])
     halves.saver.commit()
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == {1, 3, 8}
@@ -159,7 +169,7 @@ def test_a_save_that_fails_is_known_at_once(halves: Halves) -> None:
 def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
     """The second cache of one name fails, and does not take the first one with it."""
     for request in ("r", "again"):
-        halves.send(PromptCache(request, "key", INPUTS, TOKENS, [5, 2, 7], 1))
+        halves.send(PromptCache(request, "key", INPUTS, TOKENS, [[5, 2, 7]], 1))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == set()
@@ -172,7 +182,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
     """The deadline holds; the blocks not yet there are reported, and not those that were."""
     halves.loader._timeout = 0.4
     began = time.monotonic()
-    halves.loader.start([load([1, 3, 8], skip=1), load([4, 6, 9], request_id="s", is_async=False)])
+    halves.loader.start([load([1, 3, 8], local=BLOCK), load([4, 6, 9], request_id="s", is_async=False)])
     halves.loader.wait_for_layer(2)
     assert 0.3 < time.monotonic() - began < 1.0
     ended = halves.settled()
@@ -316,7 +326,7 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
         halves.loader.cancel(CancelledLoad(name, name, "", 1, "not needed", declines=True))
         until(partial(is_requested, halves, name), "it is requested")
     for name in names:
-        halves.send(PromptCache(name, name, INPUTS, TOKENS, [5, 2, 7], 1))
+        halves.send(PromptCache(name, name, INPUTS, TOKENS, [[5, 2, 7]], 1))
     halves.saver.hold(set(names))
     released: set[str] = set()
 

@@ -91,6 +91,10 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def tables(self) -> int:
+        """Groups of caches, each with a block table of its own."""
+        return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
+
     def waiting(self) -> int:
         """Readers that wait at this producer's link for a cache that is not there yet."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -116,6 +116,15 @@ class EngineProcess:
         return answer["answer"]
 
 
+def oracle(engine: EngineProcess, tokens: list[int]) -> Answer:
+    """The engine's output with the prompt in its prefix cache, which is emptied afterwards."""
+    engine.generate(tokens)
+    hit = engine.generate(tokens)
+    assert hit["cached"] == (len(tokens) - 1) // BLOCK * BLOCK
+    assert engine.call("forget")
+    return hit
+
+
 def transfer(role: str, policy: str = "fail", **extra: Any) -> Answer:
     """An engine's `--kv-transfer-config`."""
     return {

@@ -1,0 +1,179 @@
+"""Models with several groups of caches: a loaded cache is as good as the engine's own."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
+from vllm_models import make_deepseek, make_gemma3, make_lfm2
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"
+    ),
+    pytest.mark.timeout(900),
+]
+
+LENGTHS = [5, BLOCK, BLOCK + 1, 2 * BLOCK + 16, 3 * BLOCK, 5 * BLOCK + 9]
+"""Shorter than a window and than a block, ends of blocks, and longer than both."""
+
+
+@pytest.fixture(scope="module", params=[10, 48, 200])
+def gemma3(request: pytest.FixtureRequest, model: Path, directory: Path) -> Path:
+    """A model with a window shorter than a block, of one and a half, longer than the prompts."""
+    path = directory / f"gemma3-{request.param}"
+    make_gemma3(path, model, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def producer(start: Any, gemma3: Path) -> Any:
+    engine = start("p", "producer", model=gemma3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, gemma3: Path) -> Any:
+    engine = start("d", "consumer", extra={"load": request.param}, model=gemma3)
+    engine.load = request.param
+    yield engine
+    engine.close()
+
+
+def check_alike(got: dict[str, Any], expected: dict[str, Any], load: str) -> None:
+    """Synchronous: bit for bit. Asynchronous: the tokens, and nearly the same values."""
+    assert (got["reason"], got["tokens"]) == ("length", expected["tokens"])
+    if load == "sync":
+        assert got["logprobs"] == expected["logprobs"]
+    apart = [abs(a - b) for a, b in zip(got["logprobs"], expected["logprobs"], strict=True)]
+    assert max(apart) < 1e-4
+
+
+def test_full_and_sliding_attention(producer: EngineProcess, consumer: Any) -> None:
+    """As the engine's own prefix-cache hit; the hybrid cache manager is on at both."""
+    for length in LENGTHS:
+        tokens = prompt(length, seed=length)
+        expected = oracle(consumer, tokens)
+        free = consumer.call("free_blocks")
+        got = consumer.generate(tokens, producer.prefill(tokens))
+        check_alike(got, expected, consumer.load)
+        whole = (length - 1) // BLOCK * BLOCK
+        assert got["cached"] == (whole if consumer.load == "sync" else length - 1)
+        producer.call("settle")
+        assert consumer.call("free_blocks") == free
+        assert consumer.call("forget")
+    assert consumer.call("tables") == 2
+
+
+def test_a_half_of_the_prompt_is_local(producer: EngineProcess, consumer: Any) -> None:
+    tokens = prompt(5 * BLOCK + 3, seed=77)
+    expected = oracle(consumer, tokens)
+    consumer.generate(tokens[: 2 * BLOCK + 1])
+    check_alike(consumer.generate(tokens, producer.prefill(tokens)), expected, consumer.load)
+    assert consumer.call("forget")
+
+
+def test_a_batch(producer: EngineProcess, consumer: Any) -> None:
+    """Prompts of several lengths at once; each as alone."""
+    prompts = [prompt(20 + 29 * number, seed=number) for number in range(6)]
+    expected = [oracle(consumer, tokens)["tokens"] for tokens in prompts]
+    names = [f"batch-{number}" for number in range(6)]
+    for name, tokens in zip(names, prompts, strict=True):
+        params = producer.prefill(tokens)
+        consumer.call("add", name=name, prompt=tokens, params=params)
+    over = consumer.call("run", names=names)
+    assert [over[name]["tokens"] for name in names] == expected
+    assert consumer.call("forget")
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_prefill_in_chunks(start: Any, model: Path, directory: Path, load: str) -> None:
+    """The producer's last pass computes a part of a block only."""
+    path = directory / "gemma3-chunks"
+    make_gemma3(path, model, 48)
+    chunks = {"max_num_batched_tokens": 50, "enable_chunked_prefill": True}
+    producer = start("p", "producer", model=path, **chunks)
+    consumer = start("d", "consumer", extra={"load": load}, model=path)
+    try:
+        for length in (2 * BLOCK + 16, 5 * BLOCK + 9):
+            tokens = prompt(length, seed=length)
+            producer.generate(tokens)  # what is computed in other chunks differs by roundings
+            producer.call("forget")
+            expected = oracle(consumer, tokens)
+            got = consumer.generate(tokens, producer.prefill(tokens))
+            assert got["tokens"] == expected["tokens"]
+            assert consumer.call("forget")
+        assert consumer.count("load_failed") == 0
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def test_without_the_hybrid_cache_manager(start: Any, model: Path, directory: Path) -> None:
+    """All layers are one group of full attention then, and both engines must be so."""
+    path = directory / "gemma3-whole"
+    make_gemma3(path, model, 48)
+    whole = {"disable_hybrid_kv_cache_manager": True}
+    producer = start("p", "producer", model=path, **whole)
+    consumer = start("d", "consumer", model=path, extra={"load": "sync"}, **whole)
+    other = start("o", "consumer", model=path)
+    try:
+        tokens = prompt(5 * BLOCK + 9)
+        expected = oracle(consumer, tokens)
+        check_alike(consumer.generate(tokens, producer.prefill(tokens)), expected, "sync")
+        assert consumer.call("tables") == 1
+        assert other.generate(tokens, producer.prefill(tokens))["reason"] == "error"
+        assert "groups is [" in other.output()
+    finally:
+        for engine in (producer, consumer, other):
+            engine.close()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_recurrent_states(start: Any, model: Path, directory: Path, caching: bool) -> None:
+    """Short convolutions: the producer leaves the last token to the consumer."""
+    path = directory / "lfm2"
+    make_lfm2(path, model)
+    options = {"model": path, "enable_prefix_caching": caching}
+    producer, consumer = start("p", "producer", **options), start("d", "consumer", **options)
+    try:
+        for length in [1, *LENGTHS]:
+            tokens = prompt(length, seed=length)
+            expected = consumer.generate(tokens)
+            if caching:
+                assert consumer.call("forget")
+            got = consumer.generate(tokens, producer.prefill(tokens))
+            check_alike(got, expected, "async")
+            assert got["cached"] == length - 1
+            producer.call("settle")
+        assert consumer.count("load_failed") == 0
+        assert consumer.count("received") == len(LENGTHS) + 1
+    finally:
+        producer.close()
+        consumer.close()
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_latent_attention(start: Any, model: Path, directory: Path, load: str) -> None:
+    """MLA: one latent for each token, in blocks like those of full attention."""
+    path = directory / "deepseek"
+    make_deepseek(path, model)
+    producer = start("p", "producer", model=path)
+    consumer = start("d", "consumer", extra={"load": load}, model=path)
+    try:
+        for length in LENGTHS:
+            tokens = prompt(length, seed=length)
+            expected = oracle(consumer, tokens)
+            got = consumer.generate(tokens, producer.prefill(tokens))
+            check_alike(got, expected, load)
+            assert consumer.call("forget")
+        assert consumer.count("load_failed") == 0
+    finally:
+        producer.close()
+        consumer.close()
