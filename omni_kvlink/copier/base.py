@@ -50,6 +50,13 @@ class Copier(ABC):
         """The instruction set in use; empty if the copier does not choose one."""
         return ""
 
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far: "pinned" and "pageable"; empty if not counted.
+
+        Pinned are those that a device copied from or to page-locked memory of a payload by itself.
+        """
+        return {}
+
     @abstractmethod
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region

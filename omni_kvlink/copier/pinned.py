@@ -168,6 +168,8 @@ class PinnedCopier(NativeCopier):
                 specs.append(spec)
             else:
                 devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
+        for part in devices.values():
+            self._copies.add("pinned", part.views)
         return on_host, specs, list(devices.values())
 
     def _is_pinned(self, region: Region, device: int) -> bool:
@@ -205,10 +207,10 @@ class _OnDevice:
 
     def __init__(self, device: int):
         self.device, self.specs = device, list[TensorSpec]()
-        self._views, self._packed = list[TensorView](), list[host.PackedView]()
+        self.views, self._packed = list[TensorView](), list[host.PackedView]()
 
     def add(self, view: TensorView, spec: TensorSpec, packed: host.PackedView) -> None:
-        self._views.append(view)
+        self.views.append(view)
         self.specs.append(spec)
         self._packed.append(packed)
 
@@ -224,7 +226,7 @@ class _OnDevice:
         batch = cuda.DeviceBatch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._packed, strict=True):
             batch.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
-        ticket = pending.enter_context(cuda.Ticket((region, self._views)))
+        ticket = pending.enter_context(cuda.Ticket((region, self.views)))
         with failures(self.specs):
             batch.begin(verb, ticket, self.device, current_stream(self.device), recorded)
         return ticket

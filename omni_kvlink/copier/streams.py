@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from omni_kvlink.payload.views import TensorView
 
@@ -28,6 +29,25 @@ class DeviceEvent(Protocol):
 
     def make_stream_wait(self) -> None:
         """Make later work of the calling thread's current stream wait for it; does not block."""
+
+
+class DeviceCopies:
+    """Bytes of device tensors that a copier has copied, in either direction; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nbytes = {"pinned": 0, "pageable": 0}
+
+    def add(self, way: str, views: Iterable[TensorView]) -> None:
+        """Add tensors: "pinned" in page-locked memory, "pageable" through other memory."""
+        nbytes = sum(view.nbytes for view in views if device_of(view) is not None)
+        with self._lock:
+            self._nbytes[way] += nbytes
+
+    def nbytes(self) -> dict[str, int]:
+        """The bytes so far, by way."""
+        with self._lock:
+            return dict(self._nbytes)
 
 
 class StreamEvents:

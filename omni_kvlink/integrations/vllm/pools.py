@@ -129,7 +129,7 @@ class Pools:
                 dataclasses.replace(
                     _group_format(group, tables[group.table].kv_cache_spec, layers),
                     shape=_block_shape(group, kv_cache_config, ordered),
-                    scales=[_scales(context.get(name)) for name in layers],
+                    scales=_scales([context.get(name) for name in layers]),
                 )
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
@@ -368,9 +368,11 @@ def _block_shape(
     return [each for shape in shapes for each in dataclasses.astuple(shape)]
 
 
-def _scales(layer: Any) -> list[float]:
-    """The scales of a layer's quantized K and V: constants of the weights, not in the blocks."""
-    return [float(getattr(layer, name, 1.0)) for name in ("_k_scale_float", "_v_scale_float")]
+def _scales(layers: Sequence[Any]) -> list[list[float]]:
+    """Each layer's scales of quantized K and V, which are not in the blocks; empty if all are 1."""
+    names = ("_k_scale_float", "_v_scale_float")
+    scales = [[float(getattr(layer, name, 1.0)) for name in names] for layer in layers]
+    return scales if any(each != [1.0, 1.0] for each in scales) else []
 
 
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
