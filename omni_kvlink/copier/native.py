@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.paged import PagedTensor
@@ -37,17 +38,23 @@ class NativeCopier(Copier):
         if reason:
             raise NativeError(reason)
         self.threads = threads
+        self._copies = DeviceCopies()
 
     @property
     def features(self) -> str:
         """The instruction set in use, as of `host.features`."""
         return host.features()
 
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far, by torch."""
+        return self._copies.nbytes()
+
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
         check_fit(sources, manifest, region)
+        self._copies.add("pageable", sources)
         native, others, rest = self._split(sources, manifest, region)
         for source, target in rest:
             if isinstance(source, PagedTensor):
@@ -61,6 +68,7 @@ class NativeCopier(Copier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
         check_targets(targets, manifest, region)
+        self._copies.add("pageable", targets)
         native, others, rest = self._split(targets, manifest, region)
         native.scatter()
         others.verify()

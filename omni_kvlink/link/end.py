@@ -12,10 +12,13 @@ from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from omni_kvlink.connectors.base import Connector
-    from omni_kvlink.copier import Copier
+    from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.payload.views import TensorView
 
 _open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
 
@@ -33,7 +36,21 @@ class LinkEnd:
     def stats(self) -> dict[str, Any]:
         """Return state and counters of this end, as JSON values."""
         self._check_process()
-        return {"url": self.url, **self._end.health()}
+        return {"url": self.url, **self._end.health(), "device_copies": self.device_copies()}
+
+    def record(self, views: Sequence[TensorView]) -> StreamEvents:
+        """Record what the current CUDA streams of these tensors hold now.
+
+        For `after` of `write_layer` and `begin_scatter`, where another thread than the caller
+        copies these tensors. Does not block.
+        """
+        return self._copier.record(views)
+
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far: "pinned", or "pageable" by torch, through memory
+        that is not page-locked. Of all links that share this one's copier.
+        """
+        return self._copier.device_copies()
 
     def close(self) -> None:
         """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.

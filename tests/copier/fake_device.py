@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ FIELDS = (
     "unregistered",
     "unregistered_late",
     "readonly",
+    "blocking",
 )
 
 
@@ -51,12 +53,48 @@ class FakeDevice:
 
     def __init__(self, library: ctypes.CDLL):
         self.holds: Callable[[TensorView], bool] = lambda view: True
+        self._library, self._current = library, threading.local()
+        self._calls: list[object] = []  # ctypes functions, which the library does not keep
         self._field = library.fake_cuda_field
         self._field.restype = ctypes.POINTER(ctypes.c_int)
 
     def get(self, name: str) -> int:
         value: int = self._field(FIELDS.index(name))[0]
         return value
+
+    @property
+    def stream(self) -> int:
+        """The calling thread's current stream; 0 in a thread that has chosen none."""
+        stream: int = getattr(self._current, "stream", 0)
+        return stream
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Make a stream the calling thread's current one, as `torch.cuda.stream` does."""
+        before, self._current.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def enqueue(self, stream: int, work: Callable[[], object]) -> None:
+        """Enqueue work on a stream; it runs once somebody waits for what is behind it."""
+        call = ctypes.CFUNCTYPE(None)(work)
+        self._calls.append(call)
+        self._library.fake_cuda_call(ctypes.c_uint64(stream), call)
+
+    def run(self, stream: int) -> None:
+        """Run all work of a stream, and what it waits for."""
+        self._library.fake_cuda_run(ctypes.c_uint64(stream))
+
+    @contextmanager
+    def without_blocking(self) -> Iterator[None]:
+        """Count the calling thread's calls that may block, in `get("blocking")`."""
+        self._library.fake_cuda_forbid_blocking(1)
+        try:
+            yield
+        finally:
+            self._library.fake_cuda_forbid_blocking(0)
 
     @contextmanager
     def set(self, name: str, value: int) -> Iterator[None]:
@@ -75,6 +113,6 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda._part, "loaded", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
-    monkeypatch.setattr(pinned, "_device_of", lambda view: 0 if device.holds(view) else None)
-    monkeypatch.setattr(pinned, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(pinned, "device_of", lambda view: 0 if device.holds(view) else None)
+    monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     return device

@@ -58,7 +58,8 @@ class OmniKVLinkConnector(SchedulerCalls):
 
         Raises:
             BusyError: the producer's URL is already served.
-            UnavailableError: the connector cannot run here, or the pools are on a device.
+            UnavailableError: the connector cannot run here, or the pools are on a device that is
+                not a CUDA device.
             SchemaError: the pools have an unknown layout.
         """
         settings = self._settings
@@ -77,6 +78,12 @@ class OmniKVLinkConnector(SchedulerCalls):
             self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._disconnect)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Block until no copy reads the blocks of preempted requests: the pass overwrites them."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        if self._saver is not None:
+            self._saver.wait(kv_connector_metadata.preempted)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step: announce the caches that its forward pass computes."""
@@ -100,6 +107,7 @@ class OmniKVLinkConnector(SchedulerCalls):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block, at most `timeout` seconds, until the layer of each synchronous load is there.
 
+        On a device the layer's copy is awaited by the pass's stream, and not by the caller.
         A failed load does not raise: `get_block_ids_with_load_errors` reports its blocks.
         """
         if self._loader is not None and layer_name in self._layers:
@@ -113,7 +121,10 @@ class OmniKVLinkConnector(SchedulerCalls):
             self._saver.layer(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Block until all layers are copied and committed; blocks may be overwritten afterwards."""
+        """Block until the next pass may begin: until all layers are copied and committed.
+
+        On a device only if it could overwrite them: with `delay_free` off, and recurrent states.
+        """
         if self._saver is not None:
             if self._loader is not None:  # a pass may save blocks that it loaded
                 self._saver.fail_blocks(self._loader.wait_for_pass())

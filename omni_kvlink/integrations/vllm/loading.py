@@ -9,13 +9,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.integrations.vllm.declining import Decliner
+from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import Pools, branch_name
 from omni_kvlink.integrations.vllm.step import CancelledLoad
-from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
+from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import Load
-    from omni_kvlink.lowlevel import Manifest
+    from omni_kvlink.lowlevel import Manifest, StreamEvents
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -40,14 +39,15 @@ class Target(NamedTuple):
 
     branch: str
     views: list[PagedTensor]
-    rows: slice
+    rows: range
 
 
 class CacheLoad:
     """The load of a part of a cache: a pool thread requests it; none waits; a pool thread copies it.
 
-    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
-    called once, in any thread, with the error of a failed load.
+    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. Blocks on
+    a device are written behind what was recorded as `after`. `ended` is called once, in any
+    thread, with the error of a failed load.
     """
 
     def __init__(
@@ -57,22 +57,25 @@ class CacheLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
+        after: StreamEvents | None,
         ended: Callable[[Exception | None], None],
     ):
         self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
         self.done = threading.Event()
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
+        self.link: KVConsumer | None = None
         self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
         self._started = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
-        self._link: KVConsumer | None = None
         self._pending: PendingGet | None = None
         self._is_claimed = False
         self.cancelled: CancelledLoad | None = None
         self.has_used_read = False
         self._layers = 0
+        self._after = after
+        self._copies: list[list[StreamEvents]] = []  # by layer: the ends of copies on a device
 
     def fail(self, error: Exception) -> None:
         """End a load that is not attempted."""
@@ -84,10 +87,10 @@ class CacheLoad:
             if self.cancelled is not None:
                 return
             rank = self._pools.part.sender.index
-            self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
+            self.link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
             if self.cancelled is not None:
                 return
-            pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
+            pending = begin_get(self.link, self.load.key, timeout=self._left(), streamed=True)
         except Exception as error:
             if self._claim():
                 self._complete(error)
@@ -134,11 +137,17 @@ class CacheLoad:
                 self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
+        """Block until a layer is in its blocks, the load has ended, or its deadline has passed.
+
+        On a device: until the layer is here, and its digests are checked; then the current stream
+        waits for its copy, not the caller.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._layers > layer or self.done.is_set(), self._left())
         if self._layers <= layer:
             self.wait()
+        for copy in self._copies[layer] if self._layers > layer else ():
+            copy.make_streams_wait()
 
     def wait(self) -> None:
         """Block until the load has ended, at most until the deadline."""
@@ -161,10 +170,10 @@ class CacheLoad:
 
     def _abort(self) -> None:
         """End a copy that waits for a layer, and the payload with it; runs in the pool."""
-        assert self._link is not None
+        assert self.link is not None
         assert self.cancelled is not None
         try:
-            self._link.abort(self.load.key, self.cancelled.reason)
+            self.link.abort(self.load.key, self.cancelled.reason)
         except Exception as error:
             log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
 
@@ -174,7 +183,7 @@ class CacheLoad:
 
     def _run(self) -> None:
         """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
-        link, pending = self._link, self._pending
+        link, pending = self.link, self._pending
         assert link is not None
         assert pending is not None
         began = time.monotonic()
@@ -184,15 +193,18 @@ class CacheLoad:
             with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
                 try:
                     self._copy(stream, link.url)
+                    self.copy_seconds = time.monotonic() - began
+                    if not self.load.is_async and self._use_read():
+                        self._complete(None)  # the pass's stream waits for the copies
                 finally:
-                    if not self._use_read():
+                    self._wait_for_copies()
+                    if not (self.has_used_read or self._use_read()):
                         stream.delivery.release_unread()
         except Exception as error:
             # Their frames would keep the payload's memory, and so its lease.
             error.__traceback__ = error.__context__ = None
             self._complete(error)
             return
-        self.copy_seconds = time.monotonic() - began
         self._complete(None)
 
     def _use_read(self) -> bool:
@@ -201,8 +213,14 @@ class CacheLoad:
             self.has_used_read = self.cancelled is None or self.cancelled.declines
         return self.has_used_read
 
+    def _wait_for_copies(self) -> None:
+        """Block until no copy reads the payload any more."""
+        for copies in self._copies:
+            for copy in copies:
+                copy.wait()
+
     def _copy(self, stream: ReceivedStream, peer: str) -> None:
-        """Copy layer by layer; the same pass checks each byte against its digest."""
+        """Copy layer by layer, each byte checked against its digest; begin it, on a device."""
         try:
             self._pools.check(stream.manifest, self.load, peer=peer)
         except Exception as error:
@@ -211,15 +229,14 @@ class CacheLoad:
         self.nbytes = stream.manifest.nbytes
         targets = self._targets(stream.manifest)
         for layer, (_, group, index) in enumerate(self._pools.layers):
+            copies = list[StreamEvents]()
+            self._copies.append(copies)
             for branch, views, rows in targets[group]:
                 self._check_cancelled()
                 received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
-                if rows == slice(0, received.key.shape[0]):
-                    received.scatter(views[index])
-                    continue
-                scratch = torch.empty_like(received.key)  # digests cover all blocks
-                received.scatter(scratch)
-                write(views[index], scratch[rows])
+                whole = rows == range(received.key.shape[0])
+                part = None if whole else rows
+                copies.append(received.begin_scatter(views[index], rows=part, after=self._after))
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
@@ -246,7 +263,7 @@ class CacheLoad:
             return None
         views = self._pools.views(group, self._pools.block_ids(self.load, group, blocks))
         size = views[0].block_table.block_size  # rows of a block
-        rows = slice((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
+        rows = range((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
         return Target(branch_name(group, part), views, rows)
 
     def _complete(self, error: Exception | None) -> None:
@@ -272,6 +289,7 @@ class RankLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
+        after: StreamEvents | None = None,
     ):
         self.load = load
         self.error: Exception | None = None
@@ -279,7 +297,9 @@ class RankLoad:
         self.is_forgotten = False  # the request has ended: nothing more is said of it
         self.done = threading.Event()
         self._submit, self._lock, self._missing = submit, threading.Lock(), len(pools)
-        self.parts = [CacheLoad(load, each, peers, submit, timeout, self._end) for each in pools]
+        self.parts = [
+            CacheLoad(load, each, peers, submit, timeout, after, self._end) for each in pools
+        ]
 
     @property
     def has_used_read(self) -> bool:
@@ -345,6 +365,7 @@ class Loader:
         self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
         self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
+        self._device = PoolDevice(tensor for each in pools for tensor in each.tensors)
         self._loading: dict[str, RankLoad] = {}
         self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
@@ -353,9 +374,11 @@ class Loader:
         self._failed_here: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
-        """Begin loads; does not block."""
+        """Begin loads; does not block. Work that the engine queued before may use their blocks."""
+        after = self._device.record() if loads else None
+        pool, timeout = self._submit, self._timeout
         for load in loads:
-            loading = RankLoad(load, self._pools, self._peers, self._submit, self._timeout)
+            loading = RankLoad(load, self._pools, self._peers, pool, timeout, after)
             self._loading[load.request_id] = loading
             if load.error:
                 loading.fail(SchemaError(load.error))
@@ -374,7 +397,10 @@ class Loader:
                 loading.wait_for_layer(layer)
 
     def wait_for_pass(self) -> set[int]:
-        """Wait for the synchronous loads of the forward pass; return the invalid blocks so far."""
+        """Wait for the synchronous loads of the forward pass; return the invalid blocks so far.
+
+        On a device: until all digests are checked; the copies may go on.
+        """
         for loading in [each for each in self._loading.values() if not each.load.is_async]:
             loading.wait()
             self._end(loading)
@@ -465,6 +491,9 @@ class Loader:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
+        for part in loading.parts:
+            if part.link is not None:
+                self._meter.copied(part.link)
         if error is None:
             self._meter.count("received")
             for part in loading.parts:

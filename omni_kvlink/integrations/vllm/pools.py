@@ -13,6 +13,7 @@ import vllm
 
 from omni_kvlink import BlockTable, BundleBranch, KVCacheBundle, PagedTensor, TensorTransferData
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.integrations.vllm.blocks import BlockShape, bytes_of_blocks
 from omni_kvlink.integrations.vllm.groups import (
     HEAD,
     LAST,
@@ -58,6 +59,8 @@ class GroupFormat:
     window: int = 0  # tokens that a token sees; 0: all
     chunk: int = 0  # tokens
     state: str = ""  # the shapes of a recurrent state
+    shape: list[int] = dataclasses.field(default_factory=list)  # of a block: see `BlockShape`
+    scales: list[list[float]] = dataclasses.field(default_factory=list)  # per layer: of K, of V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Pools:
         """The pools of an engine.
 
         Raises:
-            UnavailableError: a pool is not in host memory.
+            UnavailableError: a pool is neither in host memory nor on a CUDA device.
             SchemaError: a group of caches is of an unknown kind, or a pool has an unknown layout.
         """
         groups = CacheGroups.of(kv_cache_config)
@@ -125,7 +128,11 @@ class Pools:
             layout=str(vllm_config.cache_config.get_resolved_kv_cache_layout()),
             isa=",".join(sorted(isas)),
             groups=[
-                _group_format(group, tables[group.table].kv_cache_spec, layers)
+                dataclasses.replace(
+                    _group_format(group, tables[group.table].kv_cache_spec, layers),
+                    shape=_block_shape(group, kv_cache_config, ordered),
+                    scales=_scales([context.get(name) for name in layers]),
+                )
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
@@ -133,9 +140,14 @@ class Pools:
         return cls(format, groups, pools, layers, settings.compatible_with, part)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All pools."""
+        return [pool for pools in self.pools for pool in pools.values()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all pools."""
-        return sum(pool.numel() for pools in self.pools for pool in pools.values())
+        return sum(pool.numel() for pool in self.tensors)
 
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
         """For each group the numbers of the blocks that are sent, by part.
@@ -303,42 +315,23 @@ def byte_pools(
     first is returned.
 
     Raises:
-        UnavailableError: a pool is not in host memory.
-        SchemaError: a block is not one contiguous piece of memory.
+        UnavailableError: a pool is neither in host memory nor on a CUDA device.
+        SchemaError: a block is neither contiguous nor equal pieces.
     """
     first: dict[tuple[int, int], str] = {}
     for name, cache in kv_caches.items():
-        if not cache.is_cpu:
+        if cache.device.type not in ("cpu", "cuda"):
             raise UnavailableError(
-                f"layer {name} is on {cache.device}: this connector supports vLLM's CPU backend "
-                "only"
+                f"layer {name} is on {cache.device}: this connector supports CUDA devices and "
+                "vLLM's CPU backend"
             )
         first.setdefault((cache.data_ptr(), cache.stride(0)), name)
     return {
-        name: _bytes_of(kv_caches[name], name, num_blocks, block_size) for name in first.values()
-    }
-
-
-def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) -> torch.Tensor:
-    if cache.shape[0] > num_blocks and cache.shape[0] % num_blocks == 0:
-        cache = cache.unflatten(0, (num_blocks, -1))  # a kernel may have smaller blocks
-    nbytes = size = cache.element_size()
-    for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
-        if length > 1 and stride * size != nbytes:
-            raise SchemaError(
-                f"layer {name}: a block with strides {cache.stride()} is not contiguous"
-            )
-        nbytes *= length
-    if cache.shape[0] != num_blocks or cache.stride(0) * size < nbytes:
-        raise SchemaError(
-            f"layer {name}: a pool {list(cache.shape)} of {num_blocks} blocks "
-            f"of {block_size} tokens has an unknown layout"
+        name: bytes_of_blocks(
+            kv_caches[name], name, num_blocks=num_blocks, block_size=block_size
         )
-    flat = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    rows = 1 if nbytes % block_size else block_size
-    row, start = nbytes // rows, int(cache.storage_offset()) * size
-    strides = (cache.stride(0) * size, row, 1)
-    return flat.as_strided((num_blocks, rows, row), strides, start)
+        for name in first.values()
+    }
 
 
 def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
@@ -370,6 +363,28 @@ def _group_format(
         chunk=group.chunk,
         state=str(spec.shapes) if group.is_state else "",
     )
+
+
+def _block_shape(
+    group: CacheGroup, config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
+) -> list[int]:
+    """The shape of a group's blocks; SchemaError if the pool of a layer has another one."""
+    spec = config.kv_cache_groups[group.table].kv_cache_spec
+    shapes = {
+        BlockShape.of(spec_of(spec, name), caches[name], config.num_blocks, name)
+        for name in group.layers
+        if name in caches
+    }
+    if len(shapes) > 1:
+        raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
+    return [each for shape in shapes for each in dataclasses.astuple(shape)]
+
+
+def _scales(layers: Sequence[Any]) -> list[list[float]]:
+    """Each layer's scales of quantized K and V, which are not in the blocks; empty if all are 1."""
+    names = ("_k_scale_float", "_v_scale_float")
+    scales = [[float(getattr(layer, name, 1.0)) for name in names] for layer in layers]
+    return scales if any(each != [1.0, 1.0] for each in scales) else []
 
 
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:

@@ -176,6 +176,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
                 del self._sending[request_id]
                 self._sent[request_id] = cache.key
                 self._planned.saves.append(cache)
+        self._planned.preempted |= self._sent.keys() & (scheduler_output.preempted_req_ids or ())
         step, self._planned = self._planned, StepMetadata()
         return step
 
