@@ -258,7 +258,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
         self._submit = self._pool.submit
         self._decliner = Decliner(peers, self._submit, timeout)
-        self._device = PoolDevice(pools.tensors)
+        self._device = PoolDevice(pools.tensors, peers.copier)
         self._loading: dict[str, CacheLoad] = {}
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()

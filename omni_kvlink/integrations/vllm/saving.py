@@ -91,7 +91,7 @@ class Saver:
     def __init__(self, link: KVProducer, pools: Pools, settings: VllmSettings, meter: Meter):
         self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice(pools.tensors)
+        self._device = PoolDevice(pools.tensors, link)
         self.overlaps = (
             self._device.is_async and settings.delay_free and not pools.groups.has_state
         )

@@ -120,6 +120,7 @@ class SteppedEngine:
         for layer in self._layers.values():
             if isinstance(layer, AttentionLayer):
                 layer.pool[plan.new_block_ids_to_zero or []] = 0.0
+        self.worker.handle_preemptions(plan.kv_connector_metadata)
         self.worker.bind_connector_metadata(plan.kv_connector_metadata)
         if plan.has_sync_kv_loads:
             self.worker.start_load_kv(None)
