@@ -95,7 +95,7 @@ class CacheGroups:
         groups: list[CacheGroup] = []
         for table, each in enumerate(tables):
             by_spec: dict[Any, list[str]] = {}
-            for name in each.layer_names:
+            for name in each.layer_names or [""]:  # a rank may have no layer of a group
                 by_spec.setdefault(spec_of(each.kv_cache_spec, name), []).append(name)
             groups += [_group(spec, table, layers) for spec, layers in by_spec.items()]
         return cls(tuple(groups), len(tables))
@@ -155,7 +155,8 @@ class CacheGroups:
 
 def spec_of(spec: Any, layer: str) -> Any:
     """The spec of a layer: that of its group, or its own where the group has one for each."""
-    return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+    specs = getattr(spec, "kv_cache_specs", None)
+    return spec if specs is None else specs.get(layer, spec.first_spec)
 
 
 def present(table: Sequence[int], blocks: range) -> range:
@@ -190,7 +191,7 @@ def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:
         kind,
         table,
         int(spec.block_size),
-        tuple(layers),
+        tuple(name for name in layers if name),
         window=spec.sliding_window if is_window else 0,
         chunk=getattr(spec, "attention_chunk_size", 0) if kind.startswith("Chunked") else 0,
         retained=spec.extra_retained_tokens if is_window else 0,

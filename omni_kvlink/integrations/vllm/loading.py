@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -29,6 +30,9 @@ log = logging.getLogger(f"vllm.{__name__}")
 THREADS = 4
 """Threads that copy caches; a cache that has not arrived yet occupies none."""
 
+CONNECTING_THREADS = 16
+"""Threads that wait for producers to be there: one that is gone delays no copy."""
+
 
 class Target(NamedTuple):
     """The rows of a received branch that are written, and each layer's blocks for them."""
@@ -39,10 +43,11 @@ class Target(NamedTuple):
 
 
 class CacheLoad:
-    """The load of one cache: a pool thread requests it; none waits; a pool thread copies it.
+    """The load of a part of a cache: a pool thread requests it; none waits; a pool thread copies it.
 
-    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. Blocks on
-    a device are written behind what was recorded as `after`.
+    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
+    called once, in any thread, with the error of a failed load. Blocks on a device are written
+    behind what was recorded as `after`.
     """
 
     def __init__(
@@ -52,17 +57,18 @@ class CacheLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
-        after: StreamEvents | None = None,
+        ended: Callable[[Exception | None], None],
+        after: StreamEvents | None,
     ):
-        self.load = load
+        self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
         self.done = threading.Event()
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
-        self.link: KVConsumer | None = None
-        self._pools, self._peers, self._submit = pools, peers, submit
+        self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
         self._started = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
+        self._link: KVConsumer | None = None
         self._pending: PendingGet | None = None
         self._is_claimed = False
         self.cancelled: CancelledLoad | None = None
@@ -71,11 +77,6 @@ class CacheLoad:
         self._after = after
         self._copies: list[list[StreamEvents]] = []  # by layer: the ends of copies on a device
 
-    @property
-    def is_requested(self) -> bool:
-        """Whether the request has reached the link."""
-        return self._pending is not None
-
     def fail(self, error: Exception) -> None:
         """End a load that is not attempted."""
         self._complete(error)
@@ -83,18 +84,39 @@ class CacheLoad:
     def request(self) -> None:
         """Request the cache from its producer; runs in the pool."""
         try:
-            self.link = self._peers.link(self.load.url, timeout=self._left())
-            self._check_cancelled()
-            pending = begin_get(self.link, self.load.key, timeout=self._left(), streamed=True)
+            if self.cancelled is not None:
+                return
+            rank = self._pools.part.sender.index
+            self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
+            if self.cancelled is not None:
+                return
+            pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
         except Exception as error:
-            self._complete(error)
+            if self._claim():
+                self._complete(error)
             return
         with self._changed:
-            self._pending = pending
-        if self.cancelled is not None:
-            self.cancel(self.cancelled)
+            self._pending, is_over = pending, self._is_claimed
+        if is_over:
+            pending.cancel()
         else:
             pending.future.add_done_callback(lambda future: self._begin_copy())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `request` would not wait for the producer."""
+        return self._peers.is_connected(self.load.url, self._pools.part.sender.index)
+
+    def to_decline(self) -> CancelledLoad | None:
+        """The read that this load leaves unused, and that no other request takes."""
+        cancelled, late = self.cancelled, isinstance(self.error, TransferTimeout)
+        if cancelled is not None:
+            is_left = cancelled.declines and not self.has_used_read
+            return dataclasses.replace(cancelled, key=self.load.key) if is_left else None
+        if not (late and self._pending is not None):
+            return None
+        cache = self.load.request_id, self.load.key, self.load.url, self.load.readers
+        return CancelledLoad(*cache, "its reader's time is over", declines=True)
 
     def expire(self) -> None:
         """End the load if its deadline has passed."""
@@ -103,15 +125,16 @@ class CacheLoad:
 
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
-        with self._changed:
-            self.cancelled = cancelled
-        if self._pending is None:
-            return
-        if self._claim():
-            self._pending.cancel()
+        with self._changed:  # `request` sees the claim, or this sees its get: one of them cancels
+            self.cancelled, pending = cancelled, self._pending
+            is_first, self._is_claimed = not self._is_claimed, True
+        if is_first:
+            if pending is not None:
+                pending.cancel()
             self._complete(TransferFailed(cancelled.reason, key=self.load.key))
-        elif cancelled.declines and cancelled.readers == 1 and not self.done.is_set():
-            self._submit(self._abort)
+        elif pending is not None and not self.done.is_set():
+            if cancelled.declines and cancelled.readers == 1:
+                self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer is in its blocks, the load has ended, or its deadline has passed.
@@ -147,10 +170,10 @@ class CacheLoad:
 
     def _abort(self) -> None:
         """End a copy that waits for a layer, and the payload with it; runs in the pool."""
-        assert self.link is not None
+        assert self._link is not None
         assert self.cancelled is not None
         try:
-            self.link.abort(self.load.key, self.cancelled.reason)
+            self._link.abort(self.load.key, self.cancelled.reason)
         except Exception as error:
             log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
 
@@ -160,7 +183,7 @@ class CacheLoad:
 
     def _run(self) -> None:
         """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
-        link, pending = self.link, self._pending
+        link, pending = self._link, self._pending
         assert link is not None
         assert pending is not None
         began = time.monotonic()
@@ -211,8 +234,7 @@ class CacheLoad:
             for branch, views, rows in targets[group]:
                 self._check_cancelled()
                 received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
-                whole = rows == range(received.key.shape[0])
-                part = None if whole else rows
+                part = None if rows == range(received.key.shape[0]) else rows
                 copies.append(received.begin_scatter(views[index], rows=part, after=self._after))
             with self._changed:
                 self._layers = layer + 1
@@ -245,31 +267,117 @@ class CacheLoad:
 
     def _complete(self, error: Exception | None) -> None:
         with self._changed:
+            if self.done.is_set():
+                return
             self.error = error
             self.done.set()
             self._changed.notify_all()
+        self._ended(error)
+
+
+class RankLoad:
+    """The load of a cache by this rank, in parts: the first that fails ends the others.
+
+    There is a part, and a `Pools`, for each rank of the producer that is read from.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        pools: Sequence[Pools],
+        peers: Peers,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        timeout: float,
+        after: StreamEvents | None,
+    ):
+        self.load = load
+        self.error: Exception | None = None
+        self.cancelled: CancelledLoad | None = None
+        self.is_forgotten = False  # the request has ended: nothing more is said of it
+        self.done = threading.Event()
+        self._submit, self._lock, self._missing = submit, threading.Lock(), len(pools)
+        self.parts = [
+            CacheLoad(load, each, peers, submit, timeout, self._end, after) for each in pools
+        ]
+
+    @property
+    def has_used_read(self) -> bool:
+        """Whether a part was read."""
+        return any(part.has_used_read for part in self.parts)
+
+    def request(self, connect: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Request all parts; does not block. `connect` runs what may wait for a producer."""
+        for part in self.parts:
+            submit = self._submit if part.is_connected else connect
+            submit(part.request)
+
+    def fail(self, error: Exception) -> None:
+        """End a load that is not attempted."""
+        for part in self.parts:
+            part.fail(error)
+
+    def cancel(self, cancelled: CancelledLoad) -> None:
+        """Cancel the load; a copy that has begun ends at the next layer."""
+        self.cancelled = cancelled
+        for part in self.parts:
+            part.cancel(cancelled)
+
+    def expire(self) -> None:
+        """End the load if its deadline has passed."""
+        for part in self.parts:
+            part.expire()
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
+        for part in self.parts:
+            part.wait_for_layer(layer)
+
+    def wait(self) -> None:
+        """Block until the load has ended, at most until the deadline."""
+        for part in self.parts:
+            part.wait()
+        self.done.wait()
+
+    def _end(self, error: Exception | None) -> None:
+        """A part has ended; runs in any thread."""
+        with self._lock:
+            is_first = error is not None and self.error is None
+            self.error = self.error or error
+            self._missing -= 1
+            is_last = not self._missing
+        if is_last:
+            self.done.set()
+        elif is_first:
+            cache = self.load.request_id, self.load.key, self.load.url, self.load.readers
+            reason = "another part of the cache could not be loaded"
+            for part in self.parts:
+                if not part.done.is_set():
+                    part.cancel(CancelledLoad(*cache, reason, declines=True))
 
 
 class Loader:
     """The loads of a consumer's worker; called by the engine's thread only."""
 
-    def __init__(self, pools: Pools, peers: Peers, meter: Meter, *, timeout: float):
+    def __init__(self, pools: Sequence[Pools], peers: Peers, meter: Meter, *, timeout: float):
         self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
-        self._decliner = Decliner(peers, self._submit, timeout)
-        self._device = PoolDevice(pools.tensors, peers.copier)
-        self._loading: dict[str, CacheLoad] = {}
+        self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
+        self._device = PoolDevice([each for part in pools for each in part.tensors], peers.copier)
+        self._loading: dict[str, RankLoad] = {}
+        self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
+        self._failed_here: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block. Work that the engine queued before may use their blocks."""
         after = self._device.record() if loads else None
-        pool, timeout = self._submit, self._timeout
+        submit, timeout = self._submit, self._timeout
         for load in loads:
-            loading = CacheLoad(load, self._pools, self._peers, pool, timeout, after)
+            loading = RankLoad(load, self._pools, self._peers, submit, timeout, after)
             self._loading[load.request_id] = loading
             if load.error:
                 loading.fail(SchemaError(load.error))
@@ -277,8 +385,9 @@ class Loader:
                 loading.fail(TransferFailed("it was loaded by a request that was aborted"))
             else:
                 if load.readers == 1:  # the read that was declined is needed again
-                    self._decliner.withdraw(load.url, load.key)
-                self._submit(loading.request)
+                    for part in loading.parts:
+                        self._decliner.withdraw(load.url, part.load.key)
+                loading.request(self._connecting_pool.submit)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -304,7 +413,17 @@ class Loader:
         ended = [loading for loading in self._loading.values() if loading.done.is_set()]
         for loading in ended:
             self._end(loading)
+            if not loading.is_forgotten:
+                self._ended[loading.load.request_id] = loading.has_used_read
+        self._peers.close_unused({loading.load.url for loading in self._loading.values()})
         return {loading.load.request_id for loading in ended}
+
+    def forget(self, request_ids: set[str]) -> None:
+        """Forget requests that have ended: nothing more is said of them."""
+        for name in request_ids:
+            self._ended.pop(name, None)
+            if name in self._loading:
+                self._loading[name].is_forgotten = True
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed since the last call."""
@@ -320,16 +439,35 @@ class Loader:
         requests, self._failed = self._failed, set()
         return requests
 
+    def take_failed_here(self) -> frozenset[str]:
+        """Requests whose load failed on this rank since the last call, for the other ranks."""
+        requests, self._failed_here = frozenset(self._failed_here), set()
+        return requests
+
     def cancel(self, cancelled: CancelledLoad) -> None:
-        """Cancel a load, and tell the producer, unless another request takes the read."""
+        """Cancel a load, and tell the producer, unless another request takes the read.
+
+        Of several ranks some may have ended the load already.
+        """
+        name, cache = cancelled.request_id, (cancelled.url, cancelled.key)
+        if name in self._ended:
+            if self._ended[name] and not cancelled.declines:
+                self._spent.add(cache)
+            return
         self._meter.count("dropped")
-        loading = self._loading.get(cancelled.request_id)
+        loading = self._loading.get(name)
         if loading is not None:
             loading.cancel(cancelled)  # `_end` declines it
             if loading.has_used_read and not cancelled.declines:
-                self._spent.add((cancelled.url, cancelled.key))
-        elif cancelled.declines and not self._take_spent(cancelled.url, cancelled.key):
-            self._decliner.decline(cancelled)
+                self._spent.add(cache)
+        elif cancelled.declines and not self._take_spent(*cache):
+            for pools in self._pools:
+                part = dataclasses.replace(cancelled, key=pools.part.key(cancelled.key))
+                self._decliner.decline(part, pools.part.sender.index)
+
+    def disconnect(self) -> None:
+        """Close the links, from any thread: the loads fail, and producers know at once."""
+        self._peers.close()
 
     def close(self) -> None:
         """Cancel all loads and close the links."""
@@ -339,6 +477,7 @@ class Loader:
             loading.cancel(CancelledLoad(*cache, 0, reason, declines=True))
         self._decliner.close()
         self._peers.close()
+        self._connecting_pool.shutdown()
         self._pool.shutdown()
 
     def _take_spent(self, url: str, key: str) -> bool:
@@ -347,32 +486,31 @@ class Loader:
         self._spent.discard((url, key))
         return is_spent
 
-    def _end(self, loading: CacheLoad) -> None:
+    def _end(self, loading: RankLoad) -> None:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
-        if loading.link is not None:
-            self._meter.copied(loading.link)
+        self._meter.copied(self._peers.copier)
         if error is None:
             self._meter.count("received")
-            self._meter.observe(
-                wait_seconds=loading.wait_seconds,
-                load_seconds=loading.copy_seconds,
-                load_bytes=loading.nbytes,
-            )
+            for part in loading.parts:
+                self._meter.observe(
+                    wait_seconds=part.wait_seconds,
+                    load_seconds=part.copy_seconds,
+                    load_bytes=part.nbytes,
+                )
             return
-        cancelled = loading.cancelled
-        if cancelled is None and isinstance(error, TransferTimeout) and loading.is_requested:
-            late = (load.request_id, load.key, load.url, load.readers)
-            self._decliner.decline(CancelledLoad(*late, "its reader's time is over", declines=True))
-        if cancelled is not None:
-            if cancelled.declines and not loading.has_used_read:
-                self._decliner.decline(cancelled)
+        for part, pools in zip(loading.parts, self._pools, strict=True):
+            if declined := part.to_decline():
+                self._decliner.decline(declined, pools.part.sender.index)
+        if loading.cancelled is not None:
             return
-        if load.is_async and not self._pools.groups.is_single:
+        self._failed_here.add(load.request_id)
+        pools = self._pools[0]  # the blocks are the same ones for each part
+        if load.is_async and not pools.groups.is_single:
             self._failed.add(load.request_id)
         else:
-            self._invalid |= self._pools.invalid(load)
+            self._invalid |= pools.invalid(load)
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")

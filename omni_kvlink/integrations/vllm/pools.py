@@ -24,6 +24,7 @@ from omni_kvlink.integrations.vllm.groups import (
     spec_of,
 )
 from omni_kvlink.integrations.vllm.identity import model_identity
+from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,6 +92,7 @@ class Pools:
     pools: Sequence[Mapping[str, torch.Tensor]]
     layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
+    part: RankPart = RankPart(EngineRank())
 
     @classmethod
     def of(
@@ -134,7 +136,8 @@ class Pools:
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
+        layers, part = places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
+        return cls(format, groups, pools, layers, settings.compatible_with, part)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -201,11 +204,15 @@ class Pools:
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
         """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
-        metadata = {"format": dataclasses.asdict(self.format), "inputs": cache.inputs}
+        metadata = {
+            "rank": self.part.describe(),
+            "format": dataclasses.asdict(self.format),
+            "inputs": cache.inputs,
+        }
         branches: dict[str, BundleBranch] = {}
         for group, parts in enumerate(self.sent(cache)):
             for part, blocks in parts.items():
-                if not blocks:
+                if not (blocks and self.pools[group]):
                     continue
                 views = self.views(group, self.block_ids(cache, group, blocks))
                 branches[branch_name(group, part)] = TensorTransferData(
@@ -244,6 +251,11 @@ class Pools:
             theirs = branch.extra.get("format")
             if not isinstance(theirs, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
+            if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
+                raise SchemaError(
+                    f"{peer} is another rank, or of another engine, than the one to read from: "
+                    f"{wrong}; peer_tp is the tensor-parallel size of the other side"
+                )
             if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
@@ -252,7 +264,7 @@ class Pools:
         self._check_rows(manifest, peer)
         for group, blocks in enumerate(self.needed(load)):
             there = {number for part in self.received(manifest)[group].values() for number in part}
-            if not there.issuperset(blocks):
+            if self.pools[group] and not there.issuperset(blocks):
                 raise SchemaError(
                     f"{peer} sent the blocks {sorted(there)} of group {group}, and {blocks} are "
                     'needed: the last forward pass of its prefill began behind them; set "load": '
@@ -336,7 +348,7 @@ def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
 def _group_format(
     group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]
 ) -> GroupFormat:
-    spec = spec_of(spec, group.layers[0])
+    spec = spec_of(spec, next(iter(group.layers), ""))
     dtypes = spec.dtypes if group.is_state else (spec.dtype,)
     pool = next(iter(layers.values()), None)
     return GroupFormat(
@@ -389,8 +401,10 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _differences(mine: Mapping[str, Any], theirs: object) -> str:
     """The fields of `mine` that differ, each with both values; "" if none does."""
+    if not isinstance(theirs, Mapping):
+        return f"it sent {theirs!r:.100}"
     found = []
     for name, value in mine.items():
         other = theirs.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -9,7 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.errors import (
+    DuplicateKeyError,
+    KVLinkError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.groups import HEAD, LAST
 from omni_kvlink.integrations.vllm.pools import branch_name
@@ -88,21 +94,25 @@ class Saver:
             recurrent state.
     """
 
-    def __init__(self, link: KVProducer, pools: Pools, settings: VllmSettings, meter: Meter):
-        self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
+    def __init__(
+        self, link: KVProducer, pools: Sequence[Pools], settings: VllmSettings, meter: Meter
+    ):
+        self._link, self._pools, self._meter = link, pools, meter
+        self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice(pools.tensors, link)
-        self.overlaps = (
-            self._device.is_async and settings.delay_free and not pools.groups.has_state
-        )
+        self._device = PoolDevice([pool for each in pools for pool in each.tensors], link)
+        has_state = any(each.groups.has_state for each in pools)
+        self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []
-        self._open: dict[str, tuple[CacheSave, Future[None]]] = {}
-        self._receipts: dict[str, Receipt] = {}
+        self._open: dict[str, list[tuple[CacheSave, Future[None]]]] = {}  # by request
+        self._receipts: dict[tuple[str, str], Receipt] = {}  # by request and key
         self._held: set[str] = set()
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
         """Announce the caches that the coming forward pass computes."""
-        self._saves = [CacheSave(cache, self._pools) for cache in caches]
+        self._saves = [
+            CacheSave(pools.part.cache(cache), pools) for cache in caches for pools in self._pools
+        ]
         for save in self._saves:
             self._enqueue(save, partial(save.open, self._link, self._ttl))
 
@@ -129,17 +139,17 @@ class Saver:
         after = self._device.record() if saves else None
         for save in saves:
             job = self._enqueue(save, partial(save.commit, self._link, self._meter, after))
-            self._open[save.cache.request_id] = save, job
+            self._open.setdefault(save.cache.request_id, []).append((save, job))
         if not self.overlaps:
             self.wait({save.cache.request_id for save in saves})
 
     def wait(self, request_ids: set[str]) -> None:
         """Block until the caches of these requests are copied; their blocks may change then."""
         for request_id in request_ids & self._open.keys():
-            save, job = self._open.pop(request_id)
-            job.result()
-            if save.receipt is not None:
-                self._receipts[request_id] = save.receipt
+            for save, job in self._open.pop(request_id):
+                job.result()
+                if save.receipt is not None:
+                    self._receipts[request_id, save.cache.key] = save.receipt
 
     def hold(self, request_ids: set[str]) -> None:
         """Keep the blocks of finished requests until `released` returns them."""
@@ -147,12 +157,13 @@ class Saver:
 
     def released(self) -> set[str]:
         """Held requests whose caches were released by all readers, failed or expired."""
-        self.wait({request_id for request_id, (_, job) in self._open.items() if job.done()})
-        for request_id, receipt in list(self._receipts.items()):
+        jobs = {request_id: [job for _, job in saves] for request_id, saves in self._open.items()}
+        self.wait({name for name, each in jobs.items() if all(job.done() for job in each)})
+        for name, receipt in list(self._receipts.items()):
             if receipt.done:
-                del self._receipts[request_id]
+                del self._receipts[name]
                 self._report(receipt)
-        over = self._held - self._receipts.keys() - self._open.keys()
+        over = self._held - {request_id for request_id, _ in self._receipts} - self._open.keys()
         self._held -= over
         return over
 
@@ -162,16 +173,28 @@ class Saver:
         Blocks while a copy of them is in progress.
         """
         self.wait({failed.request_id})
-        receipts = {name: each for name, each in self._receipts.items() if each.key == failed.key}
-        if failed.request_id not in receipts:
-            self._meter.count("send_failed")  # else the receipt is counted
-        if receipts.keys() <= {failed.request_id}:  # else the key is another request's
-            self._link.fail(failed.key, failed.reason)
+        for key in (pools.part.key(failed.key) for pools in self._pools):
+            requests = {request_id for request_id, each in self._receipts if each == key}
+            if failed.request_id not in requests:
+                self._meter.count("send_failed")  # else the receipt is counted
+            if requests <= {failed.request_id}:  # else the key is another request's
+                self._link.fail(key, failed.reason)
+
+    def disconnect(self) -> None:
+        """Close the link, from any thread: readers know at once that they get no more."""
+        self._link.close()
 
     def close(self) -> None:
-        """Wait for queued copies, then close the link."""
+        """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
-        self._link.close()
+        self.wait(set(self._open))
+        deadline = time.monotonic() + self._drain
+        try:
+            for receipt in self._receipts.values():
+                with contextlib.suppress(TransferFailed, TransferTimeout):
+                    receipt.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self._link.close()
 
     def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> Future[None]:
         """Run a step of a save in the thread, after all earlier steps."""

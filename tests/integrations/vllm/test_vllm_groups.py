@@ -38,7 +38,7 @@ from omni_kvlink.integrations.vllm.pools import byte_pools, places
 Open = Callable[..., SteppedEngine]
 Groups = list[KVCacheGroupSpec]
 
-LENGTHS = [1, 2, 5, 31, 32, 33, 42, 64, 65, 79, 80, 81, 96, 97, 128, 144, 169]
+LENGTHS = [1, 2, 5, 31, 32, 33, 42, 64, 65, 79, 80, 81, 96, 97, 128, 144, 169, 191]
 """Shorter than a window and than a block; ends of blocks, of chunks and of windows."""
 
 KINDS: dict[str, Groups] = {
@@ -72,6 +72,11 @@ def caches(groups: Groups) -> dict[str, Any]:
     return {"caching": not is_single, "steps": {"groups": groups}}
 
 
+def outputs(length: int) -> int:
+    """Tokens to compute after a prompt; more than a block and a window for one length."""
+    return 50 if length == 65 else 3
+
+
 def check_settled(*engines: SteppedEngine) -> None:
     for engine in engines:
         engine.settle()
@@ -87,7 +92,7 @@ def test_each_kind(engine: Open, kind: str, load: str) -> None:
     expected = 0
     for length in LENGTHS:
         name, tokens = f"r{length}", prompt(length, seed=length)
-        consumer.add(name, tokens, producer.prefill(name, tokens), tokens=40)
+        consumer.add(name, tokens, producer.prefill(name, tokens), tokens=outputs(length))
         assert consumer.run(name) == ["length"]
         groups = CacheGroups.of(consumer.scheduler.kv_cache_config)
         loaded = groups.position(length, is_async=load == "async")
@@ -106,7 +111,7 @@ def test_states(engine: Open, kind: str) -> None:
         name, tokens = f"r{length}", prompt(length, seed=length)
         params = producer.prefill(name, [*tokens])
         assert producer.wrong == set()
-        consumer.add(name, tokens, params, tokens=40)
+        consumer.add(name, tokens, params, tokens=outputs(length))
         assert consumer.run(name) == ["length"]
         assert consumer.cached[name] == length - 1
         check_settled(producer, consumer)
@@ -125,7 +130,7 @@ def test_a_prefill_in_chunks(engine: Open, load: str, batch: int) -> None:
         consumer.add(name, tokens, producer.prefill(name, tokens))
         assert consumer.run(name) == ["length"]
         check_settled(producer, consumer)
-    assert "load_failed" not in consumer.counts or not consumer.counts["load_failed"]
+    assert consumer.counts["load_failed"] == 0
 
 
 def test_states_of_a_prefill_in_chunks(engine: Open) -> None:
@@ -231,11 +236,11 @@ def test_an_aborted_request(engine: Open, steps: int, is_put: bool) -> None:
     check_settled(producer, consumer)
 
 
-@pytest.mark.parametrize("passes", range(1, 4))
+@pytest.mark.parametrize("passes", range(1, 5))
 def test_a_producer_that_is_aborted_between_chunks(engine: Open, passes: int) -> None:
     """The blocks that it kept for a cache that is never sent come back."""
-    producer = engine("producer", steps={"groups": HYBRID, "batch": 50})
-    producer.add("k", prompt(5 * BLOCK + 9), {"do_remote_decode": True})
+    producer = engine("producer", steps={"groups": HYBRID, "batch": 45})
+    producer.add("k", prompt(6 * BLOCK - 1), {"do_remote_decode": True})
     for _ in range(passes):
         producer.step()
     producer.abort("k")

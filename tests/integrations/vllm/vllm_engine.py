@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -96,11 +97,12 @@ class Engine:
         return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
 
     def waiting(self) -> int:
-        """Readers that wait at this producer's link for a cache that is not there yet."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        """Readers that wait, at each rank's link, for a cache that is not there yet."""
+        return int(min(self.llm.collective_rpc(waiting)))
 
-        link = get_kv_transfer_group()._saver._link
-        return int(link.stats()["transfers"]["waiting"])
+    def kill_rank(self, rank: int) -> None:
+        """End a worker's process at once; needs the executor "mp"."""
+        os.kill(self.core.model_executor.workers[rank].proc.pid, signal.SIGKILL)
 
     def preemptions(self) -> float:
         return float(self.metrics()["vllm:num_preemptions"])
@@ -115,6 +117,14 @@ class Engine:
     @property
     def core(self) -> Any:
         return self.engine.engine_core.engine_core
+
+
+def waiting(worker: Any) -> int:
+    """Readers that wait at a rank's link; runs in its worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    link = get_kv_transfer_group()._saver._link
+    return int(link.stats()["transfers"]["waiting"])
 
 
 def main() -> None:

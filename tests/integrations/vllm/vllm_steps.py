@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-BLOCKS = 24
+BLOCKS = 48
 GROUPS = (full("layer 0", "layer 1"),)
 SAMPLED = 7
 """The token that every forward pass samples."""
@@ -77,6 +77,8 @@ class SteppedEngine:
         for group in groups:
             if isinstance(group.kv_cache_spec, MambaSpec):
                 config.cache_config.mamba_cache_mode = group.kv_cache_spec.mamba_cache_mode
+        if len(groups) == 1:
+            config.cache_config.block_size = groups[0].kv_cache_spec.block_size
         pools = KVCacheConfig(BLOCKS, [], [*groups])
         sizes = resolve_kv_cache_block_sizes(pools, config)
         init_none_hash(sha256)
