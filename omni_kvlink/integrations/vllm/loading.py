@@ -65,7 +65,7 @@ class CacheLoad:
         self.done = threading.Event()
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
         self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
-        self._started = time.monotonic()
+        self._started = self._began = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
         self._link: KVConsumer | None = None
@@ -186,14 +186,13 @@ class CacheLoad:
         link, pending = self._link, self._pending
         assert link is not None
         assert pending is not None
-        began = time.monotonic()
-        self.wait_seconds = began - self._started
+        self._began = time.monotonic()
+        self.wait_seconds = self._began - self._started
         try:
             delivery, started = pending.wait(timeout=0.0), time.perf_counter()
             with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
                 try:
                     self._copy(stream, link.url)
-                    self.copy_seconds = time.monotonic() - began
                     if not self.load.is_async and self._use_read():
                         self._complete(None)  # the pass's stream waits for the copies
                 finally:
@@ -203,6 +202,8 @@ class CacheLoad:
         except Exception as error:
             # Their frames would keep the payload's memory, and so its lease.
             error.__traceback__ = error.__context__ = None
+            if self.done.is_set():
+                log.error("cache %.200r was not written to the device: %s", self.load.key, error)
             self._complete(error)
             return
         self._complete(None)
@@ -269,7 +270,7 @@ class CacheLoad:
         with self._changed:
             if self.done.is_set():
                 return
-            self.error = error
+            self.error, self.copy_seconds = error, time.monotonic() - self._began
             self.done.set()
             self._changed.notify_all()
         self._ended(error)
