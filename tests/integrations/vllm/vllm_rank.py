@@ -50,6 +50,7 @@ class SteppedRank:
         for layer in self._layers.values():
             if isinstance(layer, AttentionLayer):
                 layer.pool[plan.new_block_ids_to_zero or []] = 0.0
+        self.connector.handle_preemptions(plan.kv_connector_metadata)
         self.connector.bind_connector_metadata(plan.kv_connector_metadata)
         if plan.has_sync_kv_loads:
             self.connector.start_load_kv(None)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink._native import cuda
-from omni_kvlink.copier import pinned
+from omni_kvlink.copier import pinned, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.payload.views import TensorView
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = (
     "devices",
     "refuses_registration",
@@ -32,6 +32,7 @@ FIELDS = (
     "unregistered_late",
     "readonly",
     "blocking",
+    "held",
 )
 
 
@@ -113,6 +114,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda._part, "loaded", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
-    monkeypatch.setattr(pinned, "device_of", lambda view: 0 if device.holds(view) else None)
+    for module in (pinned, streams):
+        monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     return device
