@@ -251,9 +251,7 @@ class CacheLoad:
                 if (target := self._target(group, part, sent, needed)) is not None
             ]
             for group, (parts, needed) in enumerate(
-                zip(
-                    self._pools.received(manifest), self._pools.needed(self.load), strict=True
-                )
+                zip(self._pools.received(manifest), self._pools.needed(self.load), strict=True)
             )
         ]
 
